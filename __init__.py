@@ -1,0 +1,31 @@
+"""Sidestream serves many LoRA fine-tunes of one Llama from one Hopper GPU.
+
+The names below load on first use, so that `import sidestream` takes milliseconds and no torch.
+"""
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "runtime.llm",
+    "SamplingParams": "runtime.sampling_params",
+    "RequestOutput": "runtime.outputs",
+    "compile": "compiler.api:compile_model",
+    "CompiledModel": "compiler.api",
+    "CompileOptions": "compiler.options",
+}
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sidestream' has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    value = getattr(import_module(f"sidestream.{module}"), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

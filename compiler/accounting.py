@@ -1,0 +1,114 @@
+"""How often each pass must match, told from the model's shape: a pattern that silently stops matching fails the compilation."""
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .options import CompileOptions
+
+_LAYER = re.compile(r"layers[._](?:modules_)?_?(\d+)")
+_LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
+_PROJECTION = re.compile(r"(q|k|v|o|gate|up|down)_proj")
+_PACKED_WITH = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+class PassCountError(RuntimeError):
+    """A pass matched another number of times than the model implies."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the counts depend on: decoder layers, projections with LoRA, how many of these remain when q/k/v and gate/up are packed, and
+    whether attention reads a paged cache (our Llama) or is left to ATen (transformers')."""
+
+    layers: int
+    lora_linears: int
+    packed_lora: int
+    paged: bool
+
+
+def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
+    """Reads the shape off parameter and buffer names (any spelling with `layers.N` and `q_proj`); None when there are no such layers."""
+    layers: set[str] = set()
+    adapted: set[tuple[str, str]] = set()
+    for name in names:
+        layer = _LAYER.search(name)
+        if layer is None:
+            continue
+        layers.add(layer[1])
+        projection = _PROJECTION.search(name)
+        if projection is not None and _LORA.search(name):
+            adapted.add((layer[1], projection[1]))
+    packed = {(layer, _PACKED_WITH.get(projection, projection)) for layer, projection in adapted}
+    return ModelShape(len(layers), len(adapted), len(packed), paged) if layers else None
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A model's shape and the options; from both follows the count of each pass."""
+
+    shape: ModelShape
+    options: CompileOptions
+
+    def on(self, *passes: str) -> bool:
+        """Whether none of `passes` is switched off."""
+        return not set(passes) & set(self.options.disable)
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing but semantic ops stands between projections and their consumers: packed, and LoRA (if any) lifted."""
+        return self.on("pack_projections") and (self.on("lift_lora") or not self.shape.lora_linears)
+
+    def count(self, name: str) -> int | None:
+        """The number of matches that pass `name` must report, or None where no number is implied."""
+        rule = COUNTS.get(name)
+        return None if rule is None else rule(self)
+
+    def check(self, name: str, matches: int, rejected: list[str]) -> None:
+        """Raises PassCountError, with the near-misses' reasons, when `matches` isn't what the model implies."""
+        expected = self.count(name)
+        if expected is None or matches == expected:
+            return
+        reasons = "\n  ".join(rejected) or "no near-miss was seen: the idiom is spelled in a way that the pattern's anchor doesn't know"
+        raise PassCountError(f"pass {name} matched {matches} times where {self.shape.layers} layers imply {expected}; what it refused:\n  {reasons}\n"
+                             f"Leave it out with disable=({name!r},), or compile with check_counts=False to go on without the fusion.")
+
+
+def _lora_branches(e: Expectation) -> int:
+    if not e.on("lift_lora"):
+        return 0
+    return e.shape.packed_lora if e.on("pack_projections") else e.shape.lora_linears
+
+
+def _linears(e: Expectation) -> int | None:
+    if e.options.precision != "fp8":
+        return 0
+    if e.shape.lora_linears and not e.on("lift_lora"):
+        return None  # peft's A and B are linears too
+    return e.shape.layers * (4 if e.on("pack_projections") else 7) + int(e.options.lm_head == "fp8")
+
+
+def _quantize_fused(e: Expectation) -> int | None:
+    """Per layer both norms, SiLU * mul and attention; what an earlier pass was to make and didn't is not there to fuse."""
+    if e.options.precision != "fp8" or not e.on("quantize_linears"):
+        return 0
+    if not e.shape.paged:
+        return None  # whether rows are selected behind the last norm, and how attention is spelled, is the model's choice
+    norms = 2 * e.shape.layers if e.on("lift_rms_norm") else 0
+    silu = e.shape.layers if e.on("fuse_silu_mul") and e.clean else 0
+    return norms + silu + e.shape.layers
+
+
+COUNTS: dict[str, Callable[[Expectation], int | None]] = {
+    "lift_embedding": lambda e: 1 if e.shape.paged else None,
+    "lift_rms_norm": lambda e: 2 * e.shape.layers + 1,
+    "lift_rope": lambda e: 2 * e.shape.layers,
+    "lift_lora": lambda e: e.shape.lora_linears,
+    "pack_projections": lambda e: 2 * e.shape.layers,
+    "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
+    "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,
+    "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,
+    "fuse_rope_append": lambda e: e.shape.layers if e.shape.paged and e.on("lift_rope") and e.clean else 0,
+    "quantize_linears": _linears,
+    "fuse_quantize": _quantize_fused,
+    "lower_lora": _lora_branches,
+}

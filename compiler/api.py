@@ -1,0 +1,170 @@
+"""`sidestream.compile`: a module in, a CompiledModel out, which makes a Program for each bucket and runs it."""
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .accounting import Expectation, model_shape
+from .build import build_program
+from .capture import Captured, capture_module
+from .emit import BoundProgram
+from .options import CompileOptions
+from .pipeline import PASSES, Pass, run_passes
+from .program import Bucket, Program
+from .recipe import Recipe, materialize
+from .report import PassRecord, pass_table
+from .sizes import bucket_inputs
+
+ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
+
+
+def compile_model(
+    module: torch.nn.Module, options: CompileOptions | None = None, *, example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    dynamic_shapes: Any = None, passes: tuple[Pass, ...] = PASSES,
+) -> "CompiledModel":  # fmt: skip
+    """Capture `module`, run the passes, and hand back what makes programs of it.
+
+    `module`         our Llama (also on the meta device: nothing is loaded), or any module that torch.export can trace, such as transformers' Llama with peft.
+    `example_inputs` keyword (mapping) or positional arguments for the capture; our Llama knows its own.
+    `dynamic_shapes` symbolic dimensions as torch.export takes them; without them each shape is captured as it is.
+    `passes`         the pass list, for those who add or replace one.
+
+    Raises CaptureError, OptionError, or PassCountError when a pattern matches another number of times than the model's layers imply.
+    """
+    options = options or CompileOptions()
+    if example_inputs is None:
+        own: Any = module
+        if not hasattr(own, "example_inputs"):
+            raise TypeError(f"{type(module).__name__} has no example_inputs(); pass example_inputs={{...}} with the arguments to capture it with")
+        example_inputs, dynamic_shapes = own.example_inputs(), own.dynamic_shapes()
+    captured = capture_module(module, dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, dynamic_shapes)
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return optimize(captured, options, names, passes, module)
+
+
+def optimize(
+    captured: Captured, options: CompileOptions, names: Sequence[str], passes: tuple[Pass, ...] = PASSES, module: torch.nn.Module | None = None,
+) -> "CompiledModel":  # fmt: skip
+    """Run the passes over a captured graph; `names` (of parameters and buffers) tell how often each must match."""
+    graph = captured.graph_module.graph
+    paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in graph.nodes)
+    shape = model_shape(names, paged)
+    records = run_passes(captured.graph_module, options, None if shape is None else Expectation(shape, options), passes)
+    return CompiledModel(captured, options, records, module)
+
+
+class CompiledModel:
+    """An optimized graph, and the programs made from it.
+
+    graph_module     the optimized graph (readable: `print(compiled.graph_module.code)`)
+    options          what it was compiled with
+    records          one PassRecord for each pass
+    programs         the programs made so far, by bucket
+    recipes, adapter_recipes   buffer name -> how it comes from the checkpoint's (an adapter's) tensors
+    """
+
+    def __init__(self, captured: Captured, options: CompileOptions, records: list[PassRecord], module: torch.nn.Module | None) -> None:
+        self.graph_module = captured.graph_module
+        self.options = options
+        self.records = records
+        self.programs: dict[Bucket, Program] = {}
+        self._captured, self._module = captured, module
+        self._by_shape: dict[tuple[Any, ...], Program] = {}
+        self._weights: dict[str, torch.Tensor] = {}
+        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        self.recipes: dict[str, Recipe] = {node.name: node.meta["recipe"] for node in placeholders if node.meta["kind"] == "weight"}
+        self.adapter_recipes: dict[str, Recipe] = {node.name: node.meta["recipe"] for node in placeholders if node.meta["kind"] == "adapter"}
+        self.input_names: tuple[str, ...] = tuple(node.name for node in placeholders if node.meta["kind"] == "input")
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that live in the module but in no checkpoint, under the names that recipes use."""
+        return self._captured.constants
+
+    def tensor_specs(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of every input, weight and adapter stack at the sizes of `bucket`."""
+        return {name: spec for name, spec in bucket_inputs(self.graph_module, bucket).items() if isinstance(spec, tuple)}
+
+    def kv_spec(self, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of each layer's KV cache and, where it is quantized, its scales."""
+        return {name: spec for name, spec in self.tensor_specs(Bucket(2, 2, pages, 2)).items() if name.startswith(("kv_caches", "kv_scales"))}
+
+    def program(self, bucket: Bucket) -> Program:
+        """The program for `bucket` (made once)."""
+        if bucket not in self.programs:
+            self.programs[bucket] = build_program(self.graph_module, bucket, self.options)
+        return self.programs[bucket]
+
+    def bind(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor], **options: Any) -> BoundProgram:
+        """The program for `bucket` bound to tensors by buffer name; see BoundProgram for `options`."""
+        return BoundProgram(self.program(bucket), tensors, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on the module's own weights with the arguments that the module takes; a program is made for each new set of shapes.
+
+        A quantized KV cache is passed as the options say (`kv_caches` in `options.cache_dtype`), its scales as `kv_scales=[...]`.
+        """
+        inputs = self._flatten(args, kwargs)
+        key = tuple((name, tuple(value.shape), value.dtype, value.device) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), torch.device("cpu"))
+        tensors = {**self._module_weights(device), **inputs}
+        if key not in self._by_shape:
+            self._by_shape[key] = build_program(self.graph_module, tensors, self.options)
+        results = BoundProgram(self._by_shape[key], tensors, device).run()
+        return pytree.tree_unflatten(list(results), self._captured.out_spec)
+
+    def report(self) -> str:
+        """The pass table: matches, kernels before and after, what was refused and why."""
+        return pass_table(self.records)
+
+    def dump(self, directory: str | Path, buckets: Sequence[Bucket] = ()) -> Path:
+        """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules and traces; returns the directory."""
+        from .dump import dump
+
+        programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
+        target = Path(directory)
+        dump(target, self.records, programs, options=self.options)
+        return target
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Call arguments by placeholder name."""
+        spec, names = self._captured.in_spec, self._captured.user_inputs
+        extra = {name: value for name, value in kwargs.items() if name == "kv_scales"}
+        kwargs = {name: value for name, value in kwargs.items() if name not in extra}
+        if spec is not None:
+            wanted = list(spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context)
+            unknown, missing = set(kwargs) - set(wanted), set(wanted) - set(kwargs)
+            if unknown or missing:
+                raise TypeError(f"the compiled model takes the keyword arguments {wanted}; unknown: {sorted(unknown)}, missing: {sorted(missing)}")
+            kwargs = {name: kwargs[name] for name in wanted}
+        flat, given = pytree.tree_flatten((args, kwargs))
+        if len(flat) != len(names):
+            raise TypeError(f"the compiled model takes {len(names)} tensors and values, got {len(flat)} ({given}); it was captured with: {', '.join(names)}")
+        inputs = dict(zip(names, flat, strict=True))
+        for index, value in enumerate(extra.get("kv_scales", ())):
+            inputs[f"kv_scales_{index}"] = value
+        return {name: value for name, value in inputs.items() if name in self.input_names}
+
+    def _module_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
+        if not self._weights:
+            if self._module is None:
+                raise RuntimeError("this model was compiled without its module's weights; use bind() with tensors of your own")
+            state = {**self.constants, **dict(self._module.named_buffers()), **dict(self._module.named_parameters())}
+            if any(value.is_meta for value in state.values()):
+                raise RuntimeError("the module is on the meta device and has no weights to run with; load it first, or use bind() with tensors of your own")
+            self._weights = materialize_all({**self.recipes, **self.adapter_recipes}, state, device)
+        return self._weights
+
+
+def materialize_all(recipes: Mapping[str, Recipe], state: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Every recipe's tensor from `state`, on `device`."""
+    memo: dict[Recipe, Any] = {}
+    lookup = partial(_detached, state)
+    return {name: materialize(recipe, lookup, memo).to(device).contiguous() for name, recipe in recipes.items()}
+
+
+def _detached(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    return state[name].detach()

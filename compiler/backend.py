@@ -1,0 +1,80 @@
+"""`torch.compile(model, backend="sidestream")`: a thin adaptor in front of the same pipeline.
+
+Registered by the `torch_dynamo_backends` entry point alone. Dynamo keeps guarding shapes and control flow; each call then runs a Program made for
+its concrete shapes. The engine itself calls Programs directly: Dynamo's guards cost 0.1-0.5 ms a call.
+"""
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .api import CompiledModel, materialize_all, optimize
+from .build import build_program
+from .capture import capture_callable
+from .emit import BoundProgram
+from .options import CompileOptions, OptionError
+
+
+def sidestream_backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """Dynamo's backend. `options` (torch.compile's) are CompileOptions by name; the default precision is the model's own.
+
+    Raises OptionError for an unknown option.
+    """
+    values = dict(options or {})
+    unknown = set(values) - set(CompileOptions.__dataclass_fields__)
+    if unknown:
+        raise OptionError(f"torch.compile(options=...) names {sorted(unknown)}; known: {', '.join(CompileOptions.__dataclass_fields__)}")
+    if "precision" not in values:
+        dtypes = {value.dtype for value in example_inputs if isinstance(value, torch.nn.Parameter)}
+        values["precision"] = "fp32" if torch.float32 in dtypes else "bf16"
+    return _ByShape(graph_module, CompileOptions(**values))
+
+
+class _ByShape:
+    """One compiled graph for each set of input shapes; traced when these shapes are first seen, so symbolic sizes need no special case."""
+
+    def __init__(self, graph_module: fx.GraphModule, options: CompileOptions) -> None:
+        self.graph_module, self.options = graph_module, options
+        self.placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
+        self.made: dict[tuple[Any, ...], _Entry] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        key = tuple((tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else value for value in inputs)
+        if key not in self.made:
+            self.made[key] = _Entry(self.graph_module, self.placeholders, self.options, inputs)
+        return self.made[key](inputs)
+
+
+class _Entry:
+    """The program for one set of shapes, bound to the weights of the first call (again when one was changed or replaced)."""
+
+    def __init__(self, graph_module: fx.GraphModule, names: list[str], options: CompileOptions, inputs: Sequence[Any]) -> None:
+        self.parameters = {place: names[place] for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
+        captured = capture_callable(fx.Interpreter(graph_module).run, inputs, self.parameters)
+        self.compiled: CompiledModel = optimize(captured, options, list(self.parameters.values()))
+        places = {name: place for place, name in enumerate(captured.user_inputs) if isinstance(inputs[place], torch.Tensor)}
+        self.positions = {name: place for name, place in places.items() if name in self.compiled.input_names}
+        self.program = build_program(self.compiled.graph_module, self._specs(inputs), options)
+        self.versions: tuple[Any, ...] = ()
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        versions = tuple((inputs[place].data_ptr(), inputs[place]._version) for place in self.parameters)
+        if versions != self.versions:
+            self.weights, self.versions = self._weights(inputs), versions
+        tensors = {name: inputs[place] for name, place in self.positions.items()}
+        return BoundProgram(self.program, {**self.weights, **tensors}).run()
+
+    def _weights(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        state = {name: inputs[place] for place, name in self.parameters.items()} | self.compiled.constants
+        device = next(value.device for value in inputs if isinstance(value, torch.Tensor))
+        return materialize_all({**self.compiled.recipes, **self.compiled.adapter_recipes}, state, device)
+
+    def _specs(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        specs: dict[str, Any] = {}
+        for node in self.compiled.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                value = node.meta["val"]
+                specs[node.name] = (tuple(int(size) for size in value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+        return specs | {name: inputs[place] for name, place in self.positions.items()}

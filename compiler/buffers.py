@@ -1,0 +1,138 @@
+"""Memory with a name, tensors inside it, and how both are written as JSON."""
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+KINDS = ("input", "weight", "adapter", "temp", "output")
+Kind = Literal["input", "weight", "adapter", "temp", "output"]
+
+
+class ProgramError(ValueError):
+    """A program is malformed, or it does not fit what it is bound to."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory with a name.
+
+    `temp` buffers lie in the arena at byte `offset`; every other kind is a tensor of its own (offset None). `life`: the first and last step
+    that touch it (-1, -1: none does). `stride` in elements, None = contiguous.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int | None = None
+    life: tuple[int, int] = (-1, -1)
+    stride: tuple[int, ...] | None = None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes from the first to the last element."""
+        return span(self.shape, self.strides) * self.dtype.itemsize
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return contiguous_strides(self.shape) if self.stride is None else self.stride
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor inside a buffer: shape, strides and offset in elements of its dtype (None = the buffer's)."""
+
+    buffer: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    dtype: torch.dtype | None = None
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements (as torch.empty has them)."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last one, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(name: Any) -> torch.dtype:
+    """`bfloat16` -> `torch.bfloat16`. Raises ProgramError for an unknown name."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ProgramError(f"unknown dtype {name!r}")
+    return dtype
+
+
+def views_in(value: Any) -> Iterator[View]:
+    """The views in an argument, which may be a tuple of arguments."""
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from views_in(entry)
+
+
+# JSON: views, dtypes and the like are objects with one telling key; numbers, strings, booleans and None stand for themselves.
+
+
+def encode(value: Any) -> Any:
+    """A step's argument as plain JSON. Raises ProgramError for a type that has no place in a program."""
+    if isinstance(value, View):
+        return {"view": [value.buffer, list(value.shape), list(value.stride), value.offset, None if value.dtype is None else dtype_name(value.dtype)]}
+    if isinstance(value, (tuple, list)):
+        return [encode(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": "bound"}
+    if isinstance(value, torch.layout):
+        return {"layout": str(value).removeprefix("torch.")}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ProgramError(f"a program can't hold an argument of type {type(value).__name__}: {value!r}")
+
+
+def decode(value: Any) -> Any:
+    """What `encode` wrote. Raises ProgramError for anything else."""
+    if isinstance(value, list):
+        return tuple(decode(entry) for entry in value)
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (key, content), = value.items()
+        if key == "view" and isinstance(content, list) and len(content) == 5:
+            buffer, shape, stride, offset, dtype = content
+            return View(buffer, tuple(shape), tuple(stride), offset, None if dtype is None else parse_dtype(dtype))
+        if key == "dtype":
+            return parse_dtype(content)
+        if key == "device" and content == "bound":
+            return torch.device("meta")
+        if key == "float" and content in ("inf", "-inf", "nan"):
+            return float(content)
+        kinds = {"memory_format": torch.memory_format, "layout": torch.layout}
+        if key in kinds and isinstance(content, str) and isinstance(getattr(torch, content, None), kinds[key]):
+            return getattr(torch, content)
+    raise ProgramError(f"unknown value in a program: {value!r}")

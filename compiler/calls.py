@@ -1,0 +1,75 @@
+"""From an op's name in a program to what can be called: Sidestream's ops, ATen overloads and their `out=` variants."""
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from .. import ops as _ops  # noqa: F401  (registers every op)
+from ..ops.registry import NAMESPACE, OPS, Op
+from .buffers import ProgramError, View, views_in
+from .program import Step
+
+FROM_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})  # what an out= variant takes from the tensor it writes
+
+
+def own_op(name: str) -> Op | None:
+    """The registered op behind `sidestream.rms_norm`; None for another library's op."""
+    namespace, _, rest = name.partition(".")
+    if namespace != NAMESPACE:
+        return None
+    if rest not in OPS:
+        raise ProgramError(f"the program calls {name}, which this release does not have; compile it again")
+    return OPS[rest]
+
+
+@cache
+def overload_of(name: str) -> torch._ops.OpOverload:
+    """The overload behind `aten.add.Tensor` or `sidestream.rms_norm`. Raises ProgramError when there is none."""
+    own = own_op(name)
+    if own is not None:
+        return own.overload
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.rpartition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError as error:
+        raise ProgramError(f"the program calls {name}, which this torch ({torch.__version__}) does not have") from error
+
+
+@cache
+def out_overload(name: str) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
+    """The variant that writes into given tensors, and the names of these arguments; None when the op has none."""
+    overload = overload_of(name)
+    wanted = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+    packet = overload.overloadpacket
+    for variant in packet.overloads():
+        candidate = getattr(packet, variant)
+        outs = [argument.name for argument in candidate._schema.arguments if argument.is_out]
+        others = [(argument.name, str(argument.type)) for argument in candidate._schema.arguments if not argument.is_out]
+        missing = {name for name, _ in wanted} - {name for name, _ in others}
+        if len(outs) != len(overload._schema.returns) or not missing <= FROM_OUT:
+            continue
+        if others == [entry for entry in wanted if entry[0] not in missing]:
+            return candidate, tuple(outs)
+    return None
+
+
+def mutated_views(step: Step) -> Iterator[View]:
+    """The views among a step's arguments that its op writes in place."""
+    schema = overload_of(step.op)._schema
+    keywords = dict(step.kwargs)
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from views_in(step.args[index] if index < len(step.args) else keywords.get(argument.name))
+
+
+def describe(value: Any) -> str:
+    """An argument in a line of text: views by buffer name, the rest by its repr."""
+    if isinstance(value, View):
+        return value.buffer
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(describe, value))}]"
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+        return str(value).removeprefix("torch.")
+    return repr(value)

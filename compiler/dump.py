@@ -1,0 +1,150 @@
+"""Everything about a compilation as files that a person (or a diff) can read.
+
+The same inputs give the same bytes, so that two dumps can be compared; wall-clock times are in `timings.json` only, and the durations in
+`program.txt`, `schedule.svg` and `trace.json` are estimates from bytes.
+"""
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .calls import describe
+from .cost import estimate, step_bytes
+from .memory import unshared_bytes
+from .options import CompileOptions
+from .program import Program
+from .report import PassRecord, columns, pass_table, short_dtype
+from .svg import describe_view, schedule_svg
+
+
+def dump(
+    directory: str | Path,
+    records: Sequence[PassRecord],
+    programs: Sequence[Program] = (),
+    *,
+    options: CompileOptions | None = None,
+    timings: Mapping[str, float] | None = None,
+) -> list[Path]:
+    """Write the dump and return the files written, in order.
+
+    For pass number NN: `NN_pass.before.py`, `NN_pass.after.py`, `NN_pass.diff`; `passes.txt` (op counts of each pass), `rejected.txt`,
+    `summary.txt`, `timings.json`. For each program `program.txt`, `program.json`, `schedule.svg` and `trace.json`: in `directory` when there is
+    one program, else in a folder named like its bucket.
+    Files of earlier dumps with the same names are replaced; pass files that no longer belong are removed.
+    """
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    for stale in root.iterdir():
+        if re.fullmatch(r"\d\d_\w+\.(before\.py|after\.py|diff)", stale.name):
+            stale.unlink()
+    written: list[Path] = []
+
+    def write(path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+
+    for number, record in enumerate(records):
+        stem = f"{number:02d}_{record.name}"
+        write(root / f"{stem}.before.py", record.before)
+        write(root / f"{stem}.after.py", record.after)
+        write(root / f"{stem}.diff", pass_diff(record))
+    write(root / "passes.txt", pass_table(records))
+    write(root / "rejected.txt", rejected_text(records))
+    write(root / "summary.txt", summary_text(records, programs, options))
+    write(root / "timings.json", json.dumps({**{record.name: record.seconds for record in records}, **(timings or {})}, indent=1) + "\n")
+    for program in programs:
+        folder = root if len(programs) == 1 else root / program.name
+        timing = estimate(program)
+        write(folder / "program.txt", program_text(program))
+        write(folder / "program.json", json.dumps(program.to_json(), indent=1, allow_nan=False) + "\n")
+        write(folder / "schedule.svg", schedule_svg(program, timing))
+        write(folder / "trace.json", json.dumps(trace(program), indent=1) + "\n")
+    return written
+
+
+def pass_diff(record: PassRecord) -> str:
+    """A unified diff of the graph around one pass; empty when it changed nothing."""
+    lines = difflib.unified_diff(record.before.splitlines(), record.after.splitlines(), f"before {record.name}", f"after {record.name}", n=2, lineterm="")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def rejected_text(records: Sequence[PassRecord]) -> str:
+    """Each near-miss with its reason, by pass."""
+    lines = []
+    for record in records:
+        for reason in record.rejected:
+            lines.append(f"{record.name}: {reason}")
+    return "".join(f"{line}\n" for line in lines) or "No pass refused anything.\n"
+
+
+def summary_text(records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None) -> str:
+    """Options, the pass table, one line for each program."""
+    parts = []
+    if options is not None:
+        parts.append("options\n" + "".join(f"  {name} = {value!r}\n" for name, value in sorted(options.to_dict().items())))
+    parts.append(pass_table(records))
+    if programs:
+        rows = [("program", "steps", "main", "side", "waits", "arena MiB", "unshared MiB", "estimate us")]
+        for program in programs:
+            side = sum(step.stream == "side" for step in program.steps)
+            waits = sum(len(step.waits) for step in program.steps)
+            end = max((placed.end for placed in estimate(program)), default=0.0)
+            counts = (len(program.steps), len(program.steps) - side, side, waits)
+            rows.append((program.name, *map(str, counts), _mib(program.arena_bytes), _mib(unshared_bytes(program)), f"{end * 1e6:.1f}"))  # type: ignore[arg-type]
+        parts.append(columns(rows, right=range(1, 8)))
+    return "\n".join(parts)
+
+
+def program_text(program: Program) -> str:
+    """A table of the steps, then one of the buffers."""
+    buffers, timing = program.by_name, estimate(program)
+    rows = [("step", "lane", "op", "name", "results", "arguments", "waits", "rec", "SMs", "PDL", "bytes", "us")]
+    for step, placed in zip(program.steps, timing, strict=True):
+        outs = ", ".join(f"{view.buffer}: {describe_view(view, buffers)}" for view in step.outs) or "(in place)"
+        arguments = ", ".join([*map(describe, step.args), *(f"{name}={describe(value)}" for name, value in step.kwargs)])
+        rows.append(
+            (
+                str(step.index), step.stream, step.op, step.name, outs, arguments, ",".join(map(str, step.waits)), "yes" if step.records else "",
+                str(step.sm_budget or "all"), "yes" if step.pdl else "", f"{step_bytes(program, step):,}", f"{(placed.end - placed.start) * 1e6:.2f}",
+            )
+        )
+    memory = [("buffer", "kind", "dtype", "shape", "bytes", "offset", "life", "from")]
+    for buffer in program.buffers:
+        life = "" if buffer.life[0] < 0 else f"{buffer.life[0]}..{buffer.life[1]}"
+        offset = "" if buffer.offset is None else f"{buffer.offset:,}"
+        shape = ", ".join(map(str, buffer.shape))
+        source = str(program.recipes.get(buffer.name, ""))
+        memory.append((buffer.name, buffer.kind, short_dtype(buffer.dtype), f"[{shape}]", f"{buffer.nbytes:,}", offset, life, source))
+    outputs = ", ".join(describe(value) for value in program.outputs)
+    head = f"{program.name}: {len(program.steps)} steps, arena {program.arena_bytes:,} bytes ({unshared_bytes(program):,} without sharing), returns {outputs}\n"
+    return "\n".join([head, columns(rows, right=(0, 8, 10, 11)), columns(memory, right=(4, 5))])
+
+
+def trace(program: Program) -> dict[str, Any]:
+    """The estimated schedule in Chrome's trace format (also Perfetto's): one track a stream, waits as flow arrows."""
+    tracks = {"main": 1, "side": 2}
+    timing = estimate(program)
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{program.name} (estimate)"}}]
+    used = dict.fromkeys(step.stream for step in program.steps)
+    events += [{"ph": "M", "pid": 1, "tid": tracks[stream], "name": "thread_name", "args": {"name": f"{stream} stream"}} for stream in tracks if stream in used]
+    for step, placed in zip(program.steps, timing, strict=True):
+        about = {"step": step.index, "name": step.name, "bytes": step_bytes(program, step)}
+        arguments = {**about, "sm_budget": step.sm_budget, "pdl": step.pdl, "waits": list(step.waits)}
+        where = {"pid": 1, "tid": tracks[step.stream]}
+        events.append({"ph": "X", **where, "name": step.op, "ts": _us(placed.start), "dur": _us(placed.end - placed.start), "args": arguments})
+        for wait in step.waits:
+            flow = {"cat": "wait", "name": "wait", "id": f"{wait}-{step.index}", "pid": 1}
+            events.append({"ph": "s", **flow, "tid": tracks[program.steps[wait].stream], "ts": _us(timing[wait].end - 1e-9)})
+            events.append({"ph": "f", "bp": "e", **flow, "tid": tracks[step.stream], "ts": _us(placed.start)})
+    return {"displayTimeUnit": "ns", "traceEvents": events}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f}"

@@ -1,0 +1,264 @@
+"""A program bound to tensors: run step by step, or captured as one CUDA graph with the side stream's forks and joins inside it.
+
+Everything is resolved once (views, callables, events), so that a run is a plain loop over closures. Without a GPU the same steps run the ops'
+references into the same planned memory: a wrong plan shows there too.
+"""
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..ops.registry import as_outputs
+from .buffers import Buffer, ProgramError, View
+from .calls import out_overload, overload_of, own_op
+from .program import Program, Step
+
+OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]
+
+
+class BoundProgram:
+    """`program` with its tensors.
+
+    tensors  buffer name -> tensor for every input, weight and adapter (extra names are ignored); also for outputs, where the caller wants them
+    device   where the arena lies (default: the tensors' device)
+    arena    uint8 tensor to use instead of an own one; programs that never run at the same time may share it
+    poison   fill the arena and the outputs with NaN bytes first
+
+    Raises ProgramError when a tensor is missing or has another shape, dtype, stride or device than the program says.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device | str | None = None,
+        *,
+        arena: torch.Tensor | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.program = program
+        self.device = _resolve_device(program, tensors, device)
+        self.arena = self._arena(arena)
+        self._buffers = {buffer.name: self._bind(buffer, tensors) for buffer in program.buffers}
+        if poison:
+            self.poison()
+        self.outputs: tuple[Any, ...] = tuple(self._value(value) for value in program.outputs)
+        self.outs: tuple[tuple[torch.Tensor, ...], ...] = tuple(tuple(self._tensor(view) for view in step.outs) for step in program.steps)
+        self._calls = [self._call(step, outs) for step, outs in zip(program.steps, self.outs, strict=True)]
+        self._graph: Any = None
+        two_streams = self.device.type == "cuda" and any(step.stream == "side" for step in program.steps)
+        self._side = _Side(program, self.device) if two_streams else None
+
+    def run(self, *, synchronize: bool = False, on_step: OnStep | None = None) -> tuple[Any, ...]:
+        """Run every step now; returns the outputs (the same tensors at each run).
+
+        `synchronize` waits after each step (so an error names its step, and results can be compared with `replay`).
+        `on_step(step, outs)` is called behind each step.
+        """
+        if self._side is not None:
+            self._run_two_streams(self._side, synchronize, on_step)
+        else:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                for step, call, outs in zip(self.program.steps, self._calls, self.outs, strict=True):
+                    call()
+                    self._after(step, outs, synchronize, on_step)
+        return self.outputs
+
+    def run_step(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Run one step alone, on the current stream; returns where its results are."""
+        self._calls[index]()
+        return self.outs[index]
+
+    def capture(self, pool: Any = None) -> "BoundProgram":
+        """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU nothing is recorded and `replay` runs the steps.
+
+        Runs once before, so that kernels are compiled outside the capture: point slot_mapping to -1, or the caches are written.
+        """
+        if self.device.type != "cuda":
+            return self
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            self.run()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool, stream=stream):
+            self.run()
+        self._graph = graph
+        return self
+
+    def replay(self) -> tuple[Any, ...]:
+        """Launch the captured graph on the current stream (run the steps when nothing was captured); returns the outputs."""
+        if self._graph is None:
+            return self.run()
+        self._graph.replay()
+        return self.outputs
+
+    @property
+    def captured(self) -> bool:
+        """Whether `replay` launches a CUDA graph."""
+        return self._graph is not None
+
+    @property
+    def pool(self) -> Any:
+        """The captured graph's memory pool, for `capture(pool=...)` of the next program; None before a capture."""
+        return None if self._graph is None else self._graph.pool()
+
+    def poison(self) -> None:
+        """Fill temporaries and outputs with bytes 0xff (NaN in every float dtype)."""
+        self.arena.fill_(0xFF)
+        for buffer in self.program.of_kind("output"):
+            tensor = self._buffers[buffer.name]
+            if tensor.numel():
+                tensor.as_strided((buffer.nbytes // buffer.dtype.itemsize,), (1,)).view(torch.uint8).fill_(0xFF)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """The tensor of a buffer (temporaries too; their bytes may belong to another one by now)."""
+        return self._buffers[name]
+
+    def step_times(self, repeats: int = 10) -> list[float]:
+        """Seconds of each step when run alone, one after the other (the least of `repeats` runs)."""
+        best = [float("inf")] * len(self._calls)
+        for _ in range(repeats):
+            for index, call in enumerate(self._calls):
+                best[index] = min(best[index], self._timed(call))
+        return best
+
+    def _timed(self, call: Callable[[], None]) -> float:
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            call()
+            return time.perf_counter() - begin
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) * 1e-3
+
+    def _run_two_streams(self, side: "_Side", synchronize: bool, on_step: OnStep | None) -> None:
+        main = torch.cuda.current_stream(self.device)
+        side.fork.record(main)
+        side.stream.wait_event(side.fork)  # the side stream joins a capture only through the main one
+        for step, call, outs in zip(self.program.steps, self._calls, self.outs, strict=True):
+            stream = main if step.stream == "main" else side.stream
+            for wait in step.waits:
+                stream.wait_event(side.events[wait])
+            with torch.cuda.stream(stream):
+                call()
+            if step.records:
+                side.events[step.index].record(stream)
+            self._after(step, outs, synchronize, on_step)
+        side.join.record(side.stream)
+        main.wait_event(side.join)
+
+    def _after(self, step: Step, outs: tuple[torch.Tensor, ...], synchronize: bool, on_step: OnStep | None) -> None:
+        if synchronize and self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as error:
+                raise RuntimeError(f"step {step.index} {step.name} ({step.op}) failed on the GPU: {error}") from error
+        if on_step is not None:
+            on_step(step, outs)
+
+    def _arena(self, arena: torch.Tensor | None) -> torch.Tensor:
+        nbytes = self.program.arena_bytes
+        if arena is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous() or arena.numel() < nbytes or not _same_device(arena.device, self.device):
+            found = f"{arena.dtype} {tuple(arena.shape)} on {arena.device}"
+            raise ProgramError(f"the arena must be a uint8 row of at least {nbytes} bytes on {self.device}, got {found}")
+        return arena
+
+    def _bind(self, buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if buffer.kind == "temp":
+            first = buffer.offset or 0
+            flat = self.arena[first : first + buffer.nbytes].view(buffer.dtype)
+            return flat.as_strided(buffer.shape, buffer.strides) if buffer.nbytes else torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+        if buffer.name not in tensors:
+            if buffer.kind == "output":
+                return torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype, device=self.device)
+            raise ProgramError(f"no tensor is given for the {buffer.kind} {buffer.name!r}")
+        tensor = tensors[buffer.name]
+        if tuple(tensor.shape) != buffer.shape or tensor.dtype != buffer.dtype or not _same_device(tensor.device, self.device):
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ProgramError(f"{buffer.kind} {buffer.name!r} must be {buffer.dtype} {list(buffer.shape)} on {self.device}, got {found}")
+        axes = zip(buffer.shape, tensor.stride(), buffer.strides, strict=True)
+        if tensor.numel() and any(size > 1 and have != want for size, have, want in axes):
+            raise ProgramError(f"{buffer.kind} {buffer.name!r} has strides {tensor.stride()}, the program has {buffer.strides}; pass a contiguous tensor")
+        return tensor.detach()
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        base = self._buffers[view.buffer]
+        if 0 in view.shape:
+            return torch.empty(view.shape, dtype=view.dtype or base.dtype, device=self.device)
+        if view.dtype is not None and view.dtype != base.dtype:
+            base = base.view(view.dtype)
+        return base.as_strided(view.shape, view.stride, base.storage_offset() + view.offset)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, View):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return [self._value(entry) for entry in value]
+        return self.device if isinstance(value, torch.device) else value
+
+    def _call(self, step: Step, outs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+        args = [self._value(value) for value in step.args]
+        kwargs = {name: self._value(value) for name, value in step.kwargs}
+        own = own_op(step.op)
+        if own is not None:
+            if self.device.type == "cuda":
+                launch, budget, pdl = own.launch, step.sm_budget, step.pdl
+                return lambda: launch(*args, out=outs, sm_budget=budget, pdl=pdl)
+            reference = own.reference
+            return lambda: _store(reference(*args), outs, step)
+        variant = out_overload(step.op) if outs else None
+        if variant is not None:
+            overload, names = variant
+            known = {argument.name for argument in overload._schema.arguments}
+            targets = dict(zip(names, outs, strict=True))
+            args = args[: len([argument for argument in overload._schema.arguments if not argument.kwarg_only])]
+            kwargs = {name: value for name, value in kwargs.items() if name in known}
+            return lambda: _without_result(overload(*args, **kwargs, **targets))
+        plain = overload_of(step.op)
+        return lambda: _store(plain(*args, **kwargs), outs, step)
+
+
+class _Side:
+    """The side stream and the events by which the two streams wait for each other."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.events = {step.index: torch.cuda.Event() for step in program.steps if step.records}
+        self.fork, self.join = torch.cuda.Event(), torch.cuda.Event()
+
+
+def _without_result(result: Any) -> None:
+    del result
+
+
+def _store(result: Any, outs: tuple[torch.Tensor, ...], step: Step) -> None:
+    """Copy what an op returned to where the program wants it."""
+    if not outs:
+        return
+    results = as_outputs(result)
+    if len(results) != len(outs) or any(value.shape != out.shape or value.dtype != out.dtype for value, out in zip(results, outs, strict=True)):
+        made = [(value.dtype, tuple(value.shape)) for value in results]
+        raise ProgramError(f"step {step.index} {step.name} ({step.op}) returned {made}, the program expects {[(out.dtype, tuple(out.shape)) for out in outs]}")
+    for value, out in zip(results, outs, strict=True):
+        out.copy_(value)
+
+
+def _resolve_device(program: Program, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None) -> torch.device:
+    if device is None:
+        bound = [tensors[buffer.name].device for buffer in program.of_kind("input", "weight", "adapter") if buffer.name in tensors]
+        return bound[0] if bound else torch.device("cpu")
+    chosen = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if chosen.type == "cuda" and chosen.index is None else chosen
+
+
+def _same_device(first: torch.device, second: torch.device) -> bool:
+    return first.type == second.type and (first.index or 0) == (second.index or 0)

@@ -1,0 +1,247 @@
+"""A small pattern matcher over FX nodes: patterns read like the maths, and a near-miss says what differed.
+
+    x, weight = any_("x"), any_("weight")
+    wide = cast(x)
+    RMS_NORM = weight * cast(wide * call(aten.rsqrt.default, call(aten.mean.dim, call(aten.pow.Tensor_Scalar, wide, 2), [-1], True) + const("eps")))
+
+`+` and `*` match in either order. `cast(p)` and `views(p)` look through any number of dtype conversions or pure views, none included.
+The same name must bind to the same node (or the same number) everywhere. A node inside a match, other than its root, must not be used
+outside it, because the match is going to be replaced; pure views and casts may (they cost nothing, or stay behind for their other users).
+"""
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from .nodes import CASTS, VIEWS, args_of, aten
+
+ADDITIONS = (aten.add.Tensor, operator.add)
+PRODUCTS = (aten.mul.Tensor, operator.mul)
+
+
+@dataclass
+class Match:
+    """What a pattern bound: `root` is the node to replace, `match["x"]` what the name `x` stands for, `nodes` everything between."""
+
+    root: fx.Node
+    bound: dict[str, Any] = field(default_factory=dict)
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+    def get(self, name: str) -> Any:
+        """What `name` stands for, or None when an alternative without it matched."""
+        return self.bound.get(name)
+
+    def _copy(self) -> "Match":
+        return Match(self.root, dict(self.bound), list(self.nodes))
+
+
+class Mismatch:
+    """The furthest point that an attempt reached: how many nodes had matched, and what differed there."""
+
+    def __init__(self) -> None:
+        self.depth = -1
+        self.reason = ""
+        self.seen: set[fx.Node] = set()
+
+    def note(self, state: Match, reason: str) -> None:
+        self.seen.update(state.nodes)
+        if len(state.nodes) > self.depth:
+            self.depth, self.reason = len(state.nodes), reason
+
+
+class Pattern:
+    """Something that a node (or an argument) can be held against."""
+
+    def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        """All ways in which `value` fits, as extended copies of `state`."""
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> "Pattern":
+        return Call(ADDITIONS, (self, other), commutative=True)
+
+    def __mul__(self, other: Any) -> "Pattern":
+        return Call(PRODUCTS, (self, other), commutative=True)
+
+
+@dataclass
+class Name(Pattern):
+    """Binds a name to any node (or to a number, for `const`)."""
+
+    name: str
+    wants: Callable[[Any], bool]
+    kind: str
+
+    def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        if self.name in state.bound:
+            if state.bound[self.name] is value or (not isinstance(value, fx.Node) and state.bound[self.name] == value):
+                yield state
+            else:
+                miss.note(state, f"{self.name} is {state.bound[self.name]} in one place and {value} in another")
+        elif self.wants(value):
+            found = state._copy()
+            found.bound[self.name] = value
+            yield found
+        else:
+            miss.note(state, f"{value} is not {self.kind} for {self.name}")
+
+
+@dataclass
+class Call(Pattern):
+    """A call_function node with one of `targets`; `args` are patterns or literal values, `name` binds the node itself."""
+
+    targets: tuple[Any, ...]
+    args: tuple[Any, ...]
+    commutative: bool = False
+    name: str | None = None
+
+    def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in self.targets:
+            wanted = " or ".join(str(target) for target in self.targets)
+            miss.note(state, f"expected {wanted}, found {describe(value)}")
+            return
+        if len(args_of(value)) < len(self.args):
+            miss.note(state, f"{value} has {len(args_of(value))} arguments, not {len(self.args)}")
+            return
+        found = state._copy()
+        found.nodes.append(value)
+        if self.name is not None:
+            found.bound[self.name] = value
+        orders = [self.args, self.args[::-1]] if self.commutative else [self.args]
+        for order in orders:
+            yield from _match_all(order, args_of(value), found, miss)
+
+
+@dataclass
+class Through(Pattern):
+    """Looks through as many nodes with one of `targets` as there are (their first argument counts), none included."""
+
+    targets: frozenset[Any]
+    inner: Pattern
+
+    def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        if isinstance(value, fx.Node) and value.op == "call_function" and value.target in self.targets:
+            found = state._copy()
+            found.nodes.append(value)
+            yield from self.match(args_of(value)[0], found, miss)
+        yield from self.inner.match(value, state, miss)
+
+
+@dataclass
+class Either(Pattern):
+    """The first of several spellings that fits."""
+
+    choices: tuple[Pattern, ...]
+
+    def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        for choice in self.choices:
+            yield from choice.match(value, state, miss)
+
+
+def any_(name: str) -> Pattern:
+    """Any node, bound to `name`."""
+    return Name(name, lambda value: isinstance(value, fx.Node), "a node")
+
+
+def const(name: str) -> Pattern:
+    """Any number written in the graph, bound to `name`."""
+    return Name(name, lambda value: isinstance(value, int | float), "a number")
+
+
+def call(target: Any, *args: Any, name: str | None = None) -> Pattern:
+    """A call of `target` (or of one of several) with these leading arguments."""
+    return Call(target if isinstance(target, tuple) else (target,), args, name=name)
+
+
+def cast(inner: Pattern) -> Pattern:
+    """`inner`, through any number of dtype conversions."""
+    return Through(CASTS, inner)
+
+
+def views(inner: Pattern) -> Pattern:
+    """`inner`, through any number of pure views."""
+    return Through(VIEWS, inner)
+
+
+def either(*choices: Pattern) -> Pattern:
+    """The first of several spellings that fits."""
+    return Either(choices)
+
+
+def describe(value: Any) -> str:
+    """A node as `target (name)`, anything else as it prints."""
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    return f"{value.op} {value.name}" if value.op != "call_function" else f"{value.target} ({value.name})"
+
+
+def _match_all(patterns: Any, values: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+    """Patterns against as many leading values, one after another."""
+    if not patterns:
+        yield state
+        return
+    for found in _match_value(patterns[0], values[0], state, miss):
+        yield from _match_all(patterns[1:], values[1:], found, miss)
+
+
+def _match_value(pattern: Any, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+    if isinstance(pattern, Pattern):
+        yield from pattern.match(value, state, miss)
+    elif isinstance(pattern, list | tuple):
+        if isinstance(value, list | tuple) and len(value) == len(pattern):
+            yield from _match_all(pattern, value, state, miss)
+        else:
+            miss.note(state, f"expected a list of {len(pattern)}, found {describe(value)}")
+    elif not isinstance(value, fx.Node) and value == pattern:
+        yield state
+    else:
+        miss.note(state, f"expected {pattern!r}, found {describe(value)}")
+
+
+def outside_use(match: Match) -> str | None:
+    """Why a match can't be replaced: an inner node that somebody else uses ("unsqueeze_3 is also used by mul_10"), or None."""
+    inside = set(match.nodes)
+    for node in match.nodes:
+        if node is match.root or node.target in VIEWS or node.target in CASTS:
+            continue
+        for user in node.users:
+            if user not in inside:
+                return f"{node.name} is also used by {user.name}"
+    return None
+
+
+def find(graph: fx.Graph, pattern: Pattern, anchor: Any = None, where: Callable[[Match], str | None] = lambda match: None) -> tuple[list[Match], list[str]]:
+    """All matches of `pattern`, and a reason for each near-miss.
+
+    A near-miss is a node with the target `anchor` (the op that makes the idiom recognisable) which some attempt reached or which nothing
+    matched. `where` may refuse a match and say why. Matches don't overlap: one found earlier in the graph wins.
+    """
+    matches: list[Match] = []
+    taken: set[fx.Node] = set()
+    reasons: dict[fx.Node, tuple[int, str]] = {}
+
+    def near_miss(nodes: set[fx.Node], depth: int, reason: str) -> None:
+        for node in nodes:
+            if node.target == anchor and node not in taken and depth > reasons.get(node, (-1, ""))[0]:
+                reasons[node] = (depth, reason)
+
+    for root in graph.nodes:
+        if root.op != "call_function" or root in taken:
+            continue
+        miss = Mismatch()
+        for match in pattern.match(root, Match(root), miss):
+            reason = where(match) or outside_use(match)
+            if reason is None and not taken.intersection(match.nodes):
+                matches.append(match)
+                taken.update(match.nodes)
+                break
+            near_miss(set(match.nodes), len(match.nodes), reason or f"{root.name} overlaps another match")
+        else:
+            near_miss(miss.seen, miss.depth, f"at {root.name}: {miss.reason}")
+    rejected = [f"{node.name}: {reasons[node][1] if node in reasons else 'no pattern reaches it'}"
+                for node in graph.nodes if node.target == anchor and node not in taken]
+    return matches, rejected

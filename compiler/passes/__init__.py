@@ -1,0 +1,17 @@
+"""The passes, one idea a file; `compiler/pipeline.py` has their order.
+
+normalize           one spelling for what PyTorch spells in several ways
+lift_embedding, lift_rms_norm, lift_rope, lift_lora      ATen idioms -> semantic ops; every dependence on a model's spelling lives in these
+pack_projections    q/k/v and gate/up become one projection each
+fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one
+quantize_kv         a quantized KV cache, with or without a Hadamard rotation
+fuse_rope_append    RoPE -> Hadamard -> quantize -> append, one op
+quantize_linears    rowwise FP8 on every linear
+fuse_quantize       the quantization of an activation moves into the op that makes it
+lower_lora          LoRA -> plan, shrink, expand, marked for the side stream
+
+A pass is `def name(graph, context) -> PassReport`: it rewrites the graph in place and says how often it matched and why it refused the rest.
+"""
+from .base import Context, PassReport
+
+__all__ = ["Context", "PassReport"]

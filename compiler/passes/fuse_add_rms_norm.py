@@ -1,0 +1,42 @@
+"""Residual addition + RMS norm -> `sidestream.add_rms_norm`."""
+import operator
+
+from torch import fx
+
+from ...ops.rms_norm import add_rms_norm, rms_norm
+from ..nodes import args_of, aten, insert_call, is_call, shape_of
+from .base import Context, PassReport
+from .joins import split_delta
+
+
+def fuse_add_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
+    """The residual stream's addition (and the LoRA delta's, if there is one) moves into the norm that reads it.
+
+    before  add = linear + lora; add_1 = residual + add; rms_norm = sidestream.rms_norm(add_1, weight, 1e-05)
+    after   add_rms_norm = sidestream.add_rms_norm(linear, residual, lora, weight, 1e-05)
+            y = add_rms_norm[0]; add_1 = add_rms_norm[1]
+
+    Leaves norms of something that is no sum of two equal shapes: in a Llama, the first layer's norm of the embedding.
+    """
+    report = PassReport(0)
+    for norm in list(graph.nodes):
+        if not is_call(norm, rms_norm):
+            continue
+        total, weight, eps = args_of(norm)
+        if not is_call(total, aten.add.Tensor) or total.kwargs or not all(isinstance(arg, fx.Node) for arg in args_of(total)[:2]):
+            report.rejected.append(f"{norm.name}: {total.name} is not a sum")
+            continue
+        residual, update = args_of(total)
+        if shape_of(residual) != shape_of(update):
+            report.rejected.append(f"{norm.name}: {residual.name} and {update.name} have different shapes")
+            continue
+        x, delta = split_delta(update)
+        if delta is None and split_delta(residual)[1] is not None:
+            residual, (x, delta) = update, split_delta(residual)
+        with graph.inserting_before(total):
+            new = insert_call(graph, add_rms_norm, (x, residual, delta, weight, eps), like=norm)
+            picked = [insert_call(graph, operator.getitem, (new, place), like=norm) for place in (0, 1)]
+        norm.replace_all_uses_with(picked[0])
+        total.replace_all_uses_with(picked[1], delete_user_cb=lambda user, new=new: user is not new)
+        report.matches += 1
+    return report

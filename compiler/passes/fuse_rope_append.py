@@ -1,0 +1,84 @@
+"""RoPE -> Hadamard -> quantize -> KV append in one op."""
+from dataclasses import dataclass
+
+from torch import fx
+
+from ...ops.append_kv import append_kv
+from ...ops.hadamard import hadamard
+from ...ops.paged_attention import paged_attention
+from ...ops.rope import rope
+from ...ops.rope_append import rope_append
+from ..nodes import args_of, insert_call, is_call, shape_of, slice_range, through_views
+from .base import Context, PassReport
+from .joins import split_delta
+
+
+@dataclass
+class _Heads:
+    """Rotated heads: the slice of the packed projection that they come from, and how they were rotated."""
+
+    packed: fx.Node
+    start: int
+    end: int
+    angles: tuple[fx.Node, fx.Node] | None
+    transformed: bool
+
+
+def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
+    """The packed q/k/v row goes in, the rotated query comes out, keys and values are in the cache; the LoRA delta is added inside.
+
+    before  q = hadamard(rope(qkv[:, :4096], cos, sin)); k = hadamard(rope(qkv[:, 4096:5120], cos, sin)); v = qkv[:, 5120:]
+            append_kv(k, v, kv_cache, kv_scales, slot_mapping); o = paged_attention(q, kv_cache, kv_scales, ...)
+    after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True); o = paged_attention(q, ...)
+
+    The op takes the append's place, because graph order is what gives the mutation its meaning. Leaves appends whose q, k and v are not
+    the three parts of one packed projection, rotated by the same angles.
+    """
+    report = PassReport(0)
+    for append in list(graph.nodes):
+        if not is_call(append, append_kv):
+            continue
+        key, value, cache, scales, slots = args_of(append)
+        attention = next((user for user in cache.users if is_call(user, paged_attention)), None)
+        if attention is None:
+            report.rejected.append(f"{append.name}: no paged_attention reads {cache.name}")
+            continue
+        query = args_of(attention)[0]
+        q, k, v = (_heads(node) for node in (query, key, value))
+        reason = _refusal(q, k, v)
+        if reason is not None or q is None or q.angles is None:
+            report.rejected.append(f"{append.name}: {reason}")
+            continue
+        qkv, delta = split_delta(q.packed)
+        heads, kv_heads = int(shape_of(query)[1]), int(shape_of(key)[1])
+        with graph.inserting_before(append):
+            new = insert_call(graph, rope_append, (qkv, delta, *q.angles, cache, scales, slots, heads, kv_heads, q.transformed), like=append)
+        attention.replace_input_with(query, new)
+        graph.erase_node(append)
+        report.matches += 1
+    return report
+
+
+def _heads(node: fx.Node) -> _Heads | None:
+    """Follows a head tensor back to its slice of the packed projection, or None where it comes from elsewhere."""
+    transformed = is_call(node, hadamard)
+    if transformed:
+        node = args_of(node)[0]
+    angles = None
+    if is_call(node, rope):
+        angles = (args_of(node)[1], args_of(node)[2])
+        node = args_of(node)[0]
+    found = slice_range(through_views(node))
+    return None if found is None else _Heads(*found, angles, transformed)
+
+
+def _refusal(q: _Heads | None, k: _Heads | None, v: _Heads | None) -> str | None:
+    if q is None or k is None or v is None:
+        return "q, k and v are not slices of one packed projection (is pack_projections off?)"
+    if not (q.packed is k.packed is v.packed) or (q.start, q.end, k.end, v.end) != (0, k.start, v.start, int(shape_of(v.packed)[-1])):
+        return "q, k and v are not, in this order, the parts of one packed projection"
+    if q.angles is None or q.angles != k.angles or v.angles is not None:
+        return "q and k are not rotated by the same angles (is lift_rope off?)"
+    if q.transformed != k.transformed or v.transformed:
+        return "the Hadamard transform is on one side only"
+    return None

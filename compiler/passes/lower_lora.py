@@ -1,0 +1,62 @@
+"""LoRA -> plan, shrink, expand, marked for the side stream."""
+import operator
+
+from torch import fx
+
+from ...ops.lora import lora
+from ...ops.lora_expand import lora_expand
+from ...ops.lora_plan import lora_plan, lora_splits, lora_tile
+from ...ops.lora_shrink import lora_shrink
+from ..nodes import args_of, insert_call, is_call, shape_of
+from .base import Context, PassReport
+
+REPRESENTATIVE_TOKENS = 64
+
+
+def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
+    """Two kernels a branch, and one plan a step that groups the tokens by adapter.
+
+    before  lora = sidestream.lora(x, a, b, adapter_index, [4096])
+    after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once
+            planes = sidestream.lora_shrink(x, a, token_order, tiles, tile, splits); delta = sidestream.lora_expand(planes, b, ...)
+
+    Every node of the three carries meta["stream"] = "side" and meta["sm_share"]; the schedule of each bucket decides what becomes of the
+    marks. Tile and split counts depend on the token count: where that is symbolic, the bucket's specialisation fills them in. Leaves nothing.
+    """
+    plans: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node]] = {}
+    matches = 0
+    for node in list(graph.nodes):
+        if not is_call(node, lora):
+            continue
+        x, a, b, index, slices = args_of(node)
+        key = (index, int(shape_of(a)[0]))
+        tokens = shape_of(x)[0]
+        tokens = tokens if isinstance(tokens, int) else REPRESENTATIVE_TOKENS
+        tile = lora_tile(tokens)
+        with graph.inserting_before(node):
+            if key not in plans:
+                with graph.inserting_after(index) if index.op != "placeholder" else graph.inserting_before(_first_call(graph)):
+                    plan = insert_call(graph, lora_plan, (index, key[1], tile), like=node)
+                with graph.inserting_after(plan):
+                    tiles = insert_call(graph, operator.getitem, (plan, 1), like=node)
+                    order = insert_call(graph, operator.getitem, (plan, 0), like=node)
+                plans[key] = (order, tiles)
+                _mark(context, plan, order, tiles)
+            order, tiles = plans[key]
+            splits = lora_splits(int(shape_of(x)[-1]), tokens)
+            planes = insert_call(graph, lora_shrink, (x, a, order, tiles, tile, splits), like=node)
+            delta = insert_call(graph, lora_expand, (planes, b, order, tiles, tile, list(slices)), like=node)
+        _mark(context, planes, delta)
+        node.replace_all_uses_with(delta)
+        matches += 1
+    return PassReport(matches)
+
+
+def _first_call(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def _mark(context: Context, *nodes: fx.Node) -> None:
+    for node in nodes:
+        node.meta["stream"] = "side"
+        node.meta["sm_share"] = context.options.lora_sm_share

@@ -1,0 +1,87 @@
+"""One spelling for what PyTorch spells in several ways, so that later patterns stay few."""
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..nodes import CASTS, args_of, aten, is_call, slice_arguments
+from .base import Context, PassReport
+
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_async")
+_IDENTITIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)
+
+
+def normalize(graph: fx.Graph, context: Context) -> PassReport:
+    """Remove what computes nothing: no-op casts, full slices, `+ 0`, dropout in evaluation, metadata checks; drop default arguments.
+
+    before  to_3 = aten.to.dtype(x, torch.float32)      # x is fp32 already
+            slice_1 = aten.slice.Tensor(to_3, 1, 0, 9223372036854775807)
+    after   (users read x)
+
+    Matches each node it removes. Leaves casts between devices and anything whose value or shape would change.
+    """
+    removed = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _CHECKS:
+            graph.erase_node(node)
+            removed += 1
+            continue
+        _drop_defaults(node)
+        source = _same_as(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            removed += 1
+    return PassReport(removed)
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The argument that `node` merely repeats, if it does."""
+    if not args_of(node) or not isinstance(args_of(node)[0], fx.Node):
+        return None
+    source = args_of(node)[0]
+    old, new = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return None
+    if node.target in CASTS:
+        same = old.dtype == new.dtype and old.device == new.device
+    elif node.target in _IDENTITIES:
+        same = node.target is not aten.clone.default or "memory_format" not in node.kwargs
+    elif is_call(node, aten.contiguous.default):
+        same = old.is_contiguous()
+    elif is_call(node, aten.dropout.default):
+        same = args_of(node)[2] is False or args_of(node)[1] == 0
+    elif is_call(node, aten.add.Tensor):
+        same = isinstance(args_of(node)[1], int | float) and args_of(node)[1] == 0 and old.dtype == new.dtype
+    elif is_call(node, aten.slice.Tensor):
+        same = _is_full_slice(node)
+    else:
+        same = is_call(node, aten.type_as.default) and old.dtype == new.dtype
+    return source if same else None
+
+
+def _is_full_slice(node: fx.Node) -> bool:
+    _, _, start, end, step = slice_arguments(node)
+    return start in (0, None) and step == 1 and (end is None or end == 2**63 - 1)
+
+
+def _drop_defaults(node: fx.Node) -> None:
+    """Positional and keyword arguments that only repeat the schema's default go, so that patterns see the short form."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    arguments = node.target._schema.arguments
+    kwargs = {name: value for name, value in node.kwargs.items() if not _is_default(next(a for a in arguments if a.name == name), value)}
+    args = list(args_of(node))
+    while args and arguments[len(args) - 1].has_default_value() and _is_default(arguments[len(args) - 1], args[-1]):
+        args.pop()
+    node.args = tuple(args)
+    node.kwargs = kwargs
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    if not argument.has_default_value() or isinstance(value, fx.Node):
+        return False
+    default = argument.default_value
+    return type(value) is type(default) and bool(value == default)

@@ -1,0 +1,61 @@
+"""Rowwise FP8 on every linear."""
+import operator
+
+import torch
+from torch import fx
+
+from ...ops.linear_fp8 import linear_fp8
+from ...ops.quantize import quantize_rowwise
+from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of
+from ..recipe import item, quantize
+from .base import Context, PassReport
+
+ALIGNMENT = 16
+
+
+def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
+    """Weights get one scale per output channel (when they are loaded), activations one per token (in the graph).
+
+    before  linear = aten.linear(x, weight)
+    after   q, scale = sidestream.quantize_rowwise(x)
+            linear_fp8 = sidestream.linear_fp8(q, scale, weight_fp8, weight_scale, None, None, torch.bfloat16)
+
+    Matches linears with a loaded weight. Leaves linears with a bias, sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last
+    linear of the graph. Runs in fp8 mode only.
+    """
+    report = PassReport(0)
+    if context.options.precision != "fp8":
+        return report
+    quantized: dict[fx.Node, tuple[fx.Node, ...]] = {}  # linears of one activation share its quantized form
+    linears = [node for node in graph.nodes if is_call(node, aten.linear.default)]
+    for node in linears:
+        reason = _refusal(node, last=node is linears[-1], context=context)
+        if reason is not None:
+            report.rejected.append(f"{node.name}: {reason}")
+            continue
+        x, weight = args_of(node)[:2]
+        recipe = quantize(weight.meta["recipe"])
+        shape = tuple(int(size) for size in shape_of(weight))
+        stored = insert_placeholder(graph, f"{weight.name}_fp8", "weight", shape, torch.float8_e4m3fn, after=weight, recipe=item(recipe, 0))
+        scales = insert_placeholder(graph, f"{weight.name}_scale", "weight", shape[:1], torch.float32, after=stored, recipe=item(recipe, 1))
+        with graph.inserting_before(node):
+            if x not in quantized:
+                rounded = insert_call(graph, quantize_rowwise, (x,), like=node)
+                quantized[x] = tuple(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1))
+            new = insert_call(graph, linear_fp8, (*quantized[x], stored, scales, None, None, node.meta["val"].dtype), like=node)
+        node.replace_all_uses_with(new)
+        report.matches += 1
+    return report
+
+
+def _refusal(node: fx.Node, last: bool, context: Context) -> str | None:
+    weight = args_of(node)[1]
+    if weight.meta.get("kind") != "weight":
+        return f"{weight.name} is computed in the graph, not loaded"
+    if len(args_of(node)) > 2 and args_of(node)[2] is not None:
+        return "it has a bias"
+    if any(int(size) % ALIGNMENT for size in shape_of(weight)):
+        return f"{weight.name} is {tuple(shape_of(weight))}: FP8 needs multiples of {ALIGNMENT}"
+    if last and context.options.lm_head == "bf16":
+        return "lm_head='bf16' keeps the output projection"
+    return None

@@ -1,0 +1,110 @@
+"""The pipeline: which passes run, in which order. Read it from top to bottom.
+
+The driver, not the passes, removes dead code, checks the graph, counts matches against the model's shape, and keeps before and after.
+"""
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from .accounting import Expectation
+from .options import CompileOptions, OptionError
+from .passes.base import Context, PassReport
+from .passes.fuse_add_rms_norm import fuse_add_rms_norm
+from .passes.fuse_quantize import fuse_quantize
+from .passes.fuse_rope_append import fuse_rope_append
+from .passes.fuse_silu_mul import fuse_silu_mul
+from .passes.lift_embedding import lift_embedding
+from .passes.lift_lora import lift_lora
+from .passes.lift_rms_norm import lift_rms_norm
+from .passes.lift_rope import lift_rope
+from .passes.lower_lora import lower_lora
+from .passes.normalize import normalize
+from .passes.pack_projections import pack_projections
+from .passes.quantize_kv import quantize_kv
+from .passes.quantize_linears import quantize_linears
+from .report import PassRecord, graph_text, op_counts
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass and its tier: "keeps" leaves numerics as they are (up to where a sum is rounded), "quantizes" doesn't, "lowers" chooses kernels."""
+
+    run: Callable[[fx.Graph, Context], PassReport]
+    tier: str
+
+    @property
+    def name(self) -> str:
+        """The name by which it is switched off."""
+        return self.run.__name__
+
+
+PASSES: tuple[Pass, ...] = (
+    # ATen idioms -> semantic ops. Everything that depends on a model's or a release's spelling is in these.
+    Pass(normalize, "keeps"),
+    Pass(lift_embedding, "keeps"),
+    Pass(lift_rms_norm, "keeps"),
+    Pass(lift_rope, "keeps"),
+    Pass(lift_lora, "keeps"),
+    # Fewer and larger ops, same numbers.
+    Pass(pack_projections, "keeps"),
+    Pass(fuse_silu_mul, "keeps"),
+    Pass(fuse_add_rms_norm, "keeps"),
+    # Eight bits; the append is fused behind the cache's quantization, because that decides what it must do.
+    Pass(quantize_kv, "quantizes"),
+    Pass(fuse_rope_append, "keeps"),
+    Pass(quantize_linears, "quantizes"),
+    Pass(fuse_quantize, "keeps"),
+    # Kernels and lanes.
+    Pass(lower_lora, "lowers"),
+)
+ALWAYS_ON = frozenset({"normalize"})
+
+
+def pass_names() -> tuple[str, ...]:
+    """All passes in order."""
+    return tuple(each.name for each in PASSES)
+
+
+def check_disabled(options: CompileOptions) -> None:
+    """Raises OptionError for a name in `options.disable` that is no pass, or one that can't be left out."""
+    for name in options.disable:
+        if name not in pass_names():
+            raise OptionError(f"disable names {name!r}, which is no pass; passes: {', '.join(pass_names())}")
+        if name in ALWAYS_ON:
+            raise OptionError(f"pass {name!r} can't be switched off: every later pattern builds on it")
+
+
+def run_passes(
+    graph_module: fx.GraphModule, options: CompileOptions, expectation: Expectation | None = None, passes: tuple[Pass, ...] = PASSES,
+) -> list[PassRecord]:  # fmt: skip
+    """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what the model implies."""
+    check_disabled(options)
+    graph, context = graph_module.graph, Context(options)
+    records: list[PassRecord] = []
+    clean_up(graph)
+    text, counts = graph_text(graph_module), op_counts(graph_module)
+    for each in passes:
+        if each.name in options.disable:
+            continue
+        start = time.perf_counter()
+        report = each.run(graph, context)
+        clean_up(graph)
+        seconds = time.perf_counter() - start
+        graph.lint()
+        new_text, new_counts = graph_text(graph_module), op_counts(graph_module)
+        records.append(PassRecord(each.name, each.tier, report.matches, report.rejected, counts, new_counts, text, new_text, seconds))
+        text, counts = new_text, new_counts
+        if expectation is not None and options.check_counts:
+            expectation.check(each.name, report.matches, report.rejected)
+    graph_module.recompile()
+    return records
+
+
+def clean_up(graph: fx.Graph) -> None:
+    """Removes dead nodes, and weights and adapter stacks that nothing reads any more; inputs stay, they are the caller's contract."""
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users and node.meta.get("kind") in ("weight", "adapter"):
+            graph.erase_node(node)

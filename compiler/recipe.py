@@ -1,0 +1,208 @@
+"""Recipes: how a program's weights come from a checkpoint's tensors.
+
+A recipe is a small expression tree over checkpoint names (pack, cast, quantize). Passes rewrite recipes instead of tensors, so a weight is
+read, transformed and dropped one at a time, and a saved program says by itself what it must be bound to.
+"""
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+E4M3_MAX = 448.0
+ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB
+
+# op -> (number of operands, None = one or more; attribute names)
+_SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
+    "param": (0, frozenset({"name"})),
+    "cat": (None, frozenset({"dim"})),
+    "unsqueeze": (1, frozenset({"dim"})),
+    "transpose": (1, frozenset({"dim0", "dim1"})),
+    "pad": (1, frozenset({"dim", "size"})),
+    "zeros": (0, frozenset({"shape", "dtype"})),
+    "scale": (1, frozenset({"factor"})),
+    "cast": (1, frozenset({"dtype"})),
+    "quantize": (1, frozenset()),
+    "item": (1, frozenset({"index"})),
+}
+
+
+class RecipeError(ValueError):
+    """A recipe is malformed, or a tensor that it names is missing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """One node of the tree: `op` applied to `args` (recipes) with `attrs` (plain values). Build it with the functions below.
+
+    Equal trees are equal and hash alike. Raises RecipeError for an unknown op or wrong operands.
+    """
+
+    op: str
+    args: tuple["Recipe", ...]
+    attrs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "attrs", dict(self.attrs))
+        if self.op not in _SHAPES:
+            raise RecipeError(f"unknown recipe op {self.op!r}; known: {', '.join(sorted(_SHAPES))}")
+        count, names = _SHAPES[self.op]
+        if not all(isinstance(arg, Recipe) for arg in self.args):
+            raise RecipeError(f"recipe {self.op!r} takes recipes as operands, got {[type(arg).__name__ for arg in self.args]}")
+        if len(self.args) != count if count is not None else not self.args:
+            raise RecipeError(f"recipe {self.op!r} takes {count if count is not None else 'one or more'} operands, got {len(self.args)}")
+        if set(self.attrs) != names:
+            raise RecipeError(f"recipe {self.op!r} takes the attributes {sorted(names)}, got {sorted(self.attrs)}")
+        if self.op == "item" and (self.args[0].op != "quantize" or self.attrs["index"] not in (0, 1)):
+            raise RecipeError("item(recipe, index) picks output 0 (values) or 1 (scales) of a quantize recipe")
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.op, self.args, tuple(sorted(self.attrs.items())))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Recipe) and self._hash == other._hash and self._key == other._key)
+
+    def sources(self) -> frozenset[str]:
+        """The checkpoint names that this recipe reads."""
+        if self.op == "param":
+            return frozenset({self.attrs["name"]})
+        return frozenset().union(*(arg.sources() for arg in self.args))
+
+    def __str__(self) -> str:
+        if self.op == "param":
+            return str(self.attrs["name"])
+        if self.op == "item":
+            return f"{self.args[0]}[{self.attrs['index']}]"
+        return f"{self.op}({', '.join([*map(str, self.args), *(f'{name}={value}' for name, value in sorted(self.attrs.items()))])})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"op": self.op, "args": [arg.to_json() for arg in self.args], "attrs": dict(self.attrs)}
+
+    @staticmethod
+    def from_json(value: Any) -> "Recipe":
+        """The recipe that `to_json` wrote. Raises RecipeError for anything else."""
+        if not isinstance(value, dict) or set(value) != {"op", "args", "attrs"} or not isinstance(value["args"], list) or not isinstance(value["attrs"], dict):
+            raise RecipeError(f"not a recipe: {value!r}")
+        attrs = {name: tuple(attr) if isinstance(attr, list) else attr for name, attr in value["attrs"].items()}
+        return Recipe(value["op"], tuple(Recipe.from_json(arg) for arg in value["args"]), attrs)
+
+
+def param(name: str) -> Recipe:
+    """The checkpoint tensor `name` as it is."""
+    return Recipe("param", (), {"name": name})
+
+
+def cat(dim: int, recipes: Iterable[Recipe]) -> Recipe:
+    """Concatenation along `dim` (a single recipe is returned as it is)."""
+    parts = tuple(recipes)
+    return parts[0] if len(parts) == 1 else Recipe("cat", parts, {"dim": dim})
+
+
+def unsqueeze(recipe: Recipe, dim: int) -> Recipe:
+    """A new dimension of size 1 at `dim`."""
+    return Recipe("unsqueeze", (recipe,), {"dim": dim})
+
+
+def transpose(recipe: Recipe, dim0: int, dim1: int) -> Recipe:
+    """Two dimensions swapped (the result is contiguous)."""
+    return Recipe("transpose", (recipe,), {"dim0": dim0, "dim1": dim1})
+
+
+def pad(recipe: Recipe, dim: int, size: int) -> Recipe:
+    """Zeros behind the tensor's end until `dim` has `size` (an adapter's rank in a wider stack)."""
+    return Recipe("pad", (recipe,), {"dim": dim, "size": size})
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
+    """Zeros: the part of a packed LoRA stack whose projection has no adapter."""
+    return Recipe("zeros", (), {"shape": tuple(shape), "dtype": str(dtype).removeprefix("torch.")})
+
+
+def scale(recipe: Recipe, factor: float) -> Recipe:
+    """Every element times `factor`, computed in fp32 and rounded once to the tensor's own dtype."""
+    return Recipe("scale", (recipe,), {"factor": float(factor)})
+
+
+def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
+    """Converted to `dtype`."""
+    return Recipe("cast", (recipe,), {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def quantize(recipe: Recipe) -> Recipe:
+    """Rowwise e4m3 of a matrix [N, K]: two outputs, values [N, K] and fp32 scales [N]; pick one with `item`."""
+    return Recipe("quantize", (recipe,), {})
+
+
+def item(recipe: Recipe, index: int) -> Recipe:
+    """Output `index` of a recipe with several: 0 = quantized values, 1 = scales."""
+    return Recipe("item", (recipe,), {"index": index})
+
+
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., K] -> (e4m3 [..., K], fp32 scale [...]): scale = max(amax(row), 1e-12) / 448, values = row / scale."""
+    values = torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
+    rows, flat_values, flat_scales = weight.reshape(-1, weight.shape[-1]), values.view(-1, weight.shape[-1]), scales.view(-1)
+    for first in range(0, rows.shape[0], ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        block = rows[part].float()
+        flat_scales[part] = block.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
+        flat_values[part] = (block / flat_scales[part].unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+def materialize(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[Recipe, Any] | None = None) -> torch.Tensor:
+    """The tensor that `recipe` describes.
+
+    `lookup(name)` gives the checkpoint's tensor (or one adapter's). `memo` keeps `quantize` results only, so that values and scales are
+    computed once; drop it when both have been taken. Works on any device, on meta tensors too.
+    """
+    result = _evaluate(recipe, lookup, {} if memo is None else memo)
+    if isinstance(result, tuple):
+        raise RecipeError(f"{recipe} has two outputs; pick one with item(recipe, 0) or item(recipe, 1)")
+    return result
+
+
+def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[Recipe, Any]) -> Any:
+    if recipe.op == "param":
+        try:
+            return lookup(recipe.attrs["name"])
+        except KeyError as error:
+            raise RecipeError(f"the weights hold no tensor {recipe.attrs['name']!r}") from error
+    if recipe.op == "zeros":
+        return torch.zeros(recipe.attrs["shape"], dtype=getattr(torch, recipe.attrs["dtype"]))
+    if recipe in memo:
+        return memo[recipe]
+    operands = [_evaluate(arg, lookup, memo) for arg in recipe.args]
+    first, attrs = operands[0], recipe.attrs
+    if recipe.op == "item":
+        return first[attrs["index"]]
+    if any(isinstance(operand, tuple) for operand in operands):
+        raise RecipeError(f"{recipe} uses both outputs of a quantize recipe at once; pick one with item(recipe, index)")
+    if recipe.op == "quantize":
+        memo[recipe] = quantize_weight(first)
+        return memo[recipe]
+    if recipe.op == "cat":
+        device = next((operand.device for operand, arg in zip(operands, recipe.args, strict=True) if arg.op != "zeros"), first.device)
+        return torch.cat([operand.to(device) for operand in operands], dim=attrs["dim"])
+    if recipe.op == "pad":
+        missing = attrs["size"] - first.shape[attrs["dim"]]
+        return torch.cat([first, first.new_zeros([missing if dim == attrs["dim"] else size for dim, size in enumerate(first.shape)])], dim=attrs["dim"])
+    if recipe.op == "unsqueeze":
+        return first.unsqueeze(attrs["dim"])
+    if recipe.op == "transpose":
+        return first.transpose(attrs["dim0"], attrs["dim1"]).contiguous()
+    if recipe.op == "scale":
+        return (first.float() * attrs["factor"]).to(first.dtype)
+    return first.to(getattr(torch, attrs["dtype"]))

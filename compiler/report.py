@@ -1,0 +1,123 @@
+"""What a person reads about a compilation: a graph as Python with shapes, op counts, one line for each pass."""
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .nodes import is_kernel, op_name
+from .sizes import describe_size, symbol_roles
+
+SHORT_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+    torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool",
+}
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: how often it matched, why near-misses were refused, kernel counts and the graph's text before and after, wall seconds."""
+
+    name: str
+    tier: str
+    matches: int
+    rejected: list[str]
+    ops_before: dict[str, int]
+    ops_after: dict[str, int]
+    before: str
+    after: str
+    seconds: float
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bf16`."""
+    return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def op_counts(graph: fx.GraphModule | fx.Graph) -> dict[str, int]:
+    """op -> how often it is called, for calls that cost a kernel (views, picks of results and sizes don't), by name."""
+    nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
+    return dict(sorted(Counter(op_name(node) for node in nodes if is_kernel(node)).items()))
+
+
+def graph_text(graph: fx.GraphModule | fx.Graph) -> str:
+    """The graph as Python source with each value's dtype and shape in a comment (T tokens, B sequences, P blocks, NP pages); the same graph, the same text."""
+    graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    roles = symbol_roles(graph)
+    lines = ["def forward("]
+    body: list[str] = []
+    for node in graph.nodes:
+        shape = _describe(node.meta.get("val"), roles)
+        if node.op == "placeholder":
+            recipe = node.meta.get("recipe")
+            source = f" = {recipe}" if recipe is not None else ""
+            lines.append(f"    {node.name},  # {shape}  {node.meta.get('kind', 'input')}{source}")
+        elif node.op == "output":
+            body.append(f"    return {_argument(node.args[0])}")
+        else:
+            lane = f"  {node.meta['stream']} stream" if node.meta.get("stream", "main") != "main" else ""
+            share = f", {node.meta['sm_share']:.0%} of the SMs" if lane and "sm_share" in node.meta else ""
+            body.append(f"    {node.name} = {_expression(node)}  # {shape}{lane}{share}")
+    return "\n".join([*lines, "):", *(body or ["    pass"])]) + "\n"
+
+
+def _expression(node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return f"self.{node.target}"
+    if node.target is operator.getitem:
+        return f"{_argument(node.args[0])}[{_argument(node.args[1])}]"
+    arguments = [*map(_argument, node.args), *(f"{name}={_argument(value)}" for name, value in node.kwargs.items())]
+    name = op_name(node) if isinstance(node.target, torch._ops.OpOverload) else f"{getattr(node.target, '__module__', '').strip('_')}.{op_name(node)}"
+    return f"{name}({', '.join(arguments)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(map(_argument, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, slice):
+        return f"slice({_argument(value.start)}, {_argument(value.stop)}, {_argument(value.step)})"
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return f"float('{value}')"
+    if isinstance(value, torch.device):
+        return f"torch.device('{value}')"
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _describe(value: Any, roles: Mapping[Any, str]) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{short_dtype(value.dtype)}[{', '.join(describe_size(size, roles) for size in value.shape)}]"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_describe(entry, roles) for entry in value)})"
+    if isinstance(value, (int, torch.SymInt)):
+        return f"int {describe_size(value, roles)}"
+    return "none" if value is None else type(value).__name__
+
+
+def pass_table(records: Sequence[PassRecord]) -> str:
+    """One line a pass: its tier, matches, refusals, kernels before and after, and which ops came and went. No timings."""
+    rows = [("pass", "tier", "matches", "rejected", "kernels", "changes")]
+    for record in records:
+        before, after = sum(record.ops_before.values()), sum(record.ops_after.values())
+        change = Counter(record.ops_after)
+        change.subtract(record.ops_before)
+        moves = ", ".join(f"{count:+d} {name}" for name, count in sorted(change.items(), key=lambda entry: (entry[1], entry[0])) if count)
+        rows.append((record.name, record.tier, str(record.matches), str(len(record.rejected)), f"{before} -> {after}", moves))
+    return columns(rows, right=(2, 3))
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows of text in aligned columns, the first row underlined; the columns in `right` are flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for index, row in enumerate(rows):
+        cells = [cell.rjust(width) if column in right else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+        if index == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines) + "\n"

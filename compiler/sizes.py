@@ -1,0 +1,111 @@
+"""Which dimension of which graph input means what, and a bucket's static sizes for each of them.
+
+The engine's inputs are known by name: `block_table` is [B, P], so its first symbol is the number of sequences. Other inputs get their sizes
+through the symbols that they share with these.
+"""
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .buffers import ProgramError
+from .program import Bucket
+
+# T tokens, B sequences, P blocks a sequence, NP pages of a KV cache
+DIMENSIONS: dict[str, tuple[str, ...]] = {
+    "input_ids": ("T",),
+    "positions": ("T",),
+    "slot_mapping": ("T",),
+    "adapter_index": ("T",),
+    "block_table": ("B", "P"),
+    "context_lens": ("B",),
+    "query_start": ("B+1",),
+    "logits_indices": ("B",),
+}
+_CACHES = re.compile(r"kv_(cache|scale)s?(_\d+)*")
+
+# What a placeholder is made from: (shape, dtype), an example tensor (its strides count too), or an integer
+Spec = tuple[tuple[int, ...], torch.dtype] | torch.Tensor | int
+
+
+class SpecializeError(ProgramError):
+    """A graph can't be made static at the sizes asked for."""
+
+
+def dimensions_of(name: str) -> tuple[str, ...]:
+    """The meaning of an input's leading dimensions; () when the name says nothing."""
+    return ("NP",) if _CACHES.fullmatch(name) else DIMENSIONS.get(name, ())
+
+
+def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The graph's inputs, weights and adapters."""
+    return (node for node in graph.nodes if node.op == "placeholder")
+
+
+def symbol_roles(graph: fx.Graph) -> dict[Any, str]:
+    """symbol -> `T`, `B`, `B+1`, `P` or `NP`, from the names of the inputs that have it as a dimension of its own."""
+    roles: dict[Any, str] = {}
+    for node in placeholders(graph):
+        shape = getattr(node.meta.get("val"), "shape", ())
+        for size, role in zip(shape, dimensions_of(node.name), strict=False):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                known = roles.setdefault(size.node.expr, role)
+                if known != role:
+                    raise SpecializeError(f"the graph has one symbol for {known} and {role} (see {node.name}); capture it with inputs in which they differ")
+    return roles
+
+
+def bucket_inputs(graph_module: fx.GraphModule, bucket: Bucket) -> dict[str, Spec]:
+    """placeholder name -> (shape, dtype) at the sizes of `bucket`. Raises SpecializeError when a dimension is not determined by them."""
+    values = {"T": bucket.tokens, "B": bucket.sequences, "B+1": bucket.sequences + 1, "P": bucket.blocks, "NP": bucket.pages}
+    sizes = {symbol: values[role] for symbol, role in symbol_roles(graph_module.graph).items()}
+    specs: dict[str, Spec] = {}
+    for node in placeholders(graph_module.graph):
+        value = node.meta.get("val")
+        if isinstance(value, int):
+            specs[node.name] = value
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise SpecializeError(f"input {node.name} has no fake tensor in meta['val']")
+        shape = tuple(_static(size, sizes, node.name) for size in value.shape)
+        for size, role in zip(shape, dimensions_of(node.name), strict=False):
+            if size != values[role]:
+                remedy = f"capture the graph with a dynamic {role}"
+                raise SpecializeError(f"input {node.name} has {role} = {size} in the graph, the bucket asks for {values[role]}; {remedy}")
+        specs[node.name] = (shape, value.dtype)
+    return specs
+
+
+def static_inputs(graph_module: fx.GraphModule) -> dict[str, Spec]:
+    """placeholder name -> its own fake tensor or integer, for a graph captured at concrete sizes. Raises SpecializeError for a symbolic one."""
+    specs: dict[str, Spec] = {}
+    for node in placeholders(graph_module.graph):
+        value = node.meta.get("val")
+        if not isinstance(value, (int, torch.Tensor)) or (isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)):
+            raise SpecializeError(f"input {node.name} has no concrete size ({getattr(value, 'shape', value)}); give a bucket or example inputs")
+        specs[node.name] = value
+    return specs
+
+
+def _static(size: int | torch.SymInt, sizes: Mapping[Any, int], name: str) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    result = size.node.expr.xreplace(dict(sizes))
+    if getattr(result, "free_symbols", None):
+        raise SpecializeError(f"input {name} has the size {size}, which no bucket size determines; known symbols: {', '.join(map(str, sizes)) or 'none'}")
+    return int(result)
+
+
+def describe_size(size: int | torch.SymInt, roles: Mapping[Any, str]) -> str:
+    """A dimension in words: `4096`, `T`, `B+1`, or the symbol's own expression."""
+    if not isinstance(size, torch.SymInt):
+        return str(size)
+    expression = size.node.expr
+    if expression.is_Symbol:
+        return roles.get(expression, str(expression))
+    text = str(expression)
+    for symbol, role in roles.items():
+        text = re.sub(rf"\b{re.escape(str(symbol))}\b", role, text)
+    return text.replace(" ", "")

@@ -1,0 +1,226 @@
+"""A symbolic graph at one bucket's sizes: static shapes, integers folded, decode flags set, LoRA erased where a bucket has none.
+
+Only the graph is copied (not the module), and shapes are propagated on meta tensors, so that dozens of buckets take a second or two.
+Views share their storage with what they view, which is how `lower` knows them.
+"""
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ops.lora_plan import lora_splits, lora_tile
+from ..ops.registry import NAMESPACE, OPS
+from .buffers import contiguous_strides
+from .nodes import CASTS, VIEWS, aten, is_call, op_name
+from .program import Bucket
+from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
+
+META = torch.device("meta")
+LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand"})
+SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
+# of a delta that is zero everywhere these are zero too
+ZERO_PRESERVING = VIEWS | CASTS | {aten.mul.Tensor, aten.clone.default, aten.contiguous.default, aten.cat.default, operator.getitem}
+
+
+def specialize(graph_module: fx.GraphModule, sizes: Bucket | Mapping[str, Spec], *, decode: bool | None = None, lora: bool | None = None) -> fx.Graph:
+    """A copy of the graph with static shapes; `meta["val"]` holds meta tensors, and only inputs that are used are left.
+
+    `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer.
+    `decode`: row b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the bucket's).
+    `lora=False`: LoRA ops vanish, and what consumed their delta goes without (default: the bucket's, else True).
+    Raises SpecializeError naming the node that can't be made static.
+    """
+    bucket = sizes if isinstance(sizes, Bucket) else None
+    specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
+    decode = decode if decode is not None else bucket is not None and bucket.decode
+    lora = lora if lora is not None else bucket is None or bucket.lora
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    if not lora:
+        erase_lora(graph)
+    if decode:
+        mark_decode(graph)
+    sweep(graph)
+    fit_lora_tiles(graph, specs)
+    _propagate(graph, graph_module, specs)
+    while sweep(graph):
+        _propagate(graph, graph_module, specs)
+    return graph
+
+
+def argument_index(node: fx.Node, name: str) -> int | None:
+    """The position of the argument `name` in the op's schema; None when there is no such argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]
+    return names.index(name) if name in names else None
+
+
+def is_own(node: fx.Node) -> bool:
+    """Whether a node calls one of Sidestream's ops."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE
+
+
+def own_name(node: fx.Node) -> str:
+    """`rms_norm` for a call of sidestream::rms_norm, else an empty string."""
+    return op_name(node).removeprefix(f"{NAMESPACE}.") if is_own(node) else ""
+
+
+def erase_lora(graph: fx.Graph) -> None:
+    """Take LoRA out: deltas become None where an op takes an optional one, and vanish from sums."""
+    erased: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if own_name(node) in LORA_OPS:
+            erased.add(node)
+            continue
+        gone = [source for source in node.all_input_nodes if source in erased]
+        if not gone or node.target is aten.sym_size.int:  # a size is known without the values; the op behind it dies when it is folded
+            continue
+        if node.target in SUMS:
+            kept = [operand for operand in node.args[:2] if operand not in erased]
+            if kept:
+                node.replace_all_uses_with(kept[0])
+            erased.add(node)
+        elif is_own(node):
+            _drop_optional(node, erased)
+        elif node.target in ZERO_PRESERVING and (node.target is not aten.cat.default or len(gone) == len(node.all_input_nodes)):
+            erased.add(node)
+        else:
+            where = "the graph returns" if node.op == "output" else f"{op_name(node)} ({node.name}) reads"
+            raise SpecializeError(f"{where} the LoRA delta {gone[0].name}, so there is no program without LoRA; use a bucket with lora=True")
+
+
+def _drop_optional(node: fx.Node, erased: set[fx.Node]) -> None:
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for index, value in enumerate(node.args):
+        if isinstance(value, fx.Node) and value in erased:
+            if not isinstance(arguments[index].type, torch.OptionalType):
+                raise SpecializeError(f"{op_name(node)} ({node.name}) needs its argument {arguments[index].name!r}, a LoRA delta; use a bucket with lora=True")
+            node.update_arg(index, None)
+    for name, value in node.kwargs.items():
+        if isinstance(value, fx.Node) and value in erased:
+            node.update_kwarg(name, None)
+
+
+def mark_decode(graph: fx.Graph) -> None:
+    """Set every `decode` flag; drop selections of the logits rows (all of them, in order, when each sequence has one token)."""
+    for node in list(graph.nodes):
+        index = argument_index(node, "decode") if is_own(node) else None
+        if index is not None:
+            _set_argument(node, index, True)
+        elif is_call(node, aten.index_select.default) and node.args[1] in (0, -2) and getattr(node.args[2], "name", "") == "logits_indices":
+            node.replace_all_uses_with(node.args[0])
+
+
+def _set_argument(node: fx.Node, index: int, value: Any) -> None:
+    name = node.target._schema.arguments[index].name  # type: ignore[union-attr]
+    if name in node.kwargs or index >= len(node.args):
+        node.update_kwarg(name, value)
+    else:
+        node.update_arg(index, value)
+
+
+def _get_argument(node: fx.Node, index: int) -> Any:
+    return node.args[index] if index < len(node.args) else node.kwargs.get(node.target._schema.arguments[index].name)  # type: ignore[union-attr]
+
+
+def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec]) -> None:
+    """Give the LoRA kernels the tile and the number of splits that suit this token count (a symbolic graph can't know them)."""
+    spec = specs.get("adapter_index")
+    if spec is None or isinstance(spec, int):
+        return
+    tokens = int(spec.shape[0] if isinstance(spec, torch.Tensor) else spec[0][0])
+    for node in graph.nodes:
+        if own_name(node) not in LORA_OPS:
+            continue
+        tile, splits = argument_index(node, "tile"), argument_index(node, "splits")
+        if tile is not None:
+            _set_argument(node, tile, lora_tile(tokens))
+        if splits is not None and isinstance(node.args[0], fx.Node):
+            _set_argument(node, splits, lora_splits(int(node.args[0].meta["val"].shape[-1]), tokens))
+
+
+def sweep(graph: fx.Graph) -> bool:
+    """Remove what nobody uses (mutations stay) and clear `keep` flags of results without a user; True when a flag was cleared."""
+    cleared = False
+    for node in reversed(list(graph.nodes)):
+        if node.op == "output":
+            continue
+        if not node.users and not _mutates(node):
+            graph.erase_node(node)
+            continue
+        index = argument_index(node, "keep") if is_own(node) else None
+        if index is not None and _get_argument(node, index) and not any(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+            _set_argument(node, index, False)
+            cleared = True
+    return cleared
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _propagate(graph: fx.Graph, module: fx.GraphModule, specs: Mapping[str, Spec]) -> None:
+    for node in placeholders(graph):
+        if node.name not in specs:
+            raise SpecializeError(f"no size is given for input {node.name}; given: {', '.join(specs) or 'none'}")
+    folded: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                value = _placeholder_value(specs[node.name])
+            elif node.op == "get_attr":
+                value = operator.attrgetter(str(node.target))(module).to(META)
+            elif node.op == "call_function":
+                if folded and any(source in folded for source in node.all_input_nodes):
+                    node.args = fx.map_arg(node.args, lambda source: folded.get(source, source))
+                    node.kwargs = fx.map_arg(node.kwargs, lambda source: folded.get(source, source))
+                value = _call(node)
+            elif node.op == "output":
+                node.args = fx.map_arg(node.args, lambda source: folded.get(source, source))
+                continue
+            else:
+                raise SpecializeError(f"node {node.name} is a {node.op}; a captured graph has calls of functions only")
+            if isinstance(value, (bool, int, float)):
+                folded[node] = value
+            else:
+                node.meta["val"] = value
+    for node in reversed(folded):
+        graph.erase_node(node)
+
+
+def _placeholder_value(spec: Spec) -> Any:
+    if isinstance(spec, int):
+        return spec
+    if isinstance(spec, torch.Tensor):
+        return torch.empty_strided(spec.shape, spec.stride(), dtype=spec.dtype, device=META)
+    shape, dtype = spec
+    return torch.empty_strided(shape, contiguous_strides(tuple(shape)), dtype=dtype, device=META)
+
+
+def _call(node: fx.Node) -> Any:
+    if isinstance(node.target, torch._ops.OpOverload) and not is_own(node):
+        _place(node)
+    args: Any = fx.map_arg(node.args, lambda source: source.meta["val"])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda source: source.meta["val"]) if node.kwargs else {}
+    try:
+        if is_own(node) and not kwargs:
+            return OPS[own_name(node)].fake(*args)  # the dispatcher would only cost time
+        if node.target is aten.sym_size.int:
+            return args[0].size(args[1])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        shapes = ", ".join(f"{source.name}: {tuple(getattr(source.meta['val'], 'shape', ()))}" for source in node.all_input_nodes)
+        raise SpecializeError(f"{node.name} = {op_name(node)}(...) fails at these sizes ({shapes}): {error}") from error
+
+
+def _place(node: fx.Node) -> None:
+    """Let devices in arguments be meta (the program's own device later); name one for ops that make tensors out of nothing."""
+    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+        node.args = tuple(META if isinstance(value, torch.device) else value for value in node.args)
+        node.kwargs = {name: META if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}
+    index = argument_index(node, "device")
+    if index is not None and not node.all_input_nodes and _get_argument(node, index) is None:
+        _set_argument(node, index, META)

@@ -1,0 +1,174 @@
+"""adapter_config.json of PEFT: what is honoured, what is harmless, and what is refused with its remedy."""
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .config import read_json_object
+from .peft_patterns import PatternError, first_match, targeted
+
+CONFIG = "adapter_config.json"
+_AGAIN = "save the adapter again with peft's save_pretrained"
+
+
+class AdapterError(ValueError):
+    """An adapter that cannot be served: names the field or tensor and the remedy."""
+
+
+# Known fields that do not change what a plain LoRA layer computes (or that only mattered while training), whatever their value.
+_HARMLESS = frozenset({
+    "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "megatron_core",
+    "eva_config", "runtime_config", "qalora_group_size", "ensure_weight_tying", "loftq_config", "corda_config", "lora_ga_config",
+})  # fmt: skip
+_HONOURED = frozenset({
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "bias", "init_lora_weights", "task_type",
+})  # fmt: skip
+_MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
+_REFUSED = {
+    "use_dora": f"DoRA is not supported: {_MERGE}",
+    "lora_bias": f"a bias in lora_B is not supported: train with lora_bias=False, or {_MERGE}",
+    "modules_to_save": "fully trained copies of modules are not supported: train without modules_to_save, or merge the adapter into its base",
+    "trainable_token_indices": "trained token embeddings are not supported: train without trainable_token_indices, or merge the adapter into its base",
+    "layer_replication": "replicated layers are not supported: apply the replication to the base checkpoint and train on that",
+    "fan_in_fan_out": "transposed weights (Conv1D) do not occur in Llama: train with fan_in_fan_out=False",
+    "megatron_config": "Megatron's parallel layers are not supported: export the adapter as plain PEFT LoRA",
+    "target_parameters": "LoRA on bare parameters is not supported: use target_modules on the projections",
+    "use_qalora": f"QALoRA is not supported: {_MERGE}",
+    "use_bdlora": f"BD-LoRA is not supported: {_MERGE}",
+    "alora_invocation_tokens": "Activated LoRA (aLoRA) is not supported: train plain LoRA",
+    "arrow_config": "Arrow routing is not supported: serve its adapters one by one",
+    "velora_config": f"VeLoRA is not supported: {_MERGE}",
+    "monteclora_config": f"MonteCLoRA is not supported: {_MERGE}",
+    "kasa_config": f"KaSA is not supported: {_MERGE}",
+}
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The honoured fields, spelled as in the file."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    target_modules: Any = ()
+    exclude_modules: Any = None
+    layers_to_transform: Any = None
+    layers_pattern: Any = None
+
+    @classmethod
+    def from_directory(cls, directory: Path, lenient: bool = False) -> "AdapterConfig":
+        """Reads `directory`/adapter_config.json."""
+        return cls.from_dict(read_json_object(directory / CONFIG, AdapterError, "give the directory that peft's save_pretrained wrote"), lenient)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], lenient: bool = False) -> "AdapterConfig":
+        """Checks every field. `lenient` lets unknown fields pass. Raises AdapterError."""
+        if fields.get("peft_type") != "LORA":
+            raise AdapterError(f"peft_type {fields.get('peft_type')!r} is not supported: only LORA is; {_MERGE}")
+        for name, reason in _REFUSED.items():
+            if fields.get(name) not in (None, False, [], {}):
+                raise AdapterError(f"{CONFIG}: {name} is set: {reason}")
+        _check_choices(fields)
+        if not lenient:
+            for name, value in fields.items():
+                if name not in _HARMLESS | _HONOURED | _REFUSED.keys() and value not in (None, False, [], {}, ""):
+                    raise AdapterError(
+                        f"{CONFIG}: unknown field {name} = {str(value)[:60]!r} may change what the adapter computes: remove it, or pass --lora-lenient"
+                    )
+        return cls(
+            r=_rank("r", fields.get("r", 8)),
+            lora_alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
+            use_rslora=_typed(fields, "use_rslora", bool, False),
+            rank_pattern={pattern: _rank(f"rank_pattern[{pattern!r}]", value) for pattern, value in _typed(fields, "rank_pattern", dict, {}).items()},
+            alpha_pattern={pattern: _alpha(f"alpha_pattern[{pattern!r}]", value) for pattern, value in _typed(fields, "alpha_pattern", dict, {}).items()},
+            target_modules=_names(fields, "target_modules") or (),
+            exclude_modules=_names(fields, "exclude_modules"),
+            layers_to_transform=_layers(fields.get("layers_to_transform")),
+            layers_pattern=_names(fields, "layers_pattern"),
+        )
+
+    def rank_of(self, module: str) -> int:
+        """The rank that the config gives `module`."""
+        return self._pattern(self.rank_pattern, "rank_pattern", module, self.r)
+
+    def scaling(self, module: str, rank: int) -> float:
+        """The factor of B A: alpha / rank, or alpha / sqrt(rank) with use_rslora."""
+        alpha = self._pattern(self.alpha_pattern, "alpha_pattern", module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets_module(self, module: str) -> bool:
+        """Whether the config applies LoRA to `module`."""
+        try:
+            return targeted(module, self.target_modules, self.exclude_modules, self.layers_to_transform, self.layers_pattern)
+        except PatternError as problem:
+            raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
+
+    @staticmethod
+    def _pattern(patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+        try:
+            return first_match(patterns, module, default)
+        except PatternError as problem:
+            raise AdapterError(f"{CONFIG}: {name}: {problem}") from None
+
+
+def _check_choices(fields: Mapping[str, Any]) -> None:
+    """Raises for values of bias, init_lora_weights and task_type that mean another computation."""
+    bias = fields.get("bias", "none")
+    if bias not in ("none", "lora_only"):  # lora_only saves biases of the targets, and Llama's projections have none
+        raise AdapterError(f"{CONFIG}: bias = {bias!r} is not supported: train with bias='none'")
+    init = fields.get("init_lora_weights", True)
+    if isinstance(init, str) and init.startswith(_CHANGED_BASE):
+        raise AdapterError(
+            f"{CONFIG}: init_lora_weights = {init!r} changed the base while training: convert the adapter to plain LoRA "
+            "(save_pretrained with path_initial_model_for_weight_conversion), or merge it into that base"
+        )
+    if not (isinstance(init, bool) or init is None or init in _PLAIN_INITS):
+        raise AdapterError(f"{CONFIG}: init_lora_weights = {str(init)[:60]!r} is not supported: {_MERGE}")
+    task = fields.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise AdapterError(f"{CONFIG}: task_type = {str(task)[:60]!r} is not supported: only CAUSAL_LM adapters generate text; train one for it")
+
+
+def _typed(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        raise AdapterError(f"{CONFIG}: {name} must be of type {kind.__name__}, not {str(value)[:60]!r}: {_AGAIN}")
+    return value
+
+
+def _rank(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise AdapterError(f"{CONFIG}: {name} must be a positive integer, not {str(value)[:60]!r}: {_AGAIN}")
+    return value
+
+
+def _alpha(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e9:  # NaN fails the comparison too
+        raise AdapterError(f"{CONFIG}: {name} must be a finite number, not {str(value)[:60]!r}: {_AGAIN}")
+    return float(value)
+
+
+def _names(fields: Mapping[str, Any], name: str) -> Any:
+    """None, one string or a tuple of strings."""
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise AdapterError(f"{CONFIG}: {name} must be a string or a list of strings, not {str(value)[:60]!r}: {_AGAIN}")
+    return tuple(value)
+
+
+def _layers(value: Any) -> Any:
+    """None, one layer or a list of layers."""
+    entries = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in entries):
+        raise AdapterError(f"{CONFIG}: layers_to_transform must be layer numbers, not {str(value)[:60]!r}: {_AGAIN}")
+    return value

@@ -1,0 +1,140 @@
+"""Checkpoint: the weights of a model in safetensors form, one file or shards with an index; validated before anything is loaded, read lazily."""
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .config import read_json_object
+from .safetensors_file import SafetensorsFile
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_AGAIN = "download or copy it again"
+_MAX_INDEX_BYTES = 64 << 20
+_HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")  # old Llama checkpoints carry it; it follows from the config
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded: names the file, the tensor and the remedy."""
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory, by name.
+
+    Opening reads headers only, so that a missing shard or a truncated file is reported before any weight is touched; `tensor` reads through a memory map.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory} is not a directory: point at a Hugging Face checkpoint with config.json and safetensors files")
+        index = self.directory / INDEX
+        if (self.directory / SINGLE).exists():
+            self._files = [SafetensorsFile(self.directory / SINGLE, CheckpointError, _AGAIN)]
+        elif index.exists():
+            self._files = self._open_shards(index)
+        else:
+            raise CheckpointError(self._why_nothing())
+        self._home: dict[str, SafetensorsFile] = {}
+        for file in self._files:
+            for name in file.shapes:
+                if name in self._home:
+                    raise CheckpointError(f"tensor {name!r} is in {self._home[name].path.name} and in {file.path.name}: remove one; {_AGAIN}")
+                self._home[name] = file
+
+    def _open_shards(self, index: Path) -> list[SafetensorsFile]:
+        """The shards that the index names, in name order, each proved to hold what the index says."""
+        weight_map = read_json_object(index, CheckpointError, _AGAIN, _MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise CheckpointError(f"{INDEX} has no weight_map from tensor to file: {_AGAIN}")
+        shards = sorted(set(weight_map.values()))
+        for shard in shards:
+            if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise CheckpointError(f"{INDEX} names {shard!r}, which is not a safetensors file of this directory: {_AGAIN}")
+        missing = [shard for shard in shards if not (self.directory / shard).exists()]
+        if missing:
+            lost = next(name for name, shard in weight_map.items() if shard == missing[0])
+            raise CheckpointError(f"{len(missing)} of {len(shards)} shards missing, first {missing[0]} (with tensor {lost!r}): {_AGAIN} into {self.directory}")
+        files = {shard: SafetensorsFile(self.directory / shard, CheckpointError, _AGAIN) for shard in shards}
+        for name, shard in weight_map.items():
+            if name not in files[shard].shapes:
+                raise CheckpointError(f"{shard} lacks tensor {name!r}, which {INDEX} expects there: the shards are of different downloads; {_AGAIN}")
+        return list(files.values())
+
+    def _why_nothing(self) -> str:
+        """The message for a directory without safetensors."""
+        pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        if pickles:
+            return f"{pickles[0]} is a pickle, which can run code and is never loaded: save the model again with safe_serialization=True"
+        return f"{self.directory} has neither {SINGLE} nor {INDEX}: point at a Hugging Face checkpoint"
+
+    def names(self) -> list[str]:
+        """Every tensor's name, in shard order."""
+        return list(self._home)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._home
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, from the header."""
+        return self._file(name).shapes[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor as stored (bf16, fp16 or fp32), a view of the memory map: read-only by convention."""
+        return self._file(name).tensor(name)
+
+    def nbytes(self, names: Iterable[str] | None = None) -> int:
+        """Bytes that the named tensors (None: all) take in the files."""
+        total = 0
+        for name in self._home if names is None else names:
+            count = 1
+            for extent in self.shape(name):
+                count *= extent
+            total += count * (4 if self._file(name).dtypes[name] == "F32" else 2)
+        return total
+
+    def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) for the named tensors (None: all), shard after shard and in file order, so that each file is read once from front to back."""
+        wanted = None if names is None else set(names)
+        for name in self._home:
+            if wanted is None or name in wanted:
+                yield name, self.tensor(name)
+
+    def validate(self, expected: Mapping[str, tuple[int, ...]], tied: bool = False) -> None:
+        """Compares names, shapes and dtypes with what the model expects (`Llama.checkpoint_tensors()`); raises CheckpointError at the first difference.
+
+        `tied`: the output head is the embedding, and a stored lm_head.weight is superfluous.
+        """
+        for name, shape in expected.items():
+            if name not in self._home:
+                hint = f"it does not belong to this config.json; {_AGAIN}"
+                if name == "lm_head.weight":
+                    hint = "set tie_word_embeddings in config.json if the model uses its embedding as output head"
+                raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
+            file = self._home[name]
+            if file.shapes[name] != tuple(shape):
+                found = f"{file.path.name}: tensor {name!r} has shape {list(file.shapes[name])}"
+                raise CheckpointError(f"{found}, config.json implies {list(shape)}: use the config.json that came with the weights")
+            file.check_floating(name)
+        for name in self._home:
+            if name in expected or _HARMLESS.fullmatch(name) or (tied and name == "lm_head.weight"):
+                continue
+            raise CheckpointError(f"{self._home[name].path.name}: unexpected tensor {name!r}: this is not a plain Llama checkpoint; use one without it")
+
+    def _where(self) -> str:
+        return self._files[0].path.name if len(self._files) == 1 else f"all {len(self._files)} shards"
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._home:
+            raise CheckpointError(f"tensor {name!r} is not in {self._where()}: {_AGAIN}")
+        return self._home[name]
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copies a validated checkpoint into a plain model's parameters (for eager runs; the compiler streams and quantizes instead)."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in checkpoint.stream(parameters):
+            parameters[name].copy_(tensor)

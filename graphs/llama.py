@@ -1,0 +1,228 @@
+"""Llama as a plain module: what the compiler captures, and, run eagerly with the reference ops, what it is compared with.
+
+Tokens of all sequences lie flattened in one dimension T; each sequence's keys and values live in pages of a paged cache.
+"""
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim
+
+from ..ops.kv_layout import kv_cache_shape  # importing the package registers torch.ops.sidestream.*
+from .config import LlamaConfig
+from .lora import LoRALinear, LoraShape
+from .rotary import apply_rotary, inverse_frequencies
+
+INV_FREQ = "model.rotary_emb.inv_freq"
+
+
+class RMSNorm(nn.Module):
+    """y = weight * x / rms(x), the mean in fp32 over the last dimension."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(variance + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Embedding(nn.Module):
+    """Token ids [T] -> rows of weight [V, H]."""
+
+    def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(input_ids, self.weight)
+
+
+class RotaryEmbedding(nn.Module):
+    """positions [T] -> cos, sin fp32 [T, 1, D], both halves alike."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: LlamaConfig, device: torch.device | None) -> None:
+        super().__init__()
+        frequencies = inverse_frequencies(config)
+        target = device if device is not None else torch.get_default_device()
+        self.register_buffer("inv_freq", frequencies.to(target), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+        return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache, to which it first appends this step's keys and values."""
+
+    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.query_shape = (-1, config.num_attention_heads, config.head_dim)
+        self.key_shape = (-1, config.num_key_value_heads, config.head_dim)
+        self.softmax_scale = config.head_dim**-0.5
+        self.q_proj = _projection("q_proj", config, lora, dtype, device)
+        self.k_proj = _projection("k_proj", config, lora, dtype, device)
+        self.v_proj = _projection("v_proj", config, lora, dtype, device)
+        self.o_proj = _projection("o_proj", config, lora, dtype, device)
+
+    def forward(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor,
+        block_table: torch.Tensor, context_lens: torch.Tensor, query_start: torch.Tensor, kv_cache: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        q = self.q_proj(hidden_states, adapter_index).view(self.query_shape)
+        k = self.k_proj(hidden_states, adapter_index).view(self.key_shape)
+        v = self.v_proj(hidden_states, adapter_index).view(self.key_shape)
+        q = apply_rotary(q, cos, sin)
+        k = apply_rotary(k, cos, sin)
+        torch.ops.sidestream.append_kv(k, v, kv_cache, None, slot_mapping)
+        output = torch.ops.sidestream.paged_attention(q, kv_cache, None, block_table, context_lens, query_start, self.softmax_scale, False, False)
+        return self.o_proj(output, adapter_index)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.gate_proj = _projection("gate_proj", config, lora, dtype, device)
+        self.up_proj = _projection("up_proj", config, lora, dtype, device)
+        self.down_proj = _projection("down_proj", config, lora, dtype, device)
+
+    def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x, adapter_index)) * self.up_proj(x, adapter_index), adapter_index)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind its norm and beside its residual."""
+
+    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, lora, dtype, device)
+        self.mlp = MLP(config, lora, dtype, device)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+
+    def forward(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor,
+        block_table: torch.Tensor, context_lens: torch.Tensor, query_start: torch.Tensor, kv_cache: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        attended = self.self_attn(
+            self.input_layernorm(hidden_states), cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), adapter_index)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and last norm; named `model` in checkpoints."""
+
+    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(DecoderLayer(config, lora, dtype, device) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.rotary_emb = RotaryEmbedding(config, device)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor, block_table: torch.Tensor,
+        context_lens: torch.Tensor, query_start: torch.Tensor, kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        hidden_states = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(positions)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            hidden_states = layer(hidden_states, cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache)
+        return self.norm(hidden_states)
+
+
+class Llama(nn.Module):
+    """A Llama with room for `lora.slots` adapters (`lora=None`: none).
+
+    `dtype` is the dtype of weights, activations and caches; None takes the checkpoint's. Parameters are uninitialised: load them, or build on the meta
+    device to capture.
+    """
+
+    def __init__(self, config: LlamaConfig, lora: LoraShape | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.lora = lora
+        self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, config.dtype)
+        place = torch.device(device) if device is not None else None
+        self.model = Decoder(config, lora, self.dtype, place)
+        self.lm_head: LoRALinear | None = None  # tied: the embedding is used twice
+        if not config.tie_word_embeddings:
+            self.lm_head = LoRALinear(config.hidden_size, config.vocab_size, None, self.dtype, place)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor, block_table: torch.Tensor,
+        context_lens: torch.Tensor, query_start: torch.Tensor, logits_indices: torch.Tensor, kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """One step over T tokens of B sequences -> logits [B, V] of the tokens that `logits_indices` names.
+
+        input_ids, positions [T] int64 or int32; slot_mapping [T] int32 (page * 64 + offset, -1 = padding); adapter_index [T] int32 (-1 = no adapter);
+        block_table [B, P], context_lens [B] (this step's tokens included), query_start [B + 1], logits_indices [B] int32; kv_caches: per layer
+        [pages, kv heads, 2, 64, D], written in place.
+        """
+        hidden_states = self.model(input_ids, positions, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_caches)
+        hidden_states = hidden_states.index_select(0, logits_indices)
+        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return F.linear(hidden_states, head)
+
+    def checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each tensor that a checkpoint must hold."""
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each adapter stack: `...q_proj.lora_a` [S, R, K] and `...q_proj.lora_b` [S, N, R]."""
+        return {name: tuple(buffer.shape) for name, buffer in self.named_buffers() if name.endswith((".lora_a", ".lora_b"))}
+
+    def derived_tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> value (on the CPU) of the buffers that come from the config rather than from a checkpoint; real on a meta model too."""
+        return {INV_FREQ: inverse_frequencies(self.config)}
+
+    def example_inputs(self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4) -> dict[str, Any]:
+        """Keyword arguments of `forward` for capture, on the model's device; sizes that differ from each other keep the dimensions apart."""
+        device = self.model.norm.weight.device
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        shape = kv_cache_shape(pages, self.config.num_key_value_heads, self.config.head_dim)
+        return {
+            "input_ids": integers(tokens, dtype=torch.int64),
+            "positions": integers(tokens, dtype=torch.int64),
+            "slot_mapping": integers(tokens),
+            "adapter_index": integers(tokens),
+            "block_table": integers(sequences, blocks),
+            "context_lens": integers(sequences),
+            "query_start": integers(sequences + 1),
+            "logits_indices": integers(sequences),
+            "kv_caches": [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.config.num_hidden_layers)],
+        }
+
+    def dynamic_shapes(self) -> dict[str, Any]:
+        """Which dimensions of `example_inputs` are symbolic, for `torch.export.export(..., strict=False)`."""
+        tokens, sequences, pages, blocks = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
+        return {
+            "input_ids": {0: tokens},
+            "positions": {0: tokens},
+            "slot_mapping": {0: tokens},
+            "adapter_index": {0: tokens},
+            "block_table": {0: sequences, 1: blocks},
+            "context_lens": {0: sequences},
+            "query_start": {0: sequences + 1},
+            "logits_indices": {0: sequences},
+            "kv_caches": [{0: pages} for _ in range(self.config.num_hidden_layers)],
+        }
+
+
+def _projection(name: str, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> LoRALinear:
+    outputs, inputs = config.module_shape(name)
+    return LoRALinear(inputs, outputs, lora if lora is not None and name in lora.targets else None, dtype, device)

@@ -1,0 +1,65 @@
+"""LoRALinear: a projection without bias whose tokens may each add their own low-rank update."""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import ATTENTION_MODULES, MLP_MODULES
+
+TARGETS = ATTENTION_MODULES + MLP_MODULES
+PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+RANK_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """How much room the model keeps for adapters.
+
+    `slots` adapters at once, each of at most `rank` (a multiple of 16), on the projections named in `targets`. Targets that one GEMM computes together
+    (q/k/v, gate/up) are there together: naming one adds the others.
+    """
+
+    slots: int
+    rank: int
+    targets: tuple[str, ...] = TARGETS
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.targets) - set(TARGETS))
+        if unknown:
+            raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(TARGETS)}")
+        if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE:
+            raise ValueError(f"a LoRA stack of {self.slots} slots and rank {self.rank} is impossible: slots >= 1, rank a positive multiple of {RANK_MULTIPLE}")
+        closed = set(self.targets)
+        for group in PACKED:
+            if closed & set(group):
+                closed |= set(group)
+        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in closed))
+
+
+class LoRALinear(nn.Module):
+    """y = x W^T, plus (x A^T) B^T of the adapter that each token names.
+
+    weight [N, K]; with adapters lora_a [S, R, K] and lora_b [S, N, R] (alpha / rank is folded into B). `lora` is None when this projection has none.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+
+    def __init__(self, in_features: int, out_features: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
+        self.has_lora = lora is not None
+        if lora is not None:
+            self.register_buffer("lora_a", torch.zeros(lora.slots, lora.rank, in_features, dtype=dtype, device=device))
+            self.register_buffer("lora_b", torch.zeros(lora.slots, out_features, lora.rank, dtype=dtype, device=device))
+
+    def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
+        """x [T, K], adapter_index [T] (slot, -1 = none) -> [T, N]."""
+        y = F.linear(x, self.weight)
+        if not self.has_lora:
+            return y
+        slot = adapter_index.clamp(min=0)
+        shrunk = torch.bmm(self.lora_a[slot], x.unsqueeze(-1))
+        delta = torch.bmm(self.lora_b[slot], shrunk).squeeze(-1)
+        return y + delta * (adapter_index >= 0).unsqueeze(-1).to(delta.dtype)

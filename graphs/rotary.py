@@ -1,0 +1,37 @@
+"""Rotary position embedding: the frequencies of each rope type, and the rotation as Hugging Face spells it."""
+import math
+
+import torch
+
+from .config import LlamaConfig
+
+
+def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
+    """fp32 [D/2]: radians per position of each pair of dimensions, on the CPU whatever the default device.
+
+    Llama 3.1's rule (`llama3`): wavelengths shorter than original_context / high_freq_factor stay, longer than original_context / low_freq_factor
+    are stretched by `factor`, and those in between are blended.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    plain = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling.kind == "default":
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # rotations within the original context
+    blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    return (1.0 - blend) * plain / scaling.factor + blend * plain
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """[..., D] -> [..., D]: (first half, second half) becomes (-second, first)."""
+    first = x[..., : x.shape[-1] // 2]
+    second = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D], cos and sin fp32 [T, 1, D] -> x's shape and dtype, computed in fp32."""
+    wide = x.to(torch.float32)
+    return (wide * cos + rotate_half(wide) * sin).to(x.dtype)

@@ -1,0 +1,58 @@
+"""From adapters to the stacks that the graph reads: one slot's A and B, padded to the stack's rank, with alpha / rank folded into B."""
+from collections.abc import Iterable
+
+import torch
+
+from .adapter import Adapter
+from .config import LlamaConfig
+from .lora import RANK_MULTIPLE, TARGETS, LoraShape
+
+
+def lora_shape_for(adapters: Iterable[Adapter], max_loras: int, max_lora_rank: int | None = None) -> LoraShape | None:
+    """The stacks that hold `max_loras` of these adapters at a time; None when there are none.
+
+    The rank is the adapters' largest (at most `max_lora_rank`), padded to a multiple of 16; the targets are all that occur, with q/k/v and gate/up
+    kept together.
+    """
+    known = list(adapters)
+    if not known:
+        return None
+    rank = max(adapter.rank for adapter in known)
+    if max_lora_rank is not None and rank > max_lora_rank:
+        raise ValueError(f"an adapter has rank {rank}, above max_lora_rank {max_lora_rank}: raise max_lora_rank")
+    return LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(name for name in TARGETS if any(name in adapter.targets for adapter in known)))
+
+
+def slot_tensors(adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """One slot of every stack: `model.layers.0.self_attn.q_proj.lora_a` [R, K] and `...lora_b` [N, R], zeros where the adapter has nothing.
+
+    B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
+    """
+    missing = [name for name in adapter.targets if name not in lora.targets]
+    if adapter.rank > lora.rank or missing:
+        raise ValueError(
+            f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank {lora.rank} on {', '.join(lora.targets)}: "
+            "raise max_lora_rank, or name the adapter when the engine starts"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for module in config.linear_modules():
+        if module.rpartition(".")[2] not in lora.targets:
+            continue
+        outputs, inputs = config.module_shape(module)
+        stack_a, stack_b = torch.zeros(lora.rank, inputs, dtype=dtype), torch.zeros(outputs, lora.rank, dtype=dtype)
+        if module in adapter.tensors:
+            a, b = adapter.tensors[module]
+            stack_a[: a.shape[0]] = a.to(dtype)
+            stack_b[:, : b.shape[1]] = (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
+        tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"] = stack_a, stack_b
+    return tensors
+
+
+def fill_slot(model: torch.nn.Module, slot: int, tensors: dict[str, torch.Tensor] | None) -> None:
+    """Copies `slot_tensors` into slot `slot` of a plain Llama's stacks (for eager runs); None empties the slot."""
+    with torch.no_grad():
+        for name, stack in model.named_buffers():
+            if name.endswith((".lora_a", ".lora_b")):
+                stack[slot] = 0.0
+                if tensors is not None:
+                    stack[slot].copy_(tensors[name])

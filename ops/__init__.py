@@ -1,0 +1,34 @@
+"""Floor 1: one file per op, each with schema, fake, reference (the specification), kernel and launch.
+
+append_kv        k and v into the paged KV cache
+embedding        rows of the embedding table
+hadamard         Walsh-Hadamard transform of each head
+lora             low-rank deltas of a batch of mixed adapters (semantic)
+lora_expand      LoRA's second half: summed planes times B
+lora_plan        tokens sorted by adapter and cut into tiles
+lora_shrink      LoRA's first half: split-K planes of x times A
+paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, attention_decode_gluon)
+quantize         activations to e4m3, one scale per token
+rms_norm         RMSNorm with residual sum and quantization
+rope             rotary position embedding
+rope_append      RoPE, Hadamard and KV append of a packed qkv row in one launch
+sample           temperature, min-p, top-k, top-p, Gumbel-max; top_logprobs
+silu_mul         SiLU(gate) * up with delta and quantization
+"""
+from . import (  # noqa: F401
+    append_kv,
+    embedding,
+    hadamard,
+    lora,
+    lora_expand,
+    lora_plan,
+    lora_shrink,
+    paged_attention,
+    quantize,
+    rms_norm,
+    rope,
+    rope_append,
+    sample,
+    silu_mul,
+)
+from .kv_layout import PAGE_SIZE  # noqa: F401

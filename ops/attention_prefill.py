@@ -1,0 +1,159 @@
+"""Attention of query chunks over paged history, and of batches that mix chunks with decode rows, in Triton.
+
+A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (rows = token * group), and walks the pages
+that its last token may see. With a padded grid of T // tile + B + 1 tiles it finds its sequence on the device: sequence b's tiles begin at
+query_start[b] // tile + b, which leaves room for every ragged end; the rows after query_start[B] count as one more sequence, without context.
+Q K^T runs in e4m3 where asked for (Q is rounded per token and head on the way in), in 16 bits else; P V always in 16 bits, with V converted on
+the way from shared memory; softmax, scales and sums in fp32. fp32 caches are multiplied in fp32.
+"""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, operand_type
+from .kv_layout import PAGE_SIZE
+from .triton_support import INTERPRETED, next_power_of_2, pdl_start, row_scale, to_e4m3
+
+
+@triton.jit
+def load_scales(scales, PAGE: tl.constexpr, THREADS: tl.constexpr):
+    """A page's scales [PAGE], read as one element a thread.
+
+    Loads of fewer elements than threads count as free for the compiler: it would have every thread copy the 16 scales of its own columns.
+    """
+    if THREADS == 0:
+        return tl.load(scales + tl.arange(0, PAGE))
+    COPIES: tl.constexpr = THREADS // PAGE
+    copies = tl.load(scales + tl.arange(0, PAGE)[:, None] + tl.zeros([PAGE, COPIES], tl.int32))
+    return tl.max(copies, 1)
+
+
+@triton.jit
+def attend(
+    acc, top, total, q, row_factor, position, table, cache, scales, head, length, first, last,
+    HK: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, MASK: tl.constexpr,
+    PAGE: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over pages first..last. MASK is off for pages that every row sees whole."""
+    token = tl.arange(0, PAGE)
+    dim = tl.arange(0, D)
+    for block in tl.range(first, last, num_stages=STAGES):
+        page = tl.load(table + block).to(tl.int64) * HK + head
+        keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
+        cached = block * PAGE + token < length
+        k = tl.load(keys)
+        if MASK:
+            v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0)  # what lies behind the end may be anything: 0 * NaN is NaN
+        else:
+            v = tl.load(keys + PAGE * D)
+        if not FP8_SCORES:
+            k = k.to(OPERAND)
+        scores = dot_ieee(q, tl.trans(k), tl.zeros([q.shape[0], PAGE], tl.float32)) * row_factor[:, None]
+        if QUANTIZED:
+            scores *= load_scales(scales + page * (2 * PAGE), PAGE, THREADS)[None, :]
+        if MASK:
+            visible = (block * PAGE + token)[None, :] <= position[:, None]
+            scores = tl.where(visible & cached[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        keep = tl.exp2(top - new_top)
+        p = tl.exp2(scores - new_top[:, None])
+        total = total * keep + tl.sum(p, 1)
+        if QUANTIZED:
+            v_scale = load_scales(scales + page * (2 * PAGE) + PAGE, PAGE, THREADS)
+            if MASK:
+                v_scale = tl.where(cached, v_scale, 0.0)
+            p *= (v_scale * PROBABILITY_SCALE)[None, :]
+        acc = dot_ieee(p.to(OPERAND), v.to(OPERAND), acc * keep[:, None])
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "num_blocks"])
+def prefill_kernel(
+    q, cache, scales, block_table, context_lens, query_start, out, scale_log2, tokens, sequences, num_blocks,
+    HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, SEQUENCES: tl.constexpr,
+    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, PAGE: tl.constexpr, THREADS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """q, out [T, HK * G, D]; TILE tokens a program, GROUP >= G a power of two, SEQUENCES > B a power of two. Grid (kv heads, tiles)."""
+    pdl_start(PDL)
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the end of a chunk sees most pages: start there
+    index = tl.arange(0, SEQUENCES)
+    begin = tl.load(query_start + index, mask=index <= sequences, other=0)
+    begins_before = (begin // TILE + index <= tile) & (index <= sequences)
+    sequence = tl.sum(begins_before.to(tl.int32), 0) - 1
+    is_real = sequence < sequences
+    start = tl.load(query_start + sequence)
+    end = tl.load(query_start + sequence + 1, mask=is_real, other=0)
+    end = tl.where(is_real, end, tokens)
+    length = tl.load(context_lens + sequence, mask=is_real, other=0)
+    tile_start = start + (tile - start // TILE - sequence) * TILE
+    if tile_start >= end:
+        return
+
+    row = tl.arange(0, TILE * GROUP)
+    token = tile_start + row // GROUP
+    dim = tl.arange(0, D)
+    is_query = (token < end) & (row % GROUP < G)
+    offsets = ((token.to(tl.int64) * HK + head) * G + row % GROUP)[:, None] * D + dim[None, :]
+    q_tile = tl.load(q + offsets, mask=is_query[:, None], other=0.0)
+    row_factor = tl.full([TILE * GROUP], 1.0, tl.float32) * scale_log2
+    if FP8_SCORES:
+        wide = q_tile.to(tl.float32)
+        q_scale = row_scale(tl.max(tl.abs(wide), 1))
+        q_tile = to_e4m3(wide / q_scale[:, None])
+        row_factor *= q_scale
+    else:
+        q_tile = q_tile.to(OPERAND)
+
+    before = length - end  # a row's position in its sequence: before + token
+    position = before + token
+    first_position = before + tile_start
+    whole_pages = tl.minimum(tl.maximum(first_position + 1, 0), length) // PAGE  # every row sees all of these
+    seen = tl.minimum(length, tl.maximum(first_position + TILE, 0))
+    pages = (seen + PAGE - 1) // PAGE
+    table = block_table + sequence.to(tl.int64) * num_blocks
+    acc = tl.zeros([TILE * GROUP, D], tl.float32)
+    top = tl.full([TILE * GROUP], LOWEST, tl.float32)
+    total = tl.zeros([TILE * GROUP], tl.float32)
+    acc, top, total = attend(acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, 0, whole_pages,
+                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, False, PAGE, THREADS, STAGES)  # fmt: skip
+    acc, top, total = attend(acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, whole_pages, pages,
+                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, True, PAGE, THREADS, STAGES)  # fmt: skip
+    if QUANTIZED:
+        total *= PROBABILITY_SCALE
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # rows without context stay zero
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_query[:, None])
+
+
+def launch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`."""
+    tokens, heads, dim = q.shape
+    kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
+    group = heads // kv_heads
+    padded_group = next_power_of_2(group)
+    exact = kv_cache.dtype == torch.float32
+    tile = max(1, (32 if exact else 128) // padded_group)
+    pdl = pdl and not INTERPRETED
+    prefill_kernel[(kv_heads, tokens // tile + sequences + 1)](
+        q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, query_start, out,
+        softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1],
+        HK=kv_heads, G=group, GROUP=padded_group, TILE=tile, D=dim, SEQUENCES=next_power_of_2(sequences + 1),
+        OPERAND=operand_type(kv_cache.dtype), QUANTIZED=kv_scales is not None,
+        FP8_SCORES=quantize_q and kv_cache.dtype == torch.float8_e4m3fn, PAGE=PAGE_SIZE, THREADS=32 * 8, STAGES=1 if exact else 3, PDL=pdl,
+        num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,46 @@
+"""`embedding`: rows of the embedding table picked by token id."""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .registry import register
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
+
+
+def embedding_reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """input_ids [T] int32 or int64, weight [V, H] -> [T, H]. An id outside 0..V-1 raises here and reads as zeros on the GPU."""
+    return torch.nn.functional.embedding(input_ids, weight)
+
+
+def embedding_fake(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty((*input_ids.shape, weight.shape[1]))
+
+
+@triton.jit
+def _embedding_kernel(input_ids, weight, out, VOCAB, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    pdl_start(PDL)
+    token = tl.load(input_ids + row).to(tl.int64)
+    readable = tl.where((token >= 0) & (token < VOCAB), WIDTH, 0)
+    values = tl.load(weight + token * WIDTH + column, mask=column < readable, other=0.0)
+    tl.store(out + row * WIDTH + column, values, mask=inside)
+
+
+def embedding_launch(
+    input_ids: torch.Tensor, weight: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+) -> None:
+    """Fill `out` = (rows,). Too small to heed `sm_budget`."""
+    require_contiguous("embedding", input_ids=input_ids, weight=weight)
+    vocab, width = weight.shape
+    if input_ids.numel() == 0:
+        return
+    block = min(next_power_of_2(width), 2048)
+    grid = (input_ids.numel(), cdiv(width, block))
+    _embedding_kernel[grid](input_ids, weight, out[0], vocab, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(pdl))
+
+
+embedding = register("embedding", embedding_reference, embedding_fake, embedding_launch)

@@ -1,0 +1,83 @@
+"""`hadamard`: the normalised Walsh-Hadamard transform of each row, in natural (Sylvester) order; it is its own inverse.
+
+Applied to q and k after RoPE it leaves every q.k unchanged and spreads a channel's outliers over the whole head, which is what an int8
+KV cache wants.
+"""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .registry import register
+from .triton_support import cdiv, pdl_options, pdl_start, require_contiguous, round_to
+
+
+def check_width(width: int) -> None:
+    """Raise ValueError unless rows of this width have a Walsh-Hadamard transform."""
+    if width < 2 or width & (width - 1):
+        raise ValueError(f"hadamard needs a power of two as its last dimension, not {width}")
+
+
+def hadamard_reference(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D], D a power of two -> like x: H x / sqrt(D) in fp32, rounded once."""
+    width = x.shape[-1]
+    check_width(width)
+    values = x.float()
+    step = 1
+    while step < width:
+        pairs = values.reshape(*x.shape[:-1], width // (2 * step), 2, step)
+        first, second = pairs.unbind(-2)
+        values = torch.stack((first + second, first - second), dim=-2).reshape(x.shape)
+        step *= 2
+    return (values * width**-0.5).to(x.dtype)
+
+
+def hadamard_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@triton.jit
+def fht(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+    """Unnormalised transform of each row of x [ROWS, WIDTH = 2**STAGES], fp32.
+
+    Every stage adds and subtracts the row's two halves and interleaves the results: that rotates the index by one bit, so after all
+    stages each bit has had its butterfly and is back in its place. With one warp most stages are register arithmetic.
+    """
+    for _ in tl.static_range(STAGES):
+        first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
+        x = tl.reshape(tl.join(first + second, first - second), (ROWS, WIDTH))
+    return x
+
+
+@triton.jit
+def fht_halves(first, second, ROWS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr):
+    """Normalised transform of rows [first | second], each half [ROWS, HALF = 2**STAGES]."""
+    return fht((first + second) * NORM, ROWS, HALF, STAGES), fht((first - second) * NORM, ROWS, HALF, STAGES)
+
+
+@triton.jit
+def _hadamard_kernel(x, out, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None]
+    pdl_start(PDL)
+    values = fht(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), ROWS, WIDTH, STAGES) * NORM
+    tl.store(out + at, round_to(values, out.dtype.element_ty), mask=inside)
+
+
+def hadamard_launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False) -> None:
+    """Fill `out` = (transformed,). Too small to heed `sm_budget`."""
+    require_contiguous("hadamard", x=x)
+    width = x.shape[-1]
+    check_width(width)
+    if x.numel() == 0:
+        return
+    count = x.numel() // width
+    rows = max(512 // width, 1)
+    _hadamard_kernel[(cdiv(count, rows),)](
+        x, out[0], count, ROWS=rows, WIDTH=width, STAGES=width.bit_length() - 1, NORM=width**-0.5, num_warps=1, **pdl_options(pdl)
+    )
+
+
+hadamard = register("hadamard", hadamard_reference, hadamard_fake, hadamard_launch)

@@ -1,0 +1,127 @@
+"""linear_fp8: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 operands, one scale per token and per output channel.
+
+Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_fp8_decode.py`, `linear_fp8_gluon.py`); many tokens
+are bound by arithmetic and go to `torch._scaled_mm`. `tuning.py` says which kernel and which tiles.
+"""
+from functools import lru_cache
+from typing import Optional
+
+import torch
+
+from .linear_fp8_decode import launch_triton
+from .linear_fp8_gluon import launch_gluon
+from .linear_fp8_prefill import launch_scaled_mm, scaled_mm_takes
+from .registry import register
+from .triton_support import INTERPRETED
+from .tuning import H200_SMS, LinearConfig, linear_config, without_tma, work_split
+
+REFERENCE_CHUNK_ELEMENTS = 1 << 24  # weights dequantized at a time by the reference: 64 MB of fp32
+
+
+def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+    """Raises ValueError for weights that don't fit the activations."""
+    if weight.dim() != 2 or q.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear_fp8: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't fit: expected q [..., K] and weight [N, K]")
+    if weight_scale.shape != weight.shape[:1]:
+        raise ValueError(f"linear_fp8: weight_scale {tuple(weight_scale.shape)} must hold one value per row of weight {tuple(weight.shape)}")
+    if q.dtype != torch.float8_e4m3fn or weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"linear_fp8: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn (see quantize_rowwise)")
+
+
+def reference(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """q [..., K] and weight [N, K] e4m3, scale [...] and weight_scale [N] fp32, delta and residual [..., N] -> [..., N] of `out_dtype`.
+
+    Everything is summed in fp32 and rounded once.
+    """
+    check_shapes(q, weight, weight_scale)
+    rows = max(1, REFERENCE_CHUNK_ELEMENTS // weight.shape[1])
+    x = q.float()
+    y = torch.cat([x @ chunk.float().t() for chunk in weight.split(rows)], dim=-1)
+    y = y * scale.unsqueeze(-1) * weight_scale
+    for addend in (delta, residual):
+        if addend is not None:
+            y = y + addend.float()
+    return y.to(out_dtype)
+
+
+def fake(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    check_shapes(q, weight, weight_scale)
+    return q.new_empty((*q.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+def launch(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
+    """Writes `out[0]`; K must be a multiple of 16. `sm_budget` limits the kernels to that many SMs."""
+    n, k = weight.shape
+    if k % 16:
+        raise ValueError(f"linear_fp8: K is {k}; it must be a multiple of 16 (pad the activations and the weight with zeros)")
+    y = out[0].view(-1, n)
+    tokens = y.shape[0]
+    if tokens == 0:
+        return
+    x, token_scale = q.reshape(-1, k), scale.reshape(-1)
+    addends = [None if t is None else t.reshape(-1, n) for t in (delta, residual)]
+    sms = _sm_count(q.device)
+    config = linear_config(tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED)
+    if config.kernel == "gluon" and (INTERPRETED or x.data_ptr() % 16 or weight.data_ptr() % 16):
+        config = without_tma(config)
+    launch_config(config, x, token_scale, weight, weight_scale, addends[0], addends[1], y, sms=sms, sm_budget=sm_budget, pdl=pdl)
+
+
+def launch_config(
+    config: LinearConfig,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out: torch.Tensor,
+    *,
+    sms: int,
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
+    """Runs one given configuration on [T, K] activations (the tuner's door; `launch` picks the configuration)."""
+    if config.kernel == "scaled_mm":
+        launch_scaled_mm(q, scale, weight, weight_scale, delta, residual, out, sms_left_free=0 if sm_budget is None else sms - sm_budget)
+        return
+    run = launch_gluon if config.kernel == "gluon" else launch_triton
+    split = work_split(config, q.shape[0], weight.shape[0], weight.shape[1], min(sms, sm_budget or sms))
+    run(q, scale, weight, weight_scale, delta, residual, out, config, split, pdl)
+
+
+@lru_cache(maxsize=16)
+def _sm_count(device: torch.device) -> int:
+    """SMs of `device`; the interpreter pretends to have an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
+
+
+linear_fp8 = register("linear_fp8", reference, fake, launch)

@@ -1,0 +1,133 @@
+"""linear_fp8 in Triton: the weights are the wide (M) operand of the tensor cores, the tokens are padded to 16 and are the N operand.
+
+Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c of G takes the units [c * U / G, (c + 1) * U / G):
+every program streams the same number of bytes whatever the shape or the number of programs (`sm_budget`). A tile cut between programs
+is summed from fp32 planes by whoever arrives last, always in the order of the programs, so that results are bitwise repeatable. With
+SPLIT off the cuts lie on tile boundaries and nothing is exchanged.
+"""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .triton_support import INTERPRETED, dot_f32
+from .tuning import MAX_TILES, LinearConfig, WorkSplit
+from .workspace import workspace
+
+
+@triton.jit
+def _first_unit(program, programs, tiles, steps, SPLIT: tl.constexpr):
+    """The first unit of `program`; every tile has `steps` units."""
+    if SPLIT:
+        return program * (tiles * steps) // programs
+    return program * tiles // programs * steps
+
+
+@triton.jit
+def _prefetch_l2(addresses):
+    """Asks for the 128-byte lines at `addresses`; they go to L2 while the kernel before still runs."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n,
+            HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Scales, addends and the store of one tile; total [weight rows, tokens]."""
+    row_scale = tl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
+    token_scale = tl.load(scale_ptr + columns, mask=columns < tokens, other=0.0)
+    value = total * token_scale[None, :] * row_scale[:, None]
+    offsets = columns.to(tl.int64)[None, :] * n + rows[:, None]
+    inside = (rows < n)[:, None] & (columns < tokens)[None, :]
+    if HAS_DELTA:
+        value += tl.load(delta_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
+def _linear_fp8(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
+                BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
+                EVEN_K: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    steps = tl.cdiv(k, BLOCK_K)
+    token_tiles = tl.cdiv(tokens, BLOCK_T)
+    tiles = tl.cdiv(n, BLOCK_N) * token_tiles
+    begin = _first_unit(program, programs, tiles, steps, SPLIT)
+    unit = begin
+    end = _first_unit(program + 1, programs, tiles, steps, SPLIT)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        first_rows = tl.minimum(unit // steps // token_tiles * BLOCK_N + tl.arange(0, BLOCK_N), n - 1).to(tl.int64)
+        first_columns = tl.minimum(unit % steps * BLOCK_K + tl.arange(0, PREFETCH) * 128, k - 1)
+        _prefetch_l2(weight_ptr + first_rows[:, None] * k + first_columns[None, :])
+        tl.extra.cuda.gdc_wait()
+    nothing = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
+    offsets_n = tl.arange(0, BLOCK_N)
+    offsets_t = tl.arange(0, BLOCK_T)
+    offsets_k = tl.arange(0, BLOCK_K)
+    while unit < end:
+        tile = unit // steps
+        first_step = unit - tile * steps
+        last_step = tl.minimum(steps, end - tile * steps)
+        rows = tile // token_tiles * BLOCK_N + offsets_n
+        columns = tile % token_tiles * BLOCK_T + offsets_t
+        weight_rows = weight_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k  # rows past the end repeat the last one and are dropped
+        q_columns = q_ptr + columns.to(tl.int64)[None, :] * k
+        total = nothing
+        for step in tl.range(first_step, last_step, num_stages=STAGES):
+            position = step * BLOCK_K + offsets_k
+            if EVEN_K:
+                w = tl.load(weight_rows + position[None, :])
+                x = tl.load(q_columns + position[:, None], mask=(columns < tokens)[None, :], other=0.0)
+            else:
+                w = tl.load(weight_rows + position[None, :], mask=(position < k)[None, :], other=0.0)
+                x = tl.load(q_columns + position[:, None], mask=(columns < tokens)[None, :] & (position < k)[:, None], other=0.0)
+            total += dot_f32(w, x, nothing)  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+        complete = last_step - first_step == steps
+        if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
+            if not complete:
+                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one that it ends in.
+                size: tl.constexpr = BLOCK_N * BLOCK_T
+                inside = (columns < tokens)[None, :]
+                planes = planes_ptr + offsets_n[:, None] * BLOCK_T + offsets_t[None, :]
+                own = 2 * program + tl.where(begin < tile * steps, 1, 0)
+                tl.store(planes + own * size, total, mask=inside)
+                tl.debug_barrier()
+                first = ((tile * steps + 1) * programs - 1) // (tiles * steps)  # the programs that hold the tile's first and last unit
+                last = ((tile + 1) * steps * programs - 1) // (tiles * steps)
+                complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
+                if complete:
+                    begins_before = _first_unit(first, programs, tiles, steps, SPLIT) < tile * steps
+                    total = tl.load(planes + (2 * first + tl.where(begins_before, 1, 0)) * size, mask=inside, other=0.0, cache_modifier=".cg")
+                    for part in tl.static_range(1, PARTS):
+                        held = (columns < tl.where(first + part <= last, tokens, 0))[None, :]
+                        total += tl.load(planes + 2 * (first + part) * size, mask=held, other=0.0, cache_modifier=".cg")
+                    tl.store(counters_ptr + tile, 0)  # as the next launch must find it
+        if complete:
+            _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n, HAS_DELTA, HAS_RESIDUAL)
+        unit = tile * steps + last_step
+
+
+def split_buffers(device: torch.device, config: LinearConfig, split: WorkSplit) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fp32 planes and int32 arrival counters of a launch (both kernels use the same ones: they run one after another)."""
+    plane_bytes = 2 * split.programs * config.block_n * config.block_t * 4 if split.parts > 1 else 16
+    planes = workspace(device, "linear_fp8.planes", plane_bytes).view(torch.float32)
+    counters = workspace(device, "linear_fp8.counters", MAX_TILES * 4, zero=True).view(torch.int32)
+    return planes, counters
+
+
+def launch_triton(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
+                  residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
+    """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N]; all contiguous, K a multiple of 16."""
+    (tokens, k), n = q.shape, weight.shape[0]
+    planes, counters = split_buffers(q.device, config, split)
+    pdl = pdl and not INTERPRETED
+    _linear_fp8[(split.programs,)](
+        q, scale, weight, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters, tokens, n, k,
+        BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=config.block_k, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
+        EVEN_K=k % config.block_k == 0, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PREFETCH=4, PDL=pdl,
+        num_warps=config.warps, launch_pdl=pdl,
+    )

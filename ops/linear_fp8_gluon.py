@@ -1,0 +1,168 @@
+"""linear_fp8 in Gluon: one producer warp streams weights and activations through a shared-memory ring by TMA, consumer warps multiply.
+
+The work is divided as in `linear_fp8_decode.py`. The ring runs on across tile boundaries, so the next tile streams in while one is scaled
+and stored. Weights depend on no earlier kernel: under PDL the producer fills the whole ring with them before it waits, and only the
+activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
+"""
+from typing import Optional
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .linear_fp8_decode import split_buffers
+from .tuning import BLOCK_K, LinearConfig, WorkSplit
+
+PRODUCER_REGISTERS = 40
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton >= 3.7, before
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+gdc_wait = tl.extra.cuda.gdc_wait
+gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
+_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+@gluon.jit
+def _first_unit(program, programs, tiles, steps, SPLIT: gl.constexpr):
+    if SPLIT:
+        return program * (tiles * steps) // programs
+    return program * tiles // programs * steps
+
+
+@gluon.jit
+def _load_weights(weight_desc, weights, ready, slot, unit, steps, token_tiles, BYTES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+    mbarrier.expect(ready.index(slot), BYTES)
+    tma_load(weight_desc, [unit // steps // token_tiles * BLOCK_N, unit % steps * BLOCK_K], ready.index(slot), weights.index(slot))
+
+
+@gluon.jit
+def _load_tokens(q_desc, tokens_ring, ready, slot, unit, steps, token_tiles, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr):
+    tma_load(q_desc, [unit // steps % token_tiles * BLOCK_T, unit % steps * BLOCK_K], ready.index(slot), tokens_ring.index(slot))
+
+
+@gluon.jit
+def _produce(weight_desc, q_desc, weights, tokens_ring, ready, empty, begin, end, steps, token_tiles,
+             BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr):
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K
+    filled = gl.minimum(end - begin, STAGES)
+    for i in range(filled):
+        _load_weights(weight_desc, weights, ready, i, begin + i, steps, token_tiles, BYTES, BLOCK_N, BLOCK_K)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for i in range(filled):
+        _load_tokens(q_desc, tokens_ring, ready, i, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K)
+    for i in range(filled, end - begin):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
+        _load_weights(weight_desc, weights, ready, slot, begin + i, steps, token_tiles, BYTES, BLOCK_N, BLOCK_K)
+        _load_tokens(q_desc, tokens_ring, ready, slot, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K)
+
+
+@gluon.jit
+def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
+             begin, end, steps, token_tiles, tiles, program, programs, tokens, n,
+             BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
+             HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32])
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])  # 8 neighbouring outputs of a token a thread
+    if PDL:
+        gdc_wait()
+    offsets_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORE))
+    offsets_t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, STORE))
+    nothing = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, MMA)
+    unit = begin
+    while unit < end:
+        tile = unit // steps
+        stop = gl.minimum(end, (tile + 1) * steps)
+        acc = nothing
+        for i in range(unit - begin, stop - begin):
+            slot = i % STAGES
+            mbarrier.wait(ready.index(slot), i // STAGES & 1)
+            product = warpgroup_mma(weights.index(slot), tokens_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(empty.index(slot), count=1)
+            acc += product  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+        rows = tile // token_tiles * BLOCK_N + offsets_n
+        columns = tile % token_tiles * BLOCK_T + offsets_t
+        total = gl.convert_layout(acc, STORE)
+        complete = stop - unit == steps
+        if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
+            if not complete:
+                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one that it ends in.
+                SIZE: gl.constexpr = BLOCK_N * BLOCK_T
+                inside = (columns < tokens)[None, :]
+                planes = planes_ptr + offsets_t[None, :] * BLOCK_N + offsets_n[:, None]
+                own = 2 * program + gl.where(begin < tile * steps, 1, 0)
+                gl.store(planes + own * SIZE, total, mask=inside)
+                barrier()
+                first = ((tile * steps + 1) * programs - 1) // (tiles * steps)  # the programs that hold the tile's first and last unit
+                last = ((tile + 1) * steps * programs - 1) // (tiles * steps)
+                complete = gl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
+                if complete:
+                    begins_before = _first_unit(first, programs, tiles, steps, SPLIT) < tile * steps
+                    total = gl.load(planes + (2 * first + gl.where(begins_before, 1, 0)) * SIZE, mask=inside, other=0.0, cache_modifier=".cg")
+                    for part in gl.static_range(1, PARTS):
+                        held = (columns < gl.where(first + part <= last, tokens, 0))[None, :]
+                        total += gl.load(planes + 2 * (first + part) * SIZE, mask=held, other=0.0, cache_modifier=".cg")
+                    gl.store(counters_ptr + tile, 0)  # as the next launch must find it
+        if complete:
+            row_scale = gl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
+            token_scale = gl.load(scale_ptr + columns, mask=columns < tokens, other=0.0)
+            value = total * token_scale[None, :] * row_scale[:, None]
+            offsets = columns.to(gl.int64)[None, :] * n + rows[:, None]
+            valid = (rows < n)[:, None] & (columns < tokens)[None, :]
+            if HAS_DELTA:
+                value += gl.load(delta_ptr + offsets, mask=valid, other=0.0).to(gl.float32)
+            if HAS_RESIDUAL:
+                value += gl.load(residual_ptr + offsets, mask=valid, other=0.0).to(gl.float32)
+            gl.store(out_ptr + offsets, value.to(out_ptr.dtype.element_ty), mask=valid)
+        unit = stop
+
+
+@gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
+def _linear_fp8_tma(weight_desc, q_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
+                    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+                    PARTS: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+                    PDL: gl.constexpr, num_warps: gl.constexpr):
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    steps = (k + BLOCK_K - 1) // BLOCK_K
+    token_tiles = (tokens + BLOCK_T - 1) // BLOCK_T
+    tiles = (n + BLOCK_N - 1) // BLOCK_N * token_tiles
+    begin = _first_unit(program, programs, tiles, steps, SPLIT)
+    end = _first_unit(program + 1, programs, tiles, steps, SPLIT)
+    weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
+    tokens_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], q_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_consume, (weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
+                    begin, end, steps, token_tiles, tiles, program, programs, tokens, n,
+                    BLOCK_N, BLOCK_T, STAGES, SPLIT, PARTS, HAS_DELTA, HAS_RESIDUAL, PDL, num_warps)),
+        (_produce, (weight_desc, q_desc, weights, tokens_ring, ready, empty, begin, end, steps, token_tiles,
+                    BLOCK_N, BLOCK_T, BLOCK_K, STAGES, PDL)),
+    ], [1], [PRODUCER_REGISTERS])
+
+
+def launch_gluon(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
+                 residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
+    """As `launch_triton`; q and weight must begin on 16-byte boundaries."""
+    (tokens, k), n = q.shape, weight.shape[0]
+    planes, counters = split_buffers(q.device, config, split)
+    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
+    weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
+    q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)
+    _linear_fp8_tma[(split.programs,)](
+        weight_desc, q_desc, scale, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters,
+        tokens, n, k,
+        BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=BLOCK_K, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
+        HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl,
+        num_warps=config.warps, maxnreg=config.max_registers or None, launch_pdl=pdl,
+    )

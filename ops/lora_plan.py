@@ -1,0 +1,128 @@
+"""Which tokens meet which adapter: sorts a step's tokens by adapter and cuts them into tiles, once a step for all linears.
+
+The two results are what `lora_shrink` and `lora_expand` work from: a tile's tokens share one adapter, so each of its matrices is one operand of
+one matrix product.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from .registry import register
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start
+
+
+def lora_tile(num_tokens: int) -> int:
+    """The tile height (tokens, 16..64) for a step of `num_tokens`: small where every tile would be mostly padding."""
+    return 16 if num_tokens <= 32 else 32 if num_tokens <= 256 else 64
+
+
+def lora_splits(k: int, num_tokens: int) -> int:
+    """Into how many split-K planes `lora_shrink` cuts `k` input features: many while few tiles exist, 1 once the tiles alone fill the GPU."""
+    chunk = 512 if num_tokens <= 256 else 1024 if num_tokens <= 1024 else 2048 if num_tokens <= 2048 else k
+    return max(1, min(32, cdiv(k, max(1, chunk))))
+
+
+def num_tiles(num_tokens: int, num_slots: int, tile: int) -> int:
+    """Rows of `tiles`: enough for the worst distribution of tokens over adapters."""
+    return cdiv(num_tokens, tile) + torch.sym_min(num_slots + 1, num_tokens)
+
+
+def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort tokens by adapter and cut them into tiles.
+
+    adapter_index  [T] int32, -1 (no adapter) .. num_slots - 1
+    returns        token_order [T] int32, the stable order of tokens by adapter, those without one first;
+                   tiles [NT, 3] int32, rows (slot, first position in token_order, count <= tile) in the order of token_order, NT as `num_tiles` says;
+                   slot -1: tokens without adapter; unused rows (-1, 0, 0) come last
+    Raises ValueError for an adapter_index out of range (the GPU kernel does not look).
+    """
+    slots = adapter_index.tolist()
+    wrong = sorted({slot for slot in slots if not -1 <= slot < num_slots})
+    if wrong:
+        raise ValueError(f"adapter_index holds {wrong[:4]}, but the adapter stack has slots 0..{num_slots - 1} (-1 = no adapter)")
+    token_order = torch.sort(adapter_index, stable=True).indices.to(torch.int32)
+    rows = []
+    first = 0
+    for slot in range(-1, num_slots):
+        end = first + slots.count(slot)
+        rows += [(slot, position, min(tile, end - position)) for position in range(first, end, tile)]
+        first = end
+    rows += [(-1, 0, 0)] * (num_tiles(len(slots), num_slots, tile) - len(rows))
+    return token_order, torch.tensor(rows, dtype=torch.int32, device=adapter_index.device).reshape(-1, 3)
+
+
+def lora_plan_fake(adapter_index: torch.Tensor, num_slots: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = adapter_index.shape[0]
+    return adapter_index.new_empty((tokens,)), adapter_index.new_empty((num_tiles(tokens, num_slots, tile), 3))
+
+
+@triton.jit
+def _order_tokens(adapter_index, token_order, block, num_tokens, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
+    # a token's place is the number of tokens with a smaller (adapter, token) key
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    key = (tl.load(adapter_index + token, mask=token < num_tokens, other=0) + 1) * 65536 + token
+    place = tl.zeros([TOKENS], tl.int32)
+    for start in range(0, num_tokens, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        other_key = (tl.load(adapter_index + other, mask=other < num_tokens, other=32766) + 1) * 65536 + other
+        place += tl.sum((other_key[None, :] < key[:, None]).to(tl.int32), axis=1)
+    tl.store(token_order + place, token, mask=token < num_tokens)
+
+
+@triton.jit
+def _write_tiles(adapter_index, tiles, block, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    # group g holds the tokens of slot g - 1; every program counts all of them, and each row then finds the group that it lies in
+    tokens = tl.zeros([GROUPS], tl.int32)
+    for start in range(0, num_tokens, CHUNK):
+        token = start + tl.arange(0, CHUNK)
+        group = tl.load(adapter_index + token, mask=token < num_tokens, other=-1) + 1
+        tokens += tl.histogram(group, GROUPS, mask=token < num_tokens)
+    first_token = tl.cumsum(tokens, 0) - tokens
+    tiles_end = tl.cumsum((tokens + TILE - 1) // TILE, 0)
+    first_tile = tiles_end - (tokens + TILE - 1) // TILE
+
+    row = block * ROWS + tl.arange(0, ROWS)
+    group_of_row = tl.sum((tiles_end[None, :] <= row[:, None]).to(tl.int32), axis=1)
+    used = group_of_row < GROUPS
+    here = tl.arange(0, GROUPS)[None, :] == group_of_row[:, None]
+    skipped = (row - tl.sum(tl.where(here, first_tile[None, :], 0), axis=1)) * TILE
+    first = tl.sum(tl.where(here, first_token[None, :], 0), axis=1) + skipped
+    count = tl.minimum(tl.sum(tl.where(here, tokens[None, :], 0), axis=1) - skipped, TILE)
+    tl.store(tiles + row * 3, tl.where(used, group_of_row - 1, -1), mask=row < num_rows)
+    tl.store(tiles + row * 3 + 1, tl.where(used, first, 0), mask=row < num_rows)
+    tl.store(tiles + row * 3 + 2, tl.where(used, count, 0), mask=row < num_rows)
+
+
+@triton.jit
+def plan_kernel(adapter_index, token_order, tiles, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+                CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Programs share two kinds of work that need nothing from each other: blocks of ROWS tile rows first, then blocks of TOKENS tokens."""
+    pdl_start(PDL)
+    row_blocks = tl.cdiv(num_rows, ROWS)
+    blocks = row_blocks + tl.cdiv(num_tokens, TOKENS)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        if block < row_blocks:
+            _write_tiles(adapter_index, tiles, block, num_tokens, num_rows, TILE, GROUPS, ROWS, CHUNK)
+        else:
+            _order_tokens(adapter_index, token_order, block - row_blocks, num_tokens, TOKENS, CHUNK)
+
+
+def lora_plan_launch(adapter_index: torch.Tensor, num_slots: int, tile: int, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None,
+                     pdl: bool = False) -> None:
+    """At most 65536 tokens and 32765 slots (ValueError beyond)."""
+    token_order, tiles = out
+    tokens = adapter_index.shape[0]
+    if tokens > 65536 or num_slots > 32765:
+        raise ValueError(f"lora_plan sorts at most 65536 tokens over 32765 slots, not {tokens} over {num_slots}; split the step")
+    if tokens == 0:
+        return
+    groups = max(16, next_power_of_2(num_slots + 1))
+    rows = max(1, min(32, 8192 // groups))
+    blocks = cdiv(tiles.shape[0], rows) + cdiv(tokens, 32)
+    chunk = max(32, min(256, next_power_of_2(tokens)))
+    plan_kernel[(blocks if sm_budget is None else min(blocks, sm_budget),)](
+        adapter_index, token_order, tiles, tokens, tiles.shape[0], TILE=tile, GROUPS=groups, ROWS=rows, TOKENS=32, CHUNK=chunk,
+        num_warps=4, **pdl_options(pdl))
+
+
+lora_plan = register("lora_plan", lora_plan_reference, lora_plan_fake, lora_plan_launch)

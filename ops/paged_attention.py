@@ -1,0 +1,205 @@
+"""Causal attention over the paged KV cache: decode steps, prefill chunks with history, and batches of both.
+
+`paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 form that the o projection reads. This file holds the
+specification and picks a kernel:
+  attention_decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3 or bf16 cache
+  attention_decode.py         every other decode
+  attention_prefill.py        everything else
+
+Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is finite; the scales of V
+stay below 255 (a token's largest |V| below 114000 in e4m3).
+"""
+import math
+from typing import Optional
+
+import torch
+
+from . import attention_decode, attention_prefill
+from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from .quantize import quantize_rowwise_fake, quantize_rowwise_reference
+from .registry import OPS, register
+from .triton_support import cdiv
+from .workspace import workspace
+
+HEAD_DIMS = (64, 128)
+
+
+def check_arguments(q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> None:
+    """ValueError, naming the argument, if the shapes or dtypes do not belong together."""
+    heads, dim = q.shape[1:]
+    kv_heads, cached_dim = kv_cache.shape[1], kv_cache.shape[4]
+    if kv_cache.shape[2:4] != (2, PAGE_SIZE) or cached_dim != dim:
+        raise ValueError(f"kv_cache must be [pages, kv heads, 2, {PAGE_SIZE}, {dim}] for q with head_dim {dim}, got {tuple(kv_cache.shape)}")
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, which is no multiple of the cache's {kv_heads} kv heads")
+    if (kv_cache.dtype in QUANTIZED_MAX) != (kv_scales is not None):
+        raise ValueError(f"kv_scales must be given exactly when the cache is quantized; the cache is {kv_cache.dtype}")
+
+
+def gather_keys_values(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `length` keys and values of a sequence that owns `pages`, dequantized: fp32, [HK, length, D] each."""
+    kv_heads, dim = kv_cache.shape[1], kv_cache.shape[4]
+    stored = kv_cache.view(torch.uint8).index_select(0, pages).view(kv_cache.dtype).float()
+    if kv_scales is not None:
+        stored = stored * kv_scales.index_select(0, pages)[..., None]
+    in_order = stored.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :length]
+    return in_order[KEY], in_order[VALUE]
+
+
+def reference(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    decode: bool,
+) -> torch.Tensor:
+    """Attention of each sequence's newest tokens over all of its cached tokens, themselves included.
+
+    q [T, HQ, D]; kv_cache [NP, HK, 2, 64, D] with kv_scales [NP, HK, 2, 64] fp32 beside an e4m3 or int8 cache; block_table [B, P],
+    context_lens [B] and query_start [B + 1] int32. Sequence b owns the rows query_start[b]..query_start[b + 1] of q: the last tokens of its
+    context_lens[b] cached ones (already appended), so a row sees the cache up to its own position. `decode` promises one row a sequence
+    (T == B). `quantize_q` rounds q to e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere.
+    Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence with context_len 0 are zero.
+    """
+    check_arguments(q, kv_cache, kv_scales)
+    tokens, heads, dim = q.shape
+    kv_heads = kv_cache.shape[1]
+    if quantize_q and not decode and kv_cache.dtype == torch.float8_e4m3fn:
+        rounded, scale = quantize_rowwise_reference(q)
+        queries = rounded.float() * scale[..., None]
+    else:
+        queries = q.float()
+    out = q.new_zeros(tokens, heads, dim)
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    for sequence, context in enumerate(contexts):
+        first, last = starts[sequence], starts[sequence + 1]
+        if context == 0 or first == last:
+            continue
+        count = last - first
+        keys, values = gather_keys_values(kv_cache, kv_scales, block_table[sequence, : cdiv(context, PAGE_SIZE)].long(), context)
+        query = queries[first:last].view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+        scores = query @ keys[:, None].transpose(-1, -2) * softmax_scale
+        position = torch.arange(context - count, context, device=q.device)
+        future = torch.arange(context, device=q.device)[None, :] > position[:, None]
+        weights = torch.softmax(scores.masked_fill(future, -math.inf), -1)
+        out[first:last] = (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
+    return out.view(tokens, heads * dim)
+
+
+def fake(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    decode: bool,
+) -> torch.Tensor:
+    """An empty result."""
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
+def reference_quant(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    decode: bool,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`paged_attention`, then rowwise quantization of the rounded result.
+
+    Returns (o, q, scale): o in q's dtype, [T, HQ * D] or [0, HQ * D] when `keep` is off; q e4m3 [T, HQ * D]; scale fp32 [T].
+    """
+    o = reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode)
+    quantized, scale = quantize_rowwise_reference(o)
+    return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
+
+
+def fake_quant(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    decode: bool,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Empty results."""
+    tokens, width = q.shape[0], q.shape[1] * q.shape[2]
+    return q.new_empty(tokens if keep else 0, width), *quantize_rowwise_fake(q.flatten(1))
+
+
+def launch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    decode: bool,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """Fill `out` = (result,). `sm_budget` is accepted and not used: attention runs on the main lane and takes the whole GPU.
+
+    With `pdl`, block_table, context_lens and query_start must be older than the kernel just before this one.
+    """
+    check_arguments(q, kv_cache, kv_scales)
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead")
+    if q.shape[0] == 0:
+        return
+    if decode:
+        attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl)
+    else:
+        attention_prefill.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out[0], pdl)
+
+
+def launch_quant(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    decode: bool,
+    keep: bool,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """Fill `out` = (o, quantized, scale); as `launch` otherwise. Without `keep` the 16-bit rows stay in a workspace."""
+    o, quantized, scale = out
+    tokens, width = quantized.shape
+    if tokens == 0:
+        return
+    if not keep:
+        nbytes = tokens * width * q.element_size()
+        o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
+    launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, out=(o,), pdl=pdl)
+    OPS["quantize_rowwise"].launch(o, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
+
+
+paged_attention = register("paged_attention", reference, fake, launch)
+paged_attention_quant = register("paged_attention_quant", reference_quant, fake_quant, launch_quant)

@@ -1,0 +1,155 @@
+"""RMSNorm and what is fused around it: the residual sum (with a LoRA delta) before it, rowwise e4m3 quantization behind it.
+
+Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps) rounded to the
+model's dtype, then times the weight in that dtype. `keep` says whether the unquantized y is wanted too (a LoRA shrink reads it).
+"""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .quantize import quantize_rowwise_fake, quantize_rowwise_reference, row_block, store_quantized_row
+from .registry import register
+from .triton_support import pdl_options, pdl_start, require_contiguous, round_to
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., H], weight [H] -> y like x."""
+    values = x.float()
+    normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return normalised.to(x.dtype) * weight
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, new_residual), both like x: new_residual = x + delta + residual summed in fp32, y its norm."""
+    total = x.float() if delta is None else x.float() + delta.float()
+    new_residual = (total + residual.float()).to(x.dtype)
+    return rms_norm_reference(new_residual, weight, eps), new_residual
+
+
+def rms_norm_quant_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, q e4m3 [..., H], scale fp32 [...]); y is [0, H] unless `keep`."""
+    y = rms_norm_reference(x, weight, eps)
+    q, scale = quantize_rowwise_reference(y)
+    return y if keep else x.new_empty(0, x.shape[-1]), q, scale
+
+
+def add_rms_norm_quant_reference(
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, q, scale, new_residual): `add_rms_norm`, then quantized as in `rms_norm_quant`."""
+    y, new_residual = add_rms_norm_reference(x, residual, delta, weight, eps)
+    q, scale = quantize_rowwise_reference(y)
+    return y if keep else x.new_empty(0, x.shape[-1]), q, scale, new_residual
+
+
+def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def add_rms_norm_fake(
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def rms_norm_quant_fake(x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y = x.new_empty(x.shape) if keep else x.new_empty((0, x.shape[-1]))
+    return y, *quantize_rowwise_fake(x)
+
+
+def add_rms_norm_quant_fake(
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *rms_norm_quant_fake(x, weight, eps, keep), x.new_empty(x.shape)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, delta, weight, y, q, scale, new_residual, eps,
+    ADD: tl.constexpr, HAS_DELTA: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gain = tl.load(weight + column, mask=inside, other=0.0)  # a weight: no earlier kernel writes it
+    pdl_start(PDL)
+    at = row * WIDTH + column
+    rounded = tl.load(x + at, mask=inside, other=0.0)
+    if ADD:
+        total = rounded.to(tl.float32)
+        if HAS_DELTA:
+            total += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = round_to(total, x.dtype.element_ty)
+        tl.store(new_residual + at, rounded, mask=inside)
+    values = rounded.to(tl.float32)
+    normalised = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
+    normalised = round_to(normalised, x.dtype.element_ty).to(tl.float32)
+    result = round_to(normalised * gain.to(tl.float32), x.dtype.element_ty)
+    if KEEP:
+        tl.store(y + at, result, mask=inside)
+    if QUANTIZE:
+        store_quantized_row(result.to(tl.float32), q, scale, row, column, inside, WIDTH)
+
+
+def _launch(
+    name: str, x: torch.Tensor, residual: Optional[torch.Tensor], delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, pdl: bool,
+    *, y: Optional[torch.Tensor], q: Optional[torch.Tensor] = None, scale: Optional[torch.Tensor] = None, new_residual: Optional[torch.Tensor] = None,
+) -> None:
+    require_contiguous(name, x=x, residual=residual, delta=delta, weight=weight)
+    width = x.shape[-1]
+    block, warps = row_block(width)
+    if width > block:
+        raise ValueError(f"{name}: a row of {width} does not fit one CTA; the hidden size may be at most {block}")
+    if x.numel() == 0:
+        return
+    _rms_norm_kernel[(x.numel() // width,)](
+        x, residual, delta, weight, y, q, scale, new_residual, eps,
+        ADD=residual is not None, HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None,
+        WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl),
+    )
+
+
+def rms_norm_launch(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+) -> None:
+    """Fill `out` = (y,). None of the four heeds `sm_budget`: one small CTA a token."""
+    _launch("rms_norm", x, None, None, weight, eps, pdl, y=out[0])
+
+
+def add_rms_norm_launch(
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float,
+    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+) -> None:
+    """Fill `out` = (y, new_residual)."""
+    _launch("add_rms_norm", x, residual, delta, weight, eps, pdl, y=out[0], new_residual=out[1])
+
+
+def rms_norm_quant_launch(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+) -> None:
+    """Fill `out` = (y, q, scale)."""
+    y, q, scale = out
+    _launch("rms_norm_quant", x, None, None, weight, eps, pdl, y=y if keep else None, q=q, scale=scale)
+
+
+def add_rms_norm_quant_launch(
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
+    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+) -> None:
+    """Fill `out` = (y, q, scale, new_residual)."""
+    y, q, scale, new_residual = out
+    _launch("add_rms_norm_quant", x, residual, delta, weight, eps, pdl, y=y if keep else None, q=q, scale=scale, new_residual=new_residual)
+
+
+rms_norm = register("rms_norm", rms_norm_reference, rms_norm_fake, rms_norm_launch)
+add_rms_norm = register("add_rms_norm", add_rms_norm_reference, add_rms_norm_fake, add_rms_norm_launch)
+rms_norm_quant = register("rms_norm_quant", rms_norm_quant_reference, rms_norm_quant_fake, rms_norm_quant_launch)
+add_rms_norm_quant = register("add_rms_norm_quant", add_rms_norm_quant_reference, add_rms_norm_quant_fake, add_rms_norm_quant_launch)

@@ -1,0 +1,83 @@
+"""`rope`: rotary position embedding in HF's rotate-half convention.
+
+With x = [x1 | x2] split in halves: out = [x1 * cos - x2 * sin | x2 * cos + x1 * sin], in fp32, rounded once. cos and sin hold the
+angle of each of the D channels (the second half repeats the first, as HF builds them).
+"""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .registry import register
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, round_to
+
+
+def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [..., D], cos and sin broadcastable to it (say [T, 1, D] beside [T, heads, D]), fp32 or model dtype -> like x."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos.float() + rotated * sin.float()).to(x.dtype)
+
+
+def rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@triton.jit
+def rotate_halves(first, second, cos, sin, GROUP: tl.constexpr, D: tl.constexpr):
+    """RoPE of [GROUP, D/2] halves in fp32; cos and sin point at the token's D angles.
+
+    Each head reads the angles for itself: that costs L1 hits, a broadcast would cost exchanges through shared memory.
+    """
+    channel = tl.zeros((GROUP, 1), tl.int32) + tl.arange(0, D // 2)[None, :]
+    cos_first = tl.load(cos + channel).to(tl.float32)
+    cos_second = tl.load(cos + D // 2 + channel).to(tl.float32)
+    sin_first = tl.load(sin + channel).to(tl.float32)
+    sin_second = tl.load(sin + D // 2 + channel).to(tl.float32)
+    return first * cos_first - second * sin_first, second * cos_second + first * sin_second
+
+
+@triton.jit
+def _rope_kernel(
+    x, cos, sin, out, x_token, x_head, cos_token, sin_token, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    present = (head < HEADS)[:, None]
+    channel = tl.arange(0, D // 2)[None, :]
+    pdl_start(PDL)
+    source = x + token * x_token + head[:, None] * x_head + channel
+    first = tl.load(source, mask=present, other=0.0).to(tl.float32)
+    second = tl.load(source + D // 2, mask=present, other=0.0).to(tl.float32)
+    first, second = rotate_halves(first, second, cos + token * cos_token, sin + token * sin_token, GROUP, D)
+    target = out + (token * HEADS + head[:, None]) * D + channel
+    tl.store(target, round_to(first, out.dtype.element_ty), mask=present)
+    tl.store(target + D // 2, round_to(second, out.dtype.element_ty), mask=present)
+
+
+def rope_launch(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+) -> None:
+    """Fill `out` = (rotated,). The kernel takes x [T, heads, D] (any strides over T and heads) with cos and sin [T, 1, D], D a power of
+    two; other shapes are computed by torch. Too small to heed `sm_budget`."""
+    if x.numel() == 0:
+        return
+    if not _kernel_fits(x, cos, sin):
+        out[0].copy_(rope_reference(x, cos, sin))
+        return
+    tokens, heads, width = x.shape
+    group = min(next_power_of_2(heads), 8)
+    _rope_kernel[(tokens, cdiv(heads, group))](
+        x, cos, sin, out[0], x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), HEADS=heads, D=width, GROUP=group, num_warps=1, **pdl_options(pdl)
+    )
+
+
+def _kernel_fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    if x.dim() != 3 or x.shape[-1] < 4 or x.shape[-1] != next_power_of_2(x.shape[-1]):
+        return False
+    angles = (x.shape[0], 1, x.shape[2])
+    return cos.shape == angles and sin.shape == angles and x.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
+
+
+rope = register("rope", rope_reference, rope_fake, rope_launch)

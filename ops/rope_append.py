@@ -1,0 +1,111 @@
+"""`rope_append`: from a packed [q | k | v] row to the rotated q and the filled KV cache, in one launch.
+
+x = qkv + delta in fp32; q and k are rotated (and, with `hadamard`, transformed); q is rounded to the model's dtype once, k and v go
+from fp32 straight into the cache's dtype.
+"""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .append_kv import check_cache, store_heads, store_kv_reference
+from .hadamard import fht_halves, hadamard_reference
+from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from .registry import register
+from .rope import rope_reference, rotate_halves
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
+
+
+def rope_append_reference(
+    qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool
+) -> torch.Tensor:
+    """qkv and delta [T, (HQ + 2 HK) * D], cos and sin [T, 1, D], slot_mapping [T] int32 (-1: padding) -> q [T, HQ, D].
+
+    Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does.
+    """
+    check_cache(kv_cache, kv_scales)
+    total = qkv.float() if delta is None else qkv.float() + delta.float()
+    heads = total.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    q_and_k, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    rotated = rope_reference(q_and_k, cos, sin)
+    if hadamard:
+        rotated = hadamard_reference(rotated)
+    q, k = rotated.split((num_heads, num_kv_heads), dim=1)
+    store_kv_reference(k, KEY, kv_cache, kv_scales, slot_mapping)
+    store_kv_reference(v, VALUE, kv_cache, kv_scales, slot_mapping)
+    return q.to(qkv.dtype, copy=True).contiguous()
+
+
+def rope_append_fake(
+    qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool
+) -> torch.Tensor:
+    return qkv.new_empty((qkv.shape[0], num_heads, kv_cache.shape[-1]))
+
+
+@triton.jit
+def _rope_append_kernel(
+    qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, q, qkv_token, delta_token, cos_token, sin_token,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):
+    Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    KV_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)  # the groups of q heads come first, then those of k, then those of v
+    is_q = group < Q_GROUPS
+    is_v = group >= Q_GROUPS + KV_GROUPS
+    kind_group = tl.where(is_q, group, tl.where(is_v, group - Q_GROUPS - KV_GROUPS, group - Q_GROUPS))
+    head = kind_group * GROUP + tl.arange(0, GROUP)
+    present = head < tl.where(is_q, HEADS, KV_HEADS)
+    packed_head = head + tl.where(is_q, 0, tl.where(is_v, HEADS + KV_HEADS, HEADS))
+    channel = tl.arange(0, D // 2)[None, :]
+    column = packed_head[:, None] * D + channel
+    inside = present[:, None]
+    pdl_start(PDL)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    first = tl.load(qkv + token * qkv_token + column, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv + token * qkv_token + column + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        first += tl.load(delta + token * delta_token + column, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(delta + token * delta_token + column + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if is_v:
+        if slot >= 0:
+            store_heads(first, second, head, present, 1, slot, kv_cache, kv_scales, KV_HEADS, D, PAGE, LIMIT)
+    else:
+        first, second = rotate_halves(first, second, cos + token * cos_token, sin + token * sin_token, GROUP, D)
+        if HADAMARD:
+            first, second = fht_halves(first, second, GROUP, D // 2, STAGES, NORM)
+        if is_q:
+            target = q + (token * HEADS + head[:, None]) * D + channel
+            tl.store(target, round_to(first, q.dtype.element_ty), mask=inside)
+            tl.store(target + D // 2, round_to(second, q.dtype.element_ty), mask=inside)
+        elif slot >= 0:
+            store_heads(first, second, head, present, 0, slot, kv_cache, kv_scales, KV_HEADS, D, PAGE, LIMIT)
+
+
+def rope_append_launch(
+    qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool,
+    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+) -> None:
+    """Fill `out` = (q,) and the cache: one warp for every token and up to four heads. Too small to heed `sm_budget`."""
+    check_cache(kv_cache, kv_scales)
+    require_contiguous("rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping)
+    width = kv_cache.shape[-1]
+    if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * width or width != next_power_of_2(width):
+        raise ValueError(f"rope_append: rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} heads of {width} (a power of two)")
+    if qkv.shape[0] == 0:
+        return
+    group = min(next_power_of_2(num_heads), 4)
+    _rope_append_kernel[(qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group))](
+        qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, out[0],
+        qkv.stride(0), 0 if delta is None else delta.stride(0), cos.stride(0), sin.stride(0),
+        HEADS=num_heads, KV_HEADS=num_kv_heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group,
+        HAS_DELTA=delta is not None, HADAMARD=hadamard, STAGES=(width // 2).bit_length() - 1, NORM=width**-0.5, num_warps=1, **pdl_options(pdl),
+    )
+
+
+rope_append = register("rope_append", rope_append_reference, rope_append_fake, rope_append_launch, mutates=('kv_cache', 'kv_scales'))

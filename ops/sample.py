@@ -1,0 +1,256 @@
+"""Sampling: one token a row from its logits, with noise that depends on (seed, step, token id) and on nothing else.
+
+A request therefore draws the same tokens at any place in any batch. The kept set is described by thresholds: min_p bounds the probability
+relative to the best token's, top_k keeps what is not below the k-th largest logit, top_p the smallest set {logit >= threshold} that holds the
+asked share of what is left. Ties at a threshold stay. The token is the largest `scaled logit + Gumbel noise` of the kept set (Gumbel-max: an
+exact draw from the renormalised softmax).
+
+Noise: 32-bit words are mixed by `mix32` (two multiplications, three xor-shifts). Two keys come from the words of (seed, step), and a token's
+word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and noise = -log(-log(1 - v)), precise where v is small, since the winners
+come from there.
+"""
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .registry import register
+from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous
+
+GREEDY_BELOW = 1e-5  # temperatures below this mean argmax
+_MASK = 0xFFFFFFFF
+
+
+def _mix32(word: torch.Tensor) -> torch.Tensor:
+    """An avalanching bijection of 32-bit words, held in int64 (products wrap modulo 2**64, of which the low 32 bits count)."""
+    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _MASK
+    word = ((word ^ (word >> 15)) * 0x846CA68B) & _MASK
+    return word ^ (word >> 16)
+
+
+def _row_key(seeds: torch.Tensor, steps: torch.Tensor, start: int) -> torch.Tensor:
+    """One 32-bit key a row from the four words of (seed, step)."""
+    key = torch.full_like(seeds, start)
+    for word in (seeds, seeds >> 32, steps, steps >> 32):
+        key = _mix32(key ^ (word & _MASK))
+    return key
+
+
+def gumbel_noise(seeds: torch.Tensor, steps: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Standard Gumbel noise [B, vocabulary] fp32 for rows of (seed, step) int64."""
+    ids = torch.arange(vocabulary, dtype=torch.int64, device=seeds.device)
+    word = _mix32(ids ^ _row_key(seeds, steps, 0x243F6A88)[:, None])
+    word = _mix32(word ^ _row_key(seeds, steps, 0x85A308D3)[:, None])
+    v = ((word.float() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-v))
+
+
+def perturbed_scores(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+                     seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """What `sample` takes the argmax of: (logit - max) / temperature + noise for kept tokens, -inf for the others; the logits in greedy rows."""
+    logits = logits.float()
+    greedy = (temperature < GREEDY_BELOW)[:, None]
+    relative = (logits - logits.amax(-1, keepdim=True)) * (1.0 / temperature.where(~greedy[:, 0], 1.0))[:, None]
+    descending = relative.sort(-1, descending=True).values
+    keep = relative >= torch.log(min_p)[:, None]
+    last = torch.where(top_k > 0, top_k, logits.shape[1]).clamp_max(logits.shape[1]).long() - 1
+    keep &= relative >= descending.gather(1, last[:, None])
+
+    lowest_kept = relative.where(keep, torch.inf).amin(-1, keepdim=True)
+    mass = descending.exp().where(descending >= lowest_kept, 0.0).double().cumsum(-1)
+    before_enough = (mass < top_p.double()[:, None] * mass[:, -1:]).sum(-1, keepdim=True).clamp_max(logits.shape[1] - 1)
+    nucleus = relative >= descending.gather(1, before_enough)
+    keep &= nucleus | (top_p >= 1.0)[:, None]
+    scores = relative + gumbel_noise(seeds, steps, logits.shape[1])
+    return torch.where(greedy, logits, scores.where(keep, -torch.inf))
+
+
+def sample_reference(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+                     seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row.
+
+    logits       [B, V] any float dtype
+    temperature  [B] fp32; below 1e-5: argmax, the lowest id among equals
+    top_k        [B] int32, 0 = off
+    top_p        [B] fp32 in (0, 1], 1 = off
+    min_p        [B] fp32 in [0, 1], 0 = off: least probability relative to the best token's
+    seeds, steps [B] int64: the noise's key, e.g. a request's seed and the number of tokens it has produced
+    returns      [B] int32 token ids
+    """
+    scores = perturbed_scores(logits, temperature, top_k, top_p, min_p, seeds, steps)
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    return ids.where(scores == scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
+
+
+def sample_fake(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+                seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty((logits.shape[0],), dtype=torch.int32)
+
+
+class TopLogprobs(NamedTuple):
+    """What a request that asks for logprobs gets a step, for B rows."""
+
+    token_logprob: torch.Tensor  # [B] fp32, of the given token
+    token_rank: torch.Tensor  # [B] int64, 1 = most likely; how many tokens are at least as likely
+    ids: torch.Tensor  # [B, n] int64, the n most likely tokens, best first
+    logprobs: torch.Tensor  # [B, n] fp32
+
+
+def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
+    """Log-probabilities of the given tokens [B] and of the n most likely ones, from raw logits [B, V] (before temperature and top-k/top-p), in fp32."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    own = logprobs.gather(1, tokens.long()[:, None])
+    best = logprobs.topk(min(n, logits.shape[1]), dim=-1)
+    return TopLogprobs(own.squeeze(1), (logprobs >= own).sum(-1), best.indices, best.values)
+
+
+@triton.jit
+def _mix32_kernel(word):
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _row_key_kernel(seed, step, START: tl.constexpr):
+    key = _mix32_kernel(seed.to(tl.uint32) ^ START)
+    key = _mix32_kernel(key ^ (seed >> 32).to(tl.uint32))
+    key = _mix32_kernel(key ^ step.to(tl.uint32))
+    return _mix32_kernel(key ^ (step >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _gumbel(token, key0, key1):
+    word = _mix32_kernel(_mix32_kernel(token.to(tl.uint32) ^ key0) ^ key1)
+    v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # -log(1 - v): where 1 - v would lose v's digits, its series
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))
+    return -tl.log(tl.where(v < 0.00390625, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def _to_key(value, SHIFT: tl.constexpr):
+    """An integer that orders floats; the SHIFT low bits of the fp32 pattern, which the logits' own dtype lacks, are left out (rounding down)."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def _from_key(key, SHIFT: tl.constexpr):
+    bits = key.to(tl.int32) << SHIFT
+    return tl.where(bits < 0, bits ^ (0x7FFFFFFF >> SHIFT << SHIFT), bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_logits(row, start, vocabulary, BLOCK: tl.constexpr):
+    token = start + tl.arange(0, BLOCK)
+    return token, tl.load(row + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _best_of(best, index):
+    """(largest value, lowest index that has it)."""
+    largest = tl.max(best, axis=0)
+    return largest, tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def _count(row, vocabulary, bound, BLOCK: tl.constexpr):
+    """How many logits are >= bound."""
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        _, logit = _load_logits(row, start, vocabulary, BLOCK)
+        total += (logit >= bound).to(tl.int32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _mass(row, vocabulary, bound, least, largest, inverse, BLOCK: tl.constexpr):
+    """The sum of exp(relative) over logits >= bound whose relative value is >= least."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        _, logit = _load_logits(row, start, vocabulary, BLOCK)
+        relative = (logit - largest) * inverse
+        total += tl.where((logit >= bound) & (relative >= least), tl.exp(relative), 0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _draw(row, vocabulary, largest, inverse, temperature, top_k, top_p, min_p, seed, step, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    """The kept token with the largest relative value + noise; relative = (logit - largest) * inverse, kept = relative >= least."""
+    least = tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
+    # Noise lies between -2.9 and 23, so a token more than 30 below the best never wins: thresholds are only looked for above that
+    nearest = largest + (tl.maximum(least, -30.0) - 0.01) * temperature - 1e-5 * tl.abs(largest)
+    if (top_k > 0) & (top_k < vocabulary):
+        low, high = _to_key(nearest, SHIFT), _to_key(largest, SHIFT)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if _count(row, vocabulary, _from_key(middle, SHIFT), BLOCK) >= top_k:
+                low = middle
+            else:
+                high = middle - 1
+        least = tl.maximum(least, (_from_key(low, SHIFT) - largest) * inverse)
+    if top_p < 1.0:
+        enough = top_p * _mass(row, vocabulary, float("-inf"), least, largest, inverse, BLOCK)
+        low, high = _to_key(nearest, SHIFT), _to_key(largest, SHIFT)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if _mass(row, vocabulary, _from_key(middle, SHIFT), least, largest, inverse, BLOCK) >= enough:
+                low = middle
+            else:
+                high = middle - 1
+        least = tl.maximum(least, (_from_key(low, SHIFT) - largest) * inverse)
+
+    key0, key1 = _row_key_kernel(seed, step, 0x243F6A88), _row_key_kernel(seed, step, 0x85A308D3)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    index = tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, BLOCK):
+        token, logit = _load_logits(row, start, vocabulary, BLOCK)
+        relative = (logit - largest) * inverse
+        score = tl.where(relative >= least, relative + _gumbel(token, key0, key1), float("-inf"))
+        index = tl.where(score > best, token, index)
+        best = tl.maximum(best, score)
+    return _best_of(best, index)[1]
+
+
+@triton.jit
+def sample_kernel(logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, tokens, rows, vocabulary, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+                  SHIFT: tl.constexpr, PDL: tl.constexpr):
+    """A program takes whole rows. Each pass reads the row again (from L2): one for a greedy row, two with noise, about ten more for each of top_k, top_p."""
+    pdl_start(PDL)
+    row_index = tl.program_id(0)
+    while row_index < rows:
+        row = logits + row_index.to(tl.int64) * vocabulary
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        index = tl.arange(0, BLOCK)
+        for start in range(0, vocabulary, BLOCK):
+            token, logit = _load_logits(row, start, vocabulary, BLOCK)
+            index = tl.where(logit > best, token, index)
+            best = tl.where(logit > best, logit, best)
+        largest, chosen = _best_of(best, index)
+        temperature = tl.load(temperatures + row_index)
+        if temperature >= GREEDY:
+            chosen = _draw(row, vocabulary, largest, tl.div_rn(1.0, temperature), temperature, tl.load(top_ks + row_index), tl.load(top_ps + row_index),
+                           tl.load(min_ps + row_index), tl.load(seeds + row_index), tl.load(steps + row_index), BLOCK, SHIFT)
+        tl.store(tokens + row_index, chosen)
+        row_index += tl.num_programs(0)
+
+
+_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits of the fp32 pattern that a dtype's values never use
+
+
+def sample_launch(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+                  seeds: torch.Tensor, steps: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
+    """One program a row (at most `sm_budget` programs)."""
+    rows, vocabulary = logits.shape
+    require_contiguous("sample", logits=logits)
+    if rows == 0:
+        return
+    block = min(8192, max(128, next_power_of_2(vocabulary)))
+    sample_kernel[(rows if sm_budget is None else min(rows, sm_budget),)](
+        logits, temperature, top_k, top_p, min_p, seeds, steps, out[0], rows, vocabulary, GREEDY=GREEDY_BELOW, BLOCK=block,
+        SHIFT=_UNUSED_BITS[logits.dtype], num_warps=max(4, block // 256), **pdl_options(pdl))
+
+
+sample = register("sample", sample_reference, sample_fake, sample_launch)

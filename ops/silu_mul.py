@@ -1,0 +1,123 @@
+"""SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta joined before and rowwise e4m3 quantization behind.
+
+Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` quantizes that rounded value. `keep` says whether the
+unquantized h is wanted too (the LoRA shrink of the down projection reads it).
+"""
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .quantize import E4M3, quantize_rowwise_reference, row_block, store_quantized_row
+from .registry import register
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, row_scale, to_e4m3
+
+
+def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
+    """gate_up and delta [..., 2I] -> [..., I]; the first half of a row is the gate."""
+    total = gate_up.float() if delta is None else gate_up.float() + delta.float()
+    gate, up = total.chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def silu_mul_quant_reference(
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(h [..., I], q e4m3 [..., I], scale fp32 [...]); h is [0, I] unless `keep`."""
+    h = silu_mul_reference(gate_up, delta)
+    q, scale = quantize_rowwise_reference(h)
+    return h if keep else h.new_empty(0, h.shape[-1]), q, scale
+
+
+def silu_mul_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+def silu_mul_quant_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    h = silu_mul_fake(gate_up, delta) if keep else gate_up.new_empty((0, gate_up.shape[-1] // 2))
+    shape = gate_up.shape[:-1]
+    q = gate_up.new_empty((*shape, gate_up.shape[-1] // 2), dtype=E4M3)
+    return h, q, gate_up.new_empty(shape, dtype=torch.float32)
+
+
+@triton.jit
+def _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr):
+    """h of some columns of one row, rounded to the model's dtype."""
+    at = row * (2 * WIDTH) + column
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        gate += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(delta + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    return round_to(gate / (1.0 + tl.exp(-gate)) * up, gate_up.dtype.element_ty)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, delta, h, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    pdl_start(PDL)
+    tl.store(h + row * WIDTH + column, _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH), mask=inside)
+
+
+@triton.jit
+def _silu_mul_quant_kernel(
+    gate_up, delta, h, q, scale, HAS_DELTA: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    pdl_start(PDL)
+    if WIDTH <= BLOCK:
+        inside = column < WIDTH
+        values = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
+        if KEEP:
+            tl.store(h + row * WIDTH + column, values, mask=inside)
+        store_quantized_row(values.to(tl.float32), q, scale, row, column, inside, WIDTH)
+    else:  # too wide for one CTA's registers: computed twice, which gives the same bits twice
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            values = _silu_mul_values(gate_up, delta, row, start + column, start + column < WIDTH, HAS_DELTA, WIDTH)
+            largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
+            if KEEP:
+                tl.store(h + row * WIDTH + start + column, values, mask=start + column < WIDTH)
+        step = row_scale(tl.max(largest, axis=0))
+        tl.store(scale + row, step)
+        for start in range(0, WIDTH, BLOCK):
+            inside = start + column < WIDTH
+            values = _silu_mul_values(gate_up, delta, row, start + column, inside, HAS_DELTA, WIDTH)
+            tl.store(q + row * WIDTH + start + column, to_e4m3(values.to(tl.float32) * (1.0 / step)), mask=inside)
+
+
+def silu_mul_launch(
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+) -> None:
+    """Fill `out` = (h,). Too small to heed `sm_budget`."""
+    require_contiguous("silu_mul", gate_up=gate_up, delta=delta)
+    if gate_up.numel() == 0:
+        return
+    width = gate_up.shape[-1] // 2
+    block = min(next_power_of_2(width), 1024)
+    grid = (gate_up.numel() // (2 * width), cdiv(width, block))
+    _silu_mul_kernel[grid](gate_up, delta, out[0], HAS_DELTA=delta is not None, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(pdl))
+
+
+def silu_mul_quant_launch(
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool,
+    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+) -> None:
+    """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for. Does not heed `sm_budget`."""
+    require_contiguous("silu_mul_quant", gate_up=gate_up, delta=delta)
+    if gate_up.numel() == 0:
+        return
+    h, q, scale = out
+    width = gate_up.shape[-1] // 2
+    block, warps = row_block(width)
+    _silu_mul_quant_kernel[(gate_up.numel() // (2 * width),)](
+        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl)
+    )
+
+
+silu_mul = register("silu_mul", silu_mul_reference, silu_mul_fake, silu_mul_launch)
+silu_mul_quant = register("silu_mul_quant", silu_mul_quant_reference, silu_mul_quant_fake, silu_mul_quant_launch)

@@ -1,0 +1,88 @@
+"""What every Triton kernel here needs to be right on the GPU and in Triton's interpreter alike.
+
+The interpreter multiplies raw bits in a bf16 `tl.dot`, rounds fp32 -> e4m3 wrongly (carry at binade edges, no saturation), truncates
+fp32 -> bf16, and lacks PDL's instructions: `INTERP` picks exact fp32 arithmetic there, and launches never ask for PDL.
+"""
+from typing import Any, Optional
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+INTERP = tl.constexpr(INTERPRETED)
+E4M3_MAX = tl.constexpr(448.0)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n (1 for n <= 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """Launch keywords of a kernel with a `PDL` constexpr: programmatic dependent launch, never in the interpreter."""
+    return {"PDL": pdl and not INTERPRETED, "launch_pdl": pdl and not INTERPRETED}
+
+
+def require_contiguous(op: str, **tensors: Optional[torch.Tensor]) -> None:
+    """Raise ValueError for an argument whose rows a kernel would misread."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{op}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; pass {name}.contiguous()")
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 -> a model dtype, to nearest with ties to even (the interpreter's own cast to bf16 truncates)."""
+    if INTERP and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+        x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def round_e4m3(x):
+    """fp32 already within +-448 -> the nearest e4m3 value, ties to even, still in fp32 (exact in the interpreter too)."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    normal = normal.to(tl.float32, bitcast=True)
+    magic = 24576.0  # 1.5 * 2**14: adding it leaves multiples of 2**-9, the step of e4m3's subnormals
+    subnormal = (x + magic) - magic
+    return tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+
+
+@triton.jit
+def to_e4m3(x):
+    """fp32 -> e4m3 with saturation at +-448."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if INTERP:
+        x = round_e4m3(x)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def row_scale(amax):
+    """The rowwise scale of a row whose largest magnitude is `amax`."""
+    return tl.maximum(amax, 1e-12) / 448.0
+
+
+@triton.jit
+def dot_f32(a, b, acc):
+    """acc + a @ b in fp32, for 16-bit and 8-bit operands; right in the interpreter too."""
+    if INTERP:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def pdl_start(PDL: tl.constexpr):
+    """Lets the next kernel launch, then waits until every earlier kernel has finished and its writes are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,115 @@
+"""Pass accounting: counts follow from the config, and a pattern that stops matching fails loudly and says why."""
+from typing import Any
+
+import pytest
+import sidestream
+import torch
+from sidestream.compiler.accounting import PassCountError, model_shape
+from sidestream.compiler.options import CompileOptions
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama, RMSNorm
+from sidestream.graphs.lora import LoraShape
+from torch import nn
+
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def model(targets: tuple[str, ...] | None = ALL, **fields: Any) -> Llama:
+    """A Llama on the meta device: what is captured needs no weights."""
+    lora = LoraShape(3, 16, targets) if targets else None
+    return Llama(LlamaConfig.from_dict({**FIELDS, **fields}), lora, torch.bfloat16, "meta")
+
+
+def matches(module: nn.Module, **options: Any) -> dict[str, int]:
+    return {record.name: record.matches for record in sidestream.compile(module, CompileOptions(**options)).records}
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("targets", [None, ("q_proj",), ALL], ids=["none", "attention", "all"])
+def test_counts_follow_from_the_config(layers: int, targets: tuple[str, ...] | None) -> None:
+    counts = matches(model(targets, num_hidden_layers=layers, tie_word_embeddings=layers == 3))
+    lora = {None: (0, 0), ("q_proj",): (3, 1), ALL: (7, 4)}[targets]
+    assert counts["lift_rms_norm"] == 2 * layers + 1
+    assert counts["lift_rope"] == counts["pack_projections"] == counts["fuse_add_rms_norm"] == 2 * layers
+    assert counts["fuse_silu_mul"] == counts["quantize_kv"] == counts["fuse_rope_append"] == layers
+    assert counts["quantize_linears"] == 4 * layers + 1 and counts["fuse_quantize"] == 4 * layers
+    assert (counts["lift_lora"], counts["lower_lora"]) == (lora[0] * layers, lora[1] * layers)
+
+
+def test_a_layer_is_nine_kernels_on_the_main_lane_and_eight_beside_it() -> None:
+    one, two = (sidestream.compile(model(num_hidden_layers=layers)).records[-1].ops_after for layers in (1, 2))
+    layer = {name: two[name] - one.get(name, 0) for name in two if two[name] != one.get(name, 0)}
+    side = {name: count for name, count in layer.items() if "lora" in name}
+    assert side == {"sidestream.lora_shrink": 4, "sidestream.lora_expand": 4}
+    assert sum(layer.values()) - sum(side.values()) == 9
+
+
+def test_options_decide_which_passes_apply() -> None:
+    assert matches(model(), precision="bf16")["quantize_linears"] == matches(model(), precision="bf16")["quantize_kv"] == 0
+    assert matches(model(), kv_dtype="bf16")["quantize_kv"] == 0
+    assert matches(model(), lm_head="bf16")["quantize_linears"] == 4
+    kept = sidestream.compile(model(), CompileOptions(lm_head="bf16")).records
+    assert "lm_head='bf16'" in next(record for record in kept if record.name == "quantize_linears").rejected[0]
+
+
+class OtherNorm(RMSNorm):
+    """The same norm, spelled with a square root and a division."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class NosyNorm(RMSNorm):
+    """The same norm, whose 1 / rms somebody else reads as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * inverse).to(x.dtype) + 0.0 * torch.neg(inverse).to(x.dtype)
+
+
+@pytest.mark.parametrize(("norm", "reason"), [(OtherNorm, "no near-miss was seen"), (NosyNorm, r"rsqrt_2 is also used by neg")])
+def test_a_pattern_that_stops_matching_fails_and_says_why(norm: type[RMSNorm], reason: str) -> None:
+    module = model()
+    old = module.model.norm
+    module.model.norm = norm(128, old.eps, torch.bfloat16, torch.device("meta"))
+    with pytest.raises(PassCountError, match=rf"lift_rms_norm matched 2 times where 1 layers imply 3(.|\n)*{reason}"):
+        sidestream.compile(module)
+    records = sidestream.compile(module, CompileOptions(check_counts=False)).records
+    assert next(record for record in records if record.name == "lift_rms_norm").matches == 2
+
+
+def test_a_biased_projection_is_refused_by_name() -> None:
+    """What FP8 and packing leave alone stays in ATen and says so."""
+    module = model(None)
+    layer = module.model.layers[0]
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(128, 192, device="meta", dtype=torch.bfloat16), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(128, device="meta", dtype=torch.bfloat16), requires_grad=False)
+
+        def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    layer.mlp.down_proj = Biased()  # type: ignore[union-attr, assignment]
+    compiled = sidestream.compile(module, CompileOptions(check_counts=False))
+    assert any("it has a bias" in reason for record in compiled.records if record.name == "quantize_linears" for reason in record.rejected)
+    assert compiled.records[-1].ops_after["aten.linear.default"] == 1
+
+
+def test_shapes_are_read_off_any_spelling_of_names() -> None:
+    ours = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj.lora_a", "self_attn.q_proj.lora_b", "mlp.up_proj.weight")]
+    dynamo = [name.replace(".", "_").replace("layers_", "modules_layers_modules_") for name in ours]
+    peft = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default.weight" for layer in range(2)]
+    assert model_shape(ours, True) == model_shape(dynamo, True)
+    shape = model_shape(peft, False)
+    assert shape is not None and (shape.layers, shape.lora_linears, shape.packed_lora) == (2, 2, 2)
+    assert model_shape(["weight", "bias"], False) is None

@@ -1,0 +1,102 @@
+"""Recipes: what they compute, what they name, how they survive JSON."""
+import json
+
+import pytest
+import torch
+from sidestream.compiler.recipe import Recipe, RecipeError, cast, cat, item, materialize, param, quantize, quantize_weight, scale, transpose, unsqueeze
+from sidestream.ops.quantize import quantize_rowwise_reference
+
+
+def packed() -> Recipe:
+    return cat(0, [param("q"), param("k"), param("v")])
+
+
+def checkpoint() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(rows, 32, dtype=torch.bfloat16) for name, rows in (("q", 48), ("k", 16), ("v", 16))}
+
+
+def test_packs_and_quantizes_like_the_activation_op() -> None:
+    tensors = checkpoint()
+    weight = torch.cat([tensors["q"], tensors["k"], tensors["v"]])
+    values = materialize(item(quantize(packed()), 0), tensors.__getitem__)
+    scales = materialize(item(quantize(packed()), 1), tensors.__getitem__)
+    expected_values, expected_scales = quantize_rowwise_reference(weight)
+    assert torch.equal(values.float(), expected_values.float())
+    assert torch.equal(scales, expected_scales)
+    assert values.dtype == torch.float8_e4m3fn and scales.shape == (80,)
+
+
+def test_quantized_rows_are_independent_of_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(37, 64)
+    whole = quantize_weight(weight)
+    monkeypatch.setattr("sidestream.compiler.recipe.ROWS_AT_ONCE", 5)
+    parts = quantize_weight(weight)
+    assert torch.equal(whole[0].float(), parts[0].float()) and torch.equal(whole[1], parts[1])
+
+
+def test_values_and_scales_share_one_quantization() -> None:
+    tensors, reads, memo = checkpoint(), [], {}
+
+    def lookup(name: str) -> torch.Tensor:
+        reads.append(name)
+        return tensors[name]
+
+    materialize(item(quantize(packed()), 0), lookup, memo)
+    materialize(item(quantize(packed()), 1), lookup, memo)
+    assert reads == ["q", "k", "v"]
+
+
+def test_adapter_stacks_are_built_from_one_adapter() -> None:
+    a = {"q.lora_a": torch.randn(1, 4, 8), "k.lora_a": torch.randn(1, 4, 8)}
+    recipe = scale(cat(1, [param("q.lora_a"), param("k.lora_a")]), 0.5)
+    assert torch.allclose(materialize(recipe, a.__getitem__), torch.cat([a["q.lora_a"], a["k.lora_a"]], dim=1) * 0.5)
+
+
+def test_shape_changes_and_casts() -> None:
+    x = torch.randn(3, 5)
+    recipe = cast(unsqueeze(transpose(param("x"), 0, 1), 0), torch.bfloat16)
+    result = materialize(recipe, {"x": x}.__getitem__)
+    assert result.is_contiguous() and torch.equal(result, x.t().unsqueeze(0).bfloat16())
+
+
+def test_works_on_meta_tensors() -> None:
+    result = materialize(item(quantize(param("x")), 0), lambda name: torch.empty(6, 4, device="meta"))
+    assert result.device.type == "meta" and result.shape == (6, 4)
+
+
+def test_survives_json_and_compares_by_content() -> None:
+    recipe = item(quantize(cast(packed(), torch.float32)), 1)
+    again = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
+    assert again == recipe and hash(again) == hash(recipe)
+    assert again != item(quantize(cast(packed(), torch.float32)), 0)
+    assert recipe.sources() == {"q", "k", "v"}
+    assert str(item(quantize(param("w")), 0)) == "quantize(w)[0]"
+
+
+def test_a_single_part_is_not_concatenated() -> None:
+    assert cat(0, [param("x")]) == param("x")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Recipe("stack", (param("x"),), {}), "unknown recipe op 'stack'"),
+        (lambda: Recipe("cast", (), {"dtype": "float32"}), "takes 1 operands, got 0"),
+        (lambda: Recipe("cat", (param("x"),), {}), "takes the attributes"),
+        (lambda: item(param("x"), 0), "quantize recipe"),
+        (lambda: item(quantize(param("x")), 2), "quantize recipe"),
+        (lambda: Recipe.from_json({"op": "param"}), "not a recipe"),
+    ],
+)
+def test_malformed_recipes_are_refused(make: object, says: str) -> None:
+    with pytest.raises(RecipeError, match=says.replace("(", r"\(")):
+        make()  # type: ignore[operator]
+
+
+def test_says_what_is_missing_or_ambiguous() -> None:
+    with pytest.raises(RecipeError, match="no tensor 'gone'"):
+        materialize(param("gone"), {}.__getitem__)
+    with pytest.raises(RecipeError, match="two outputs"):
+        materialize(quantize(param("x")), lambda name: torch.randn(2, 2))
+    with pytest.raises(RecipeError, match="both outputs"):
+        materialize(cast(quantize(param("x")), torch.float32), lambda name: torch.randn(2, 2))

@@ -1,0 +1,129 @@
+"""config.json of real Llamas in both of transformers' spellings, and the refusals."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from sidestream.graphs.config import ConfigError, LlamaConfig, RopeScaling
+from sidestream.graphs.rotary import inverse_frequencies
+from support.tiny import LINEAR_ROPE, LLAMA3_ROPE
+from transformers import LlamaConfig as HFLlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+LLAMA_3_8B = {
+    **LLAMA_2_7B, "attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128001, "intermediate_size": 14336, "max_position_embeddings": 8192,
+    "num_key_value_heads": 8, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "vocab_size": 128256,
+}  # fmt: skip
+LLAMA_31_8B = {
+    **LLAMA_3_8B, "eos_token_id": [128001, 128008, 128009], "max_position_embeddings": 131072, "mlp_bias": False,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+LLAMA_32_1B = {
+    **LLAMA_31_8B, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True,
+    "rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+
+
+def transformers_5(fields: dict) -> dict:
+    """The same config as transformers 5 spells it."""
+    moved = {key: value for key, value in fields.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    rope = {"rope_type": "default", "rope_theta": fields.get("rope_theta", 10000.0), **(fields["rope_scaling"] or {})}
+    return {**moved, "dtype": fields["torch_dtype"], "rope_parameters": rope}
+
+
+@pytest.mark.parametrize("spell", [dict, transformers_5])
+@pytest.mark.parametrize(
+    ("fields", "head_dim", "kv_heads", "theta", "kind", "factor", "tied", "eos"),
+    [
+        (LLAMA_2_7B, 128, 32, 10000.0, "default", 1.0, False, (2,)),
+        (LLAMA_3_8B, 128, 8, 500000.0, "default", 1.0, False, (128001,)),
+        (LLAMA_31_8B, 128, 8, 500000.0, "llama3", 8.0, False, (128001, 128008, 128009)),
+        (LLAMA_32_1B, 64, 8, 500000.0, "llama3", 32.0, True, (128001, 128008, 128009)),
+    ],
+)
+def test_every_llama_in_both_spellings(spell, fields, head_dim, kv_heads, theta, kind, factor, tied, eos) -> None:
+    config = LlamaConfig.from_dict(spell(fields))
+    assert (config.head_dim, config.num_key_value_heads, config.rope_theta, config.tie_word_embeddings) == (head_dim, kv_heads, theta, tied)
+    assert (config.rope_scaling.kind, config.rope_scaling.factor) == (kind, factor)
+    assert config.eos_token_ids == eos
+    assert config.dtype == fields["torch_dtype"]
+
+
+def test_the_old_linear_spelling() -> None:
+    config = LlamaConfig.from_dict({**LLAMA_2_7B, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert config.rope_scaling == RopeScaling("linear", factor=4.0)
+    assert config.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LINEAR_ROPE, LLAMA3_ROPE])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_frequencies_equal_transformers(rope: dict, head_dim: int) -> None:
+    theirs = HFLlamaConfig(hidden_size=256, num_attention_heads=2, head_dim=head_dim, rope_parameters=rope, max_position_embeddings=512)
+    ours = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
+    torch.testing.assert_close(inverse_frequencies(ours), LlamaRotaryEmbedding(theirs).inv_freq, rtol=1e-6, atol=0)
+
+
+REFUSED = [
+    ({"head_dim": 80}, "head_dim 80"),
+    ({"hidden_size": 4096 + 32}, "head_dim 129"),
+    ({"hidden_size": 4097}, "not a multiple of num_attention_heads"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"mlp_bias": True}, "mlp_bias"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
+    ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+    ({"rope_scaling": {**LLAMA_31_8B["rope_scaling"], "high_freq_factor": 1.0}}, "high_freq_factor"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"num_key_value_heads": 5}, "num_key_value_heads 5"),
+    ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+    ({"vocab_size": -1}, "vocab_size"),
+    ({"vocab_size": 2**31}, "vocab_size"),
+    ({"vocab_size": "many"}, "vocab_size"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"rope_theta": 10**400}, "rope_theta"),
+    ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
+    ({"eos_token_id": "</s>"}, "eos_token_id"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_refused_by_name_and_with_a_remedy(change: dict, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LlamaConfig.from_dict({**LLAMA_2_7B, **change})
+    assert named in str(caught.value)
+    assert ": " in str(caught.value)  # what, then what to do
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert LlamaConfig.from_dict({**LLAMA_2_7B, "some_new_field": 3}) == LlamaConfig.from_dict(LLAMA_2_7B)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [(b"{", "not valid JSON"), (b"[]", "JSON object"), (b"[" * 100000, "not valid JSON"), (b"\xff{}", "not valid JSON")],
+    ids=["unclosed", "list", "deep", "not-utf8"],
+)
+def test_broken_files(tmp_path: Path, content: bytes, named: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=named):
+        LlamaConfig.from_directory(tmp_path)
+
+
+def test_missing_and_oversized_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        LlamaConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_bytes(b" " * (2 << 20))
+    with pytest.raises(ConfigError, match="larger than"):
+        LlamaConfig.from_directory(tmp_path)
