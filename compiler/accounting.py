@@ -101,6 +101,7 @@ def _quantize_fused(e: Expectation) -> int | None:
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_embedding": lambda e: 1 if e.shape.paged else None,
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1,
+    "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * e.shape.layers,
     "lift_lora": lambda e: e.shape.lora_linears,
     "pack_projections": lambda e: 2 * e.shape.layers,

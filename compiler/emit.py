@@ -57,10 +57,10 @@ class BoundProgram:
         `synchronize` waits after each step (so an error names its step, and results can be compared with `replay`).
         `on_step(step, outs)` is called behind each step.
         """
-        if self._side is not None:
-            self._run_two_streams(self._side, synchronize, on_step)
-        else:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if self._side is not None:
+                self._run_two_streams(self._side, synchronize, on_step)
+            else:
                 for step, call, outs in zip(self.program.steps, self._calls, self.outs, strict=True):
                     call()
                     self._after(step, outs, synchronize, on_step)
@@ -70,6 +70,10 @@ class BoundProgram:
         """Run one step alone, on the current stream; returns where its results are."""
         self._calls[index]()
         return self.outs[index]
+
+    def arguments(self, index: int) -> list[Any]:
+        """What step `index` is called with: the bound tensors and plain values, in the order of its op's schema."""
+        return [self._value(value) for value in self.program.steps[index].args]
 
     def capture(self, pool: Any = None) -> "BoundProgram":
         """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU nothing is recorded and `replay` runs the steps.

@@ -19,6 +19,7 @@ from .passes.lift_embedding import lift_embedding
 from .passes.lift_lora import lift_lora
 from .passes.lift_rms_norm import lift_rms_norm
 from .passes.lift_rope import lift_rope
+from .passes.lift_rope_angles import lift_rope_angles
 from .passes.lower_lora import lower_lora
 from .passes.normalize import normalize
 from .passes.pack_projections import pack_projections
@@ -45,6 +46,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(normalize, "keeps"),
     Pass(lift_embedding, "keeps"),
     Pass(lift_rms_norm, "keeps"),
+    Pass(lift_rope_angles, "keeps"),
     Pass(lift_rope, "keeps"),
     Pass(lift_lora, "keeps"),
     # Fewer and larger ops, same numbers.

@@ -65,6 +65,7 @@ def _box(step: Step, placed: Placed, left: int, buffers: dict[str, Buffer]) -> s
     title = f"{step.index} {step.name}\n{step.op}\n-> {outs}\nwaits for {', '.join(map(str, step.waits)) or 'nothing'}"
     first = next((describe_view(view, buffers) for view in step.outs if 0 not in view.shape), "")
     label = f"{step.index:>3} {step.op.removeprefix('sidestream.')}"
+    label = label if len(label) <= 31 else f"{label[:30]}…"
     note = "  ".join(filter(None, notes))
     return (
         f'<g><title>{escape(title)}</title><rect class="box" x="{left}" y="{top}" width="{WIDTH}" height="{BOX}" fill="{fill}"/>'

@@ -3,6 +3,7 @@
 append_kv        k and v into the paged KV cache
 embedding        rows of the embedding table
 hadamard         Walsh-Hadamard transform of each head
+linear_fp8       y = x W^T in rowwise FP8, + delta and residual (kernels: linear_fp8_gluon, linear_fp8_decode, linear_fp8_prefill)
 lora             low-rank deltas of a batch of mixed adapters (semantic)
 lora_expand      LoRA's second half: summed planes times B
 lora_plan        tokens sorted by adapter and cut into tiles
@@ -11,6 +12,7 @@ paged_attention  causal attention over the paged KV cache, + quantization (kerne
 quantize         activations to e4m3, one scale per token
 rms_norm         RMSNorm with residual sum and quantization
 rope             rotary position embedding
+rope_angles      cos and sin of each token's rotary angles
 rope_append      RoPE, Hadamard and KV append of a packed qkv row in one launch
 sample           temperature, min-p, top-k, top-p, Gumbel-max; top_logprobs
 silu_mul         SiLU(gate) * up with delta and quantization
@@ -19,6 +21,7 @@ from . import (  # noqa: F401
     append_kv,
     embedding,
     hadamard,
+    linear_fp8,
     lora,
     lora_expand,
     lora_plan,
@@ -27,6 +30,7 @@ from . import (  # noqa: F401
     quantize,
     rms_norm,
     rope,
+    rope_angles,
     rope_append,
     sample,
     silu_mul,

@@ -39,6 +39,7 @@ gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
 
 HEAD_DIM = 128
 HEADS = 8  # columns of S^T and O^T
+MIN_SPLIT_PAGES = 2
 PROBABILITY_SHIFT = gl.constexpr(8.0)  # log2 of attention_pieces.PROBABILITY_SCALE
 LOWEST = gl.constexpr(-1.0e30)
 
@@ -114,15 +115,9 @@ def load_queries(q, score_scale, G: gl.constexpr, WARPS: gl.constexpr, BF16: gl.
     head = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
     lane = (k >> 1) & 3
     pair = ((k >> 3) & 1) * 2 + (k & 1)
-    if BF16:
-        dim = (k >> 6) * 64 + lane * 16 + ((k >> 4) & 3) * 4 + pair
-    else:
-        dim = lane * 32 + (k >> 4) * 4 + pair
+    dim = (k >> 6) * 64 + lane * 16 + ((k >> 4) & 3) * 4 + pair if BF16 else lane * 32 + (k >> 4) * 4 + pair
     x = gl.load(q + head[None, None, :] * 128 + dim[None, :, None], mask=(head < G)[None, None, :], other=0.0)
-    if BF16:
-        x = x.to(gl.bfloat16)
-    else:
-        x = (x.to(gl.float32) * score_scale).to(gl.float16)
+    x = x.to(gl.bfloat16) if BF16 else (x.to(gl.float32) * score_scale).to(gl.float16)
     if WARPS > 1:
         x = x + gl.zeros([WARPS, 128, 8], x.dtype, OPERAND)
     return x
@@ -179,10 +174,7 @@ def attend(scores, v, v_scale, top, total, acc, seen, WARPS: gl.constexpr, BF16:
     p = gl.exp2(scores - (new_top - PROBABILITY_SHIFT)[:, None, :])
     lane_sum = gl.sum(gl.reshape(p, [WARPS, TOKENS // 8, 8, 8]), 1)
     total = total * gl.convert_layout(keep, gl.SliceLayout(1, lane_sum.type.layout), assert_trivial=True)[:, None, :] + lane_sum
-    if BF16:
-        p = p.to(gl.bfloat16)
-    else:
-        p = (p * v_scale[:, :, None]).to(gl.float16)
+    p = p.to(gl.bfloat16) if BF16 else (p * v_scale[:, :, None]).to(gl.float16)
     # transposing each 8 x 8 tile turns S^T's accumulator into the narrow operand
     p = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
     p = gl.reshape(gl.permute(gl.reshape(p, [WARPS, TOKENS // 8, 8, 8]), (0, 1, 3, 2)), [WARPS, TOKENS, 8])
@@ -208,7 +200,7 @@ def merge_warps(acc, top, total, outputs, states, WARPS: gl.constexpr, BF16: gl.
     """The warps' (maximum, sum, O^T), through shared memory -> O [8, 128] divided by the sum, and log2-sum-exp [8]."""
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     BY_HEAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
-    if BF16:
+    if BF16:  # noqa: SIM108
         o = gl.permute(gl.reshape(acc, [WARPS, 2, 4, 2, 8, 8]), (0, 5, 1, 4, 2, 3))
     else:
         o = gl.permute(gl.reshape(acc, [WARPS, 8, 2, 8, 8]), (0, 4, 3, 1, 2))
@@ -263,7 +255,7 @@ def merge_splits(partial, logsumexp, row, active, G: gl.constexpr, GROUP: gl.con
 def decode_kernel(
     page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, score_scale, num_blocks, splits,
     HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128] are TMA descriptors."""
     program = gl.program_id(0)
@@ -280,7 +272,7 @@ def decode_kernel(
     block_table += first
     ids = ()
     for i in gl.static_range(STAGES):  # without splits these loads run beside the length's
-        ids = ids + (gl.load(block_table + i, mask=first + i < num_blocks, other=0),)
+        ids = ids + (gl.load(block_table + i, mask=first + i < num_blocks, other=0),)  # noqa: RUF005
     next_id = gl.load(block_table + STAGES, mask=first + STAGES < num_blocks, other=0)
 
     pages = gl.allocate_shared_memory(page_boxes.dtype, [STAGES, 128, 128], page_boxes.layout)
@@ -408,7 +400,7 @@ def launch(
     padded_group = next_power_of_2(group)
     decode_kernel[(rows * splits,)](
         page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, softmax_scale * LOG2_E, num_blocks, splits,
-        HK=kv_heads, G=group, GROUP=padded_group, BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=2, STEP=8 * warps, STAGES=stages,
+        HK=kv_heads, G=group, GROUP=padded_group, BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=MIN_SPLIT_PAGES, STEP=8 * warps, STAGES=stages,
         WARPS=warps, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -44,10 +44,8 @@ def attend(
         keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
         cached = block * PAGE + token < length
         k = tl.load(keys)
-        if MASK:
-            v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0)  # what lies behind the end may be anything: 0 * NaN is NaN
-        else:
-            v = tl.load(keys + PAGE * D)
+        # what lies behind the end may be anything, and 0 * NaN is NaN
+        v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0) if MASK else tl.load(keys + PAGE * D)
         if not FP8_SCORES:
             k = k.to(OPERAND)
         scores = dot_ieee(q, tl.trans(k), tl.zeros([q.shape[0], PAGE], tl.float32)) * row_factor[:, None]

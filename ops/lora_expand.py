@@ -12,7 +12,8 @@ from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, requi
 CTAS_PER_SM = 4  # programs that an SM holds at once
 
 
-def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int]) -> torch.Tensor:
+def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int,
+                          slices: Sequence[int]) -> torch.Tensor:
     """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to b's dtype) @ b[slot of t, slice i]^T.
 
     planes       [splits, T, n*R] fp32, added in order

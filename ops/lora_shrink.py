@@ -100,7 +100,8 @@ def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tens
     ranks = a.shape[1]
     require_contiguous("lora_shrink", x=x, a=a, planes=out[0])
     if ranks % 16 or a.shape[2] != k or a.dtype != x.dtype:
-        raise ValueError(f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; needs [slots, ranks (a multiple of 16), {k}] in x's dtype")
+        raise ValueError(f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; "
+                         f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype")
     if tokens == 0:
         return
     rank_block, block_k, stages = shrink_blocks(ranks, tile, x.element_size())

@@ -60,7 +60,7 @@ def work_split(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> W
     uneven = cdiv(tiles, whole) * whole > MAX_UNEVENNESS * tiles  # some programs would hold a tile more than others, for too long
     if tiles > MAX_TILES or not (config.split or uneven):
         return WorkSplit(whole, 1, False)
-    programs = min(sms * config.ctas_per_sm, config.ctas or MAX_UNITS, units, max(1, MAX_UNITS // units - 1))
+    programs = min(sms * config.ctas_per_sm, config.ctas or MAX_UNITS, units, tiles * MAX_PARTS, max(1, MAX_UNITS // units - 1))
     parts = max(((t + 1) * steps * programs - 1) // units - ((t * steps + 1) * programs - 1) // units + 1 for t in range(tiles))
     return WorkSplit(programs, next_power_of_2(parts), parts > 1)
 

@@ -1,7 +1,7 @@
 """The passes, one idea a file; `compiler/pipeline.py` has their order.
 
 normalize           one spelling for what PyTorch spells in several ways
-lift_embedding, lift_rms_norm, lift_rope, lift_lora      ATen idioms -> semantic ops; every dependence on a model's spelling lives in these
+lift_embedding, lift_rms_norm, lift_rope_angles, lift_rope, lift_lora      ATen idioms -> semantic ops; every dependence on a model's spelling lives in these
 pack_projections    q/k/v and gate/up become one projection each
 fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one
 quantize_kv         a quantized KV cache, with or without a Hadamard rotation

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.build import ProgramStore, build_program, program_key
 from sidestream.compiler.buffers import Buffer, ProgramError, View
+from sidestream.compiler.build import ProgramStore, build_program, program_key
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program import Bucket, Program, Step
 from sidestream.compiler.recipe import cat, item, param, quantize
@@ -138,7 +138,8 @@ def test_the_store_keeps_programs_and_ignores_damage(tmp_path: Path, caplog: pyt
 
 
 def test_the_key_depends_on_everything() -> None:
-    base = {"versions": {"torch": "2.11"}, "config": {"layers": 2, "rope": {"b": 1, "a": 2}}, "options": CompileOptions(), "passes": ["normalize"], "bucket": BUCKET}
+    config = {"layers": 2, "rope": {"b": 1, "a": 2}}
+    base = {"versions": {"torch": "2.11"}, "config": config, "options": CompileOptions(), "passes": ["normalize"], "bucket": BUCKET}
     others = [
         {"versions": {"torch": "2.13"}}, {"config": {"layers": 3}}, {"options": CompileOptions(hadamard=False)}, {"passes": []}, {"bucket": None},
         {"bucket": dataclasses.replace(BUCKET, lora=False)},

@@ -85,7 +85,8 @@ def test_random_programs_wait_enough_and_not_more(seed: int) -> None:
     program, operations = build(seed)
     steps = program.steps
     place = {step.name: step.index for step in steps}
-    needed = [(place[operations[source].name], place[operation.name]) for operation, sources in zip(operations, dependencies(operations), strict=True) for source in sources]
+    edges = [(source, target) for target, sources in enumerate(dependencies(operations)) for source in sources]
+    needed = [(place[operations[source].name], place[operations[target].name]) for source, target in edges]
     before = reachable(steps)
     assert all(source in before[target] for source, target in needed)
     for step in steps:

@@ -28,10 +28,8 @@ def random_operations(rng: random.Random, length: int) -> tuple[dict[str, Buffer
         reads = [*sources, *(["cache"] if rng.random() < 0.3 or "cache" in writes else [])]
         outs = tuple(view(name, buffers[name].shape[0]) for name in results)
         arguments = tuple(view(name, buffers[name].shape[0]) for name in reads)
-        own = rng.random() < 0.8
-        operations.append(
-            Operation(f"op{index}", "sidestream.fake" if own else "aten.fake.default", arguments, (), outs, frozenset(reads), frozenset(writes), rng.random() < 0.45)
-        )
+        op = "sidestream.fake" if rng.random() < 0.8 else "aten.fake.default"
+        operations.append(Operation(f"op{index}", op, arguments, (), outs, frozenset(reads), frozenset(writes), rng.random() < 0.45))
         known.extend(results)
         if len(known) > 8:
             known.pop(rng.randrange(len(known)))

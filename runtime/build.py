@@ -1,0 +1,99 @@
+"""From a model directory to a runner: compile, check the memory, load the weights, bind the programs."""
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..compiler.api import CompiledModel, compile_model
+from ..compiler.options import CompileOptions
+from ..compiler.program import Program
+from ..graphs.config import LlamaConfig
+from ..graphs.llama import Llama
+from ..graphs.lora import LoraShape
+from .adapters import AdapterRegistry, AdapterStacks
+from .buckets import Buckets
+from .engine_options import EngineOptions, EngineSizes
+from .loading import checkpoint_lookup, dummy_lookup, load_weights
+from .memory import Demand, nbytes, plan_cpu_pages, plan_pages, sampling_bytes
+from .runner import ModelRunner
+
+
+@dataclass
+class Built:
+    """A runner and what it was made from; `seconds` tells where the start-up's time went."""
+
+    runner: ModelRunner
+    compiled: CompiledModel
+    num_pages: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def build_runner(
+    config: LlamaConfig, directory: Path | None, options: EngineOptions, compiler_options: CompileOptions, sizes: EngineSizes, device: torch.device,
+    registry: AdapterRegistry, lora: LoraShape | None,
+) -> Built:  # fmt: skip
+    """Everything on the device, ready to run. `directory` None: random weights. Raises CapacityError when it does not fit."""
+    seconds: dict[str, float] = {}
+    dtype = compiler_options.model_dtype
+    with _timed(seconds, "capture_and_passes"):
+        model = Llama(config, lora, dtype=dtype, device="meta")
+        compiled = compile_model(model, compiler_options)
+    num_pages, arena_bytes = _plan_memory(compiled, config, options, sizes, device, lora is not None)
+    buckets = _buckets(sizes, num_pages, lora is not None, device)
+    with _timed(seconds, "load"):
+        expected = model.checkpoint_tensors()
+        if directory is None:
+            lookup, names = dummy_lookup(expected, device, dtype, options.seed)
+        else:
+            lookup, names = checkpoint_lookup(directory, expected, config.tie_word_embeddings, device, dtype)
+        tensors = load_weights(compiled.recipes, lookup, names, model.derived_tensors(), device, options.show_progress)
+    specs = compiled.tensor_specs(buckets.largest())
+    stack_tensors = _zeros({name: specs[name] for name in compiled.adapter_recipes}, device)
+    stacks = None if lora is None else AdapterStacks(compiled.adapter_recipes, stack_tensors, registry, lora, options.max_cpu_loras)
+    tensors.update(stack_tensors)
+    tensors.update(_zeros(compiled.kv_spec(num_pages), device))
+    runner = ModelRunner(
+        compiled, tensors, buckets, device, stacks=stacks, vocabulary=config.vocab_size, enforce_eager=options.enforce_eager, arena_bytes=arena_bytes
+    )
+    seconds["programs_and_graphs"] = runner.warm_up(options.show_progress)
+    return Built(runner, compiled, num_pages, seconds)
+
+
+def _plan_memory(
+    compiled: CompiledModel, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device, has_lora: bool
+) -> tuple[int, int]:
+    """(KV pages, bytes of the arena that every program shares)."""
+    largest = _buckets(sizes, sizes.blocks, has_lora, device).largest()
+    program = compiled.program(largest)
+    arena_bytes = program.arena_bytes
+    page = nbytes(compiled.kv_spec(1))
+    if options.num_kv_pages is not None:
+        return options.num_kv_pages, arena_bytes
+    if device.type == "cpu":
+        return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs), arena_bytes
+    demand = Demand(_bytes_of(program, "weight"), _bytes_of(program, "adapter"), arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size), page)
+    free, total = torch.cuda.mem_get_info(device)
+    return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs), arena_bytes
+
+
+def _buckets(sizes: EngineSizes, pages: int, lora: bool, device: torch.device) -> Buckets:
+    return Buckets(sizes.max_num_seqs, sizes.max_num_batched_tokens, pages, sizes.blocks, lora, rounded=device.type == "cpu")
+
+
+def _bytes_of(program: Program, kind: str) -> int:
+    return sum(buffer.nbytes for buffer in program.of_kind(kind))
+
+
+def _zeros(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Zeros, also in eight bits: memory that was never written must not hold a NaN that a masked product could spread."""
+    return {name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype) for name, (shape, dtype) in specs.items()}
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - begin

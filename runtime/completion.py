@@ -1,0 +1,75 @@
+"""One completion as it grows: text, stop strings, log-probabilities."""
+from .detokenizer import Detokenizer, StopStrings
+from .outputs import CompletionOutput, FinishReason, Logprob
+from .plan import StepResult
+from .request import Sequence
+from .tokenizer import Tokenizer
+
+
+class Completion:
+    """Follows one sequence. `eager` turns every token into text at once (streams, stop strings); else the text is made when it ends."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, eager: bool) -> None:
+        params = sequence.params
+        self.sequence = sequence
+        self.text = ""
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative: float | None = None if params.logprobs is None else 0.0
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._eager = eager or bool(params.stop_strings)
+        self._detokenizer: Detokenizer | None = None
+        self._pending: list[int] = []
+        self._shown = 0
+
+    def accept(self, token: int, row: int, result: StepResult) -> str | None:
+        """Take a token in; returns the stop string that it completes, if any. The sequence already holds the token and may have ended by it."""
+        if self.logprobs is not None:
+            self._note_logprobs(row, result)
+        if self._tokenizer is None:
+            return None
+        sequence, params = self.sequence, self.sequence.params
+        ended_by_token = sequence.finish_reason == "stop"
+        if not ended_by_token or params.include_stop_str_in_output:
+            self._pending.append(token)
+        if not self._eager and not sequence.finished:
+            return None
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(self._tokenizer, sequence.tokens[:sequence.prompt_length], params.skip_special_tokens)
+        new = self._detokenizer.push(self._pending, last=sequence.finished)
+        self._pending = []
+        self.text += new
+        if not new or (ended_by_token and params.include_stop_str_in_output) or len(sequence.output_ids) < params.min_tokens:
+            return None
+        found = self._stops.find(self.text, len(new))
+        if found is None:
+            return None
+        stop, end = found
+        self.text = self.text[:end]
+        return stop
+
+    def fresh_text(self) -> str:
+        """Text that has not been shown yet and can no longer be cut off."""
+        end = len(self.text) if self.sequence.finished else max(self._shown, len(self.text) - self._stops.held)
+        fresh = self.text[self._shown:end]
+        self._shown = end
+        return fresh
+
+    def output(self) -> CompletionOutput:
+        """The completion so far, for the caller."""
+        sequence = self.sequence
+        reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
+        return CompletionOutput(sequence.index, self.text, sequence.output_ids, self.cumulative, self.logprobs, reason, sequence.stop_reason)
+
+    def _note_logprobs(self, row: int, result: StepResult) -> None:
+        if self.logprobs is None or self.cumulative is None or result.logprob_tokens is None or result.logprobs is None or result.ranks is None:
+            return
+        count = 1 + (self.sequence.params.logprobs or 0)
+        tokens, values = result.logprob_tokens[row, :count].tolist(), result.logprobs[row, :count].tolist()
+        ranks = [int(result.ranks[row]), *range(1, count)]
+        entry: dict[int, Logprob] = {}
+        for token, value, rank in zip(tokens, values, ranks, strict=True):
+            if token not in entry:
+                entry[token] = Logprob(value, rank, None if self._tokenizer is None else self._tokenizer.token_text(token))
+        self.logprobs.append(entry)
+        self.cumulative += values[0]

@@ -1,0 +1,149 @@
+"""The options of `LLM`, checked before any work, and what they come to for a given model and device."""
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compiler.options import CompileOptions, OptionError
+from ..ops.kv_layout import PAGE_SIZE
+
+DEFAULT_MAX_MODEL_LEN = 8192
+MAX_NUM_SEQS = 256
+MAX_BATCHED_TOKENS = 8192
+CPU_NUM_SEQS = 16
+CPU_BATCHED_TOKENS = 512
+DEFAULT_MAX_LORAS = 8
+MAX_ADAPTER_SLOTS = 256
+MAX_RANK = 512
+_KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
+_DTYPES = {"auto": None, "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_RANGES = {
+    "max_model_len": (2, 1 << 24),
+    "max_num_seqs": (1, MAX_NUM_SEQS),
+    "max_num_batched_tokens": (1, 1 << 16),
+    "max_loras": (0, MAX_ADAPTER_SLOTS),
+    "max_lora_rank": (1, MAX_RANK),
+    "max_cpu_loras": (1, 1 << 16),
+    "num_kv_pages": (1, 1 << 24),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes and places.
+
+    max_model_len           most tokens (prompt + output) of a sequence; None = the model's own limit, at most 8192
+    max_num_seqs            sequences computed at once; None = 256 (16 on the CPU)
+    max_num_batched_tokens  query tokens of a step; longer prompts are computed in chunks; None = 8192 (512 on the CPU)
+    max_loras               adapters resident on the device at once; None = as many as are given, at most 8
+    max_lora_rank           largest adapter rank; None = the largest that is given
+    max_cpu_loras           adapters kept ready in host memory
+    num_kv_pages            KV pages of 64 tokens; None = what the memory leaves
+    gpu_memory_utilization  share of the device's memory that may be used
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    max_cpu_loras: int = 64
+    num_kv_pages: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    show_progress: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
+                raise OptionError(f"{name}={value!r} must be an integer from {low} to {high}")
+        if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise OptionError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie above 0 and at most 1; 0.9 leaves a tenth to others")
+        if self.max_num_seqs is not None and self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise OptionError(f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                              "so not every running sequence would get its token in a step; raise the one or lower the other")
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """What the options come to: every size is known."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """Pages of the longest sequence: columns of the block table."""
+        return -(-self.max_model_len // PAGE_SIZE)
+
+
+def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.device) -> EngineSizes:
+    """Fill in what was left open. Raises OptionError for a max_model_len beyond the model's positions."""
+    if options.max_model_len is not None and options.max_model_len > max_positions:
+        raise OptionError(f"max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={max_positions}; lower max_model_len to that")
+    on_cpu = device.type == "cpu"
+    seqs = options.max_num_seqs or (CPU_NUM_SEQS if on_cpu else MAX_NUM_SEQS)
+    if options.max_num_seqs is None and options.max_num_batched_tokens is not None:
+        seqs = min(seqs, options.max_num_batched_tokens)
+    tokens = options.max_num_batched_tokens or max(seqs, CPU_BATCHED_TOKENS if on_cpu else MAX_BATCHED_TOKENS)
+    sizes = EngineSizes(options.max_model_len or min(max_positions, DEFAULT_MAX_MODEL_LEN), seqs, tokens)
+    if options.num_kv_pages is not None and options.num_kv_pages < sizes.blocks:
+        raise OptionError(
+            f"num_kv_pages={options.num_kv_pages} do not hold one sequence of max_model_len={sizes.max_model_len} tokens; "
+            f"give at least {sizes.blocks}, or lower max_model_len")
+    return sizes
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device to use: the GPU if there is one, unless `device` says otherwise. Raises OptionError for one that is not there."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        chosen = torch.device(device if device is not None else "cuda" if has_gpu else "cpu")
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r} is not a device; use 'cuda', 'cuda:0' or 'cpu'") from error
+    if chosen.type not in ("cuda", "cpu"):
+        raise OptionError(f"device={device!r} is not supported; use 'cuda' or 'cpu'")
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    index = 0 if chosen.index is None else chosen.index
+    if not has_gpu or index >= torch.cuda.device_count():
+        count = torch.cuda.device_count() if has_gpu else 0
+        raise OptionError(f"device={device!r} is not there; this machine has {count} CUDA devices; use device='cpu' to run without")
+    return torch.device("cuda", index)
+
+
+def compile_options(
+    precision: str, dtype: Any, kv_dtype: str, kv_cache_dtype: str, hadamard: bool | None, disable: tuple[str, ...], more: Mapping[str, Any]
+) -> CompileOptions:
+    """The compiler's options from LLM's spellings. Raises OptionError for unknown values and for options that contradict each other."""
+    try:
+        wanted = _DTYPES[dtype]
+    except (KeyError, TypeError):
+        raise OptionError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16' or 'float32'") from None
+    if wanted == "fp32" and precision in ("fp8", "bf16"):
+        raise OptionError(f"dtype={dtype!r} contradicts precision={precision!r}; use precision='fp32'")
+    if wanted == "bf16" and precision == "fp32":
+        raise OptionError(f"dtype={dtype!r} contradicts precision='fp32'; use precision='bf16'")
+    cache = {_kv_dtype("kv_dtype", kv_dtype), _kv_dtype("kv_cache_dtype", kv_cache_dtype)}
+    if len(cache) > 1:
+        cache.discard("auto")
+    if len(cache) > 1:
+        raise OptionError(f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, give one of them")
+    options: dict[str, Any] = {"precision": precision, "kv_dtype": cache.pop(), "disable": tuple(disable), **more}
+    if hadamard is not None:
+        options["hadamard"] = hadamard
+    result = CompileOptions(**options)
+    if hadamard and not result.quantizes_kv:
+        raise OptionError("hadamard=True only helps a quantized KV cache, and this one is not; use precision='fp8' or leave hadamard out")
+    return result
+
+
+def _kv_dtype(name: str, value: str) -> str:
+    if value not in _KV_DTYPES:
+        raise OptionError(f"{name}={value!r} is not known; choose one of {', '.join(_KV_DTYPES)}")
+    return _KV_DTYPES[value]

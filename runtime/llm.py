@@ -1,0 +1,219 @@
+"""`LLM`: a model with many adapters, in this process."""
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from ..compiler.api import CompiledModel
+from ..compiler.options import OptionError
+from ..compiler.pipeline import check_disabled
+from ..graphs.config import LlamaConfig
+from ..graphs.stack import lora_shape_for
+from .adapters import AdapterRegistry
+from .build import build_runner
+from .engine import Engine, Request
+from .engine_options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions, compile_options, resolve_device, resolve_sizes
+from .errors import RequestError
+from .outputs import FinishReason, RequestOutput
+from .prompts import make_requests
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler, SchedulerLimits
+from .tokenizer import eos_token_ids, load_tokenizer
+
+DEMO_MODEL = Path(__file__).parent.parent / "tools" / "demo_model"
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+class StreamChunk(NamedTuple):
+    """What a step added to one prompt's answer: which prompt (its place in the list), the new text and token ids; `finish_reason` comes with the last chunk."""
+
+    prompt_index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    completion: int = 0
+
+
+class LLM:
+    """A Llama and its LoRA adapters, compiled for this machine and run in this process.
+
+        llm = LLM("path/to/llama", adapters={"poetry": "path/to/adapter"})
+        outputs = llm.generate(["To be"], SamplingParams(max_tokens=32), adapter="poetry")
+
+    model            directory in the Hugging Face format (None: the demo model with its adapters); with load_format="dummy" also config.json's fields as a dict
+    adapters         name -> directory of a PEFT adapter
+    precision        `fp8`: weights, activations and KV cache in eight bits; `bf16`, `fp32`: nothing quantized
+    kv_cache_dtype   (or kv_dtype) `auto`, `fp8`, `int8`, `bf16`: what the KV cache holds
+    hadamard         rotate Q and K before a quantized cache (None: where it is quantized)
+    dtype            `auto`, `bfloat16`, `float32`: vLLM's spelling of the unquantized dtype; must agree with precision
+    disable_passes   compiler passes to leave out, by name
+    lora_lowering, lora_sm_share, lm_head   see CompileOptions
+    load_format      `dummy`: random weights of the model's shape, for measurements
+    device           `cuda`, `cuda:1`, `cpu`; None: the GPU if there is one
+    max_model_len, max_num_seqs, max_num_batched_tokens, max_loras, max_lora_rank, max_cpu_loras, num_kv_pages, gpu_memory_utilization, enforce_eager,
+    show_progress, seed   see EngineOptions
+
+    Raises OptionError, ConfigError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when the device is too small. `generate`
+    and `stream` raise RequestError, before anything runs, for a request that cannot be served.
+
+    compiled   the CompiledModel: its passes' report, programs and dump
+    seconds    where the start-up's time went
+    """
+
+    compiled: CompiledModel
+
+    def __init__(
+        self, model: str | Path | Mapping[str, Any] | None = None, adapters: Mapping[str, str | Path] | None = None, *, precision: str = "fp8",
+        kv_dtype: str = "auto", kv_cache_dtype: str = "auto", hadamard: bool | None = None, dtype: Any = "auto", disable_passes: Sequence[str] = (),
+        lora_lowering: str = "auto", lora_sm_share: float = 0.25, lm_head: str = "fp8", load_format: str = "auto", device: str | torch.device | None = None,
+        max_model_len: int | None = None, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, max_loras: int | None = None,
+        max_lora_rank: int | None = None, max_cpu_loras: int = 64, num_kv_pages: int | None = None, gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False, show_progress: bool = True, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.options = EngineOptions(
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_loras=max_loras,
+            max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, num_kv_pages=num_kv_pages, gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager, show_progress=show_progress, seed=seed)
+        more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head}
+        compiler_options = compile_options(precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more)
+        check_disabled(compiler_options)
+        if load_format not in LOAD_FORMATS:
+            raise OptionError(f"load_format={load_format!r} is not known; choose one of {', '.join(LOAD_FORMATS)}")
+        self.device = resolve_device(device)
+        if model is None and adapters is None:
+            adapters = {path.parent.name: path.parent for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))}
+        self.config, directory = _model(DEMO_MODEL if model is None else model, load_format)
+        sizes = resolve_sizes(self.options, self.config.max_position_embeddings, self.device)
+        self._registry = AdapterRegistry(self.config, max_lora_rank or MAX_RANK)
+        for name, path in tqdm((adapters or {}).items(), desc="Reading adapters", unit="adapter", disable=not (show_progress and adapters), leave=False):
+            self._registry.add(name, path)
+        count = len(self._registry.numbers)
+        slots = min(count, DEFAULT_MAX_LORAS) if max_loras is None else max_loras
+        if slots == 0 and count:
+            raise OptionError(f"max_loras=0 leaves no room for the {count} adapters given; raise max_loras or leave adapters out")
+        if slots and not count:
+            raise OptionError(f"max_loras={slots} without adapters: the shape of the stacks follows from them; give at least one in adapters={{name: path}}")
+        lora = lora_shape_for(self._registry.adapters, slots, max_lora_rank) if slots else None
+        self.tokenizer = load_tokenizer(directory)
+        vocabulary = self.config.vocab_size
+        eos_ids = {token for token in eos_token_ids(directory) | set(self.config.eos_token_ids) if token < vocabulary}
+        weights = None if load_format == "dummy" else directory
+        built = build_runner(self.config, weights, self.options, compiler_options, sizes, self.device, self._registry, lora)
+        self.compiled, self.seconds, self.num_pages = built.compiled, built.seconds, built.num_pages
+        self._stacks = built.runner.stacks
+        limits = SchedulerLimits(built.num_pages, sizes.max_model_len, sizes.max_num_seqs, sizes.max_num_batched_tokens, slots)
+        scheduler = Scheduler(limits, self._registry.numbers)
+        self.engine = Engine(scheduler, built.runner, self.tokenizer, eos_ids, seed, overlap=self.device.type == "cuda")
+        self._requests = 0
+        self._busy = False
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may use."""
+        return tuple(self._registry.numbers)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that a prompt and its output may come to."""
+        return self.engine.scheduler.limits.max_model_len
+
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Make one more adapter usable. Raises RequestError or AdapterError for one that does not fit what the engine was started with."""
+        if self._stacks is None:
+            raise RequestError("the engine was started without adapters; give LLM at least one in adapters={name: path}")
+        known = self._registry.add(name, path)
+        try:
+            self._stacks.prepare(known.number)
+        except ValueError as error:
+            self._registry.remove(name)
+            raise RequestError(f"adapter {name!r}: {error}") from error
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter: its slot and its host copy come free. Raises RequestError while a stream uses it."""
+        self._registry.require(name)
+        try:
+            self.engine.scheduler.slots.forget(name)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        if self._stacks is not None:
+            self._stacks.forget(self._registry.numbers[name])
+        self._registry.remove(name)
+
+    def generate(
+        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, adapter: str | Sequence[str | None] | None = None, *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Complete every prompt; outputs come in the prompts' order.
+
+        prompts          text, token ids, a list of either, or dicts {"prompt": text} / {"prompt_token_ids": ids}
+        sampling_params  one for all or one a prompt; None: SamplingParams()
+        adapter          an adapter's name for all, or one a prompt (None = the base model)
+        """
+        requests = self._make_requests(prompts, sampling_params, adapter)
+        outputs: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm) as progress:
+            before = self.engine.num_sampled
+            for _, finished in self._run(requests, stream=False):
+                for output in finished:
+                    outputs[output.request_id] = output
+                    progress.update()
+                    progress.set_postfix_str(f"{(self.engine.num_sampled - before) / max(progress.format_dict['elapsed'], 1e-9):.0f} tok/s")
+        return [outputs[request.request_id] for request in requests]
+
+    def stream(
+        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, adapter: str | Sequence[str | None] | None = None
+    ) -> Iterator[StreamChunk]:
+        """The same, token by token: chunks of all prompts as they come. Leaving the loop early ends the requests."""
+        requests = self._make_requests(prompts, sampling_params, adapter)
+        index = {request.request_id: place for place, request in enumerate(requests)}
+
+        def chunks() -> Iterator[StreamChunk]:
+            for deltas, _ in self._run(requests, stream=True):
+                for delta in deltas:
+                    yield StreamChunk(index[delta.request_id], delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason, delta.index)
+
+        return chunks()
+
+    def _make_requests(self, prompts: Any, sampling_params: Any, adapter: Any) -> list[Request]:
+        if self._busy:
+            raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
+        requests = make_requests(
+            prompts, sampling_params, adapter, tokenizer=self.tokenizer, vocabulary=self.config.vocab_size, max_model_len=self.max_model_len,
+            adapters=self._registry.numbers, first=self._requests)
+        self._requests += len(requests)
+        return requests
+
+    def _run(self, requests: list[Request], stream: bool) -> Iterator[tuple[list[Any], list[RequestOutput]]]:
+        """Steps of the engine until all requests are done; whatever interrupts this ends them."""
+        if self._busy:
+            raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
+        self._busy = True
+        try:
+            for request in requests:
+                self.engine.add(request, stream)
+            while self.engine.has_work:
+                yield self.engine.step()
+        finally:
+            self._busy = False
+            for request in requests:
+                self.engine.abort(request.request_id)
+            while self.engine.has_work:
+                self.engine.step()
+
+
+def _model(model: str | Path | Mapping[str, Any], load_format: str) -> tuple[LlamaConfig, Path | None]:
+    """(config, directory or None) of what the caller named."""
+    if isinstance(model, Mapping):
+        if load_format != "dummy":
+            raise OptionError("a model given as config fields has no weights; add load_format='dummy' for random ones, or name a model directory")
+        return LlamaConfig.from_dict(model), None
+    directory = Path(model)
+    if not directory.is_dir():
+        raise OptionError(f"model={str(model)!r} is no directory; download the model first and name the directory that holds its config.json")
+    return LlamaConfig.from_directory(directory), directory
+
+
+

@@ -1,0 +1,65 @@
+"""A program's weights, made from a checkpoint (or at random) one recipe at a time, so that 16-bit and quantized copies never coexist."""
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..compiler.recipe import Recipe, materialize
+from ..graphs.checkpoint import Checkpoint
+
+Lookup = Callable[[str], torch.Tensor]
+DUMMY_STD = 0.02
+
+
+def checkpoint_lookup(
+    directory: Path, expected: Mapping[str, tuple[int, ...]], tied: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[Lookup, list[str]]:
+    """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors come in `dtype` on `device`."""
+    checkpoint = Checkpoint(directory)
+    checkpoint.validate(expected, tied)
+    return lambda name: checkpoint.tensor(name).to(device=device, dtype=dtype), checkpoint.names()
+
+
+def dummy_lookup(expected: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Lookup, list[str]]:
+    """The same for random weights, which depend on seed and name only (on one kind of device): norms one, the rest normal with deviation 0.02."""
+
+    def lookup(name: str) -> torch.Tensor:
+        shape = expected[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device=device)
+        generator = torch.Generator(device).manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) & (2**63 - 1))
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, DUMMY_STD, generator=generator)
+
+    return lookup, list(expected)
+
+
+def load_weights(
+    recipes: Mapping[str, Recipe], lookup: Lookup, names: Iterable[str], constants: Mapping[str, torch.Tensor], device: torch.device,
+    show_progress: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Buffer name -> tensor on `device` for each recipe, in the order of the checkpoint's files.
+
+    `names`: the checkpoint's tensors in file order. `constants`: tensors that come from the model's config instead, kept in their own dtype.
+    """
+
+    def find(name: str) -> torch.Tensor:
+        return constants[name].to(device) if name in constants else lookup(name)
+
+    position = {name: index for index, name in enumerate(names)}
+
+    def place(name: str) -> tuple[int, list[str]]:
+        sources = sorted(recipes[name].sources())
+        return min((position.get(source, -1) for source in sources), default=-1), sources
+
+    order = sorted(recipes, key=place)
+    weights: dict[str, torch.Tensor] = {}
+    memo: dict[Recipe, Any] = {}
+    sources: frozenset[str] = frozenset()
+    for name in tqdm(order, desc="Loading weights", unit="tensor", disable=not show_progress, leave=False):
+        if recipes[name].sources() != sources:  # values and scales of one quantized weight share their work, nothing else is kept
+            memo, sources = {}, recipes[name].sources()
+        weights[name] = materialize(recipes[name], find, memo).to(device).contiguous()
+    return weights

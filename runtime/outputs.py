@@ -1,0 +1,52 @@
+"""What a caller gets back, shaped as vLLM's outputs."""
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural logarithm of a token's probability under the raw logits, and the token's rank among them (1 = likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt.
+
+    text                the new text only; '' without a tokenizer or with detokenize=False
+    token_ids           every sampled token, the ending one included
+    cumulative_logprob  sum over the chosen tokens; None unless logprobs were asked for
+    logprobs            for each token a dict: the chosen token first, then the likeliest ones
+    finish_reason       None while it runs; `stop`, `length` or `abort`
+    stop_reason         the stop string or stop token id that ended it; None for end-of-sequence
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will follow."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """One request's prompt and its n completions; `adapter` is the LoRA adapter's name or None for the base model."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    adapter: str | None = None

@@ -1,0 +1,102 @@
+"""What one step computes: flat arrays that the scheduler makes and the runner reads, and what comes back.
+
+Nothing in here refers to a tensor or a device, so that a plan can cross a process boundary.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How the rows of a step are sampled; arrays are [B] unless said otherwise.
+
+    `greedy`: every sampled row has temperature 0. `num_logprobs`: likeliest tokens to report a row, -1 = none. The flat lists (rows, tokens,
+    values) add `bias_values` to single logits (-inf bans a token); `history_*` list each distinct token of a penalised row with the number
+    of times that it occurs in the output (0 = in the prompt only), and the three penalties are per row.
+    """
+
+    greedy: bool
+    num_logprobs: int
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    seeds: Int64
+    steps: Int64
+    bias_rows: Int32
+    bias_tokens: Int32
+    bias_values: Float32
+    history_rows: Int32
+    history_tokens: Int32
+    history_counts: Int32
+    presence_penalty: Float32
+    frequency_penalty: Float32
+    repetition_penalty: Float32
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: T query tokens of B sequences, grouped by sequence.
+
+    step           number of the step
+    decode         each sequence has exactly one query token
+    input_ids [T]  a token whose id only the device knows yet holds 0
+    positions, slot_mapping [T]; adapter_index [T] (-1 = base model)
+    block_table [B, P], context_lens [B] (query tokens included), query_start [B + 1]
+    logits_indices [B]  row of each sequence's last query token
+    sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
+    feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
+    slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step
+    """
+
+    step: int
+    decode: bool
+    input_ids: Int32
+    positions: Int32
+    slot_mapping: Int32
+    adapter_index: Int32
+    block_table: Int32
+    context_lens: Int32
+    query_start: Int32
+    logits_indices: Int32
+    sample_rows: Int32
+    feed_positions: Int32
+    feed_rows: Int32
+    slot_loads: Int32
+    sampling: SamplingPlan
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return len(self.context_lens)
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether any token has an adapter."""
+        return bool((self.adapter_index >= 0).any())
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step sampled.
+
+    tokens [B] (rows outside `sample_rows` are meaningless); with logprobs: token ids and log-probabilities [B, 1 + k], the chosen token first,
+    then the k likeliest, and the rank of the chosen one [B].
+    """
+
+    step: int
+    tokens: Int32
+    logprob_tokens: Int32 | None = None
+    logprobs: Float32 | None = None
+    ranks: Int32 | None = None

@@ -1,0 +1,93 @@
+"""Per-row tables of the running sequences, so that a step's arrays are gathered by numpy and not by a Python loop."""
+import numpy as np
+
+from ..ops.kv_layout import PAGE_SIZE
+from .plan import Int32, Int64, SamplingPlan
+from .request import Sequence
+
+
+class RowTable:
+    """A row for each sequence that runs: its pages, adapter slot and sampling numbers.
+
+    `claim` gives a sequence a row, `release` takes it back; a row's content is meaningless while nobody holds it.
+    """
+
+    def __init__(self, num_rows: int, pages_per_sequence: int) -> None:
+        self._free = list(range(num_rows - 1, -1, -1))
+        self.pages = np.zeros((num_rows, pages_per_sequence), np.int32)
+        self.adapter_slot = np.full(num_rows, -1, np.int32)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.seed = np.zeros(num_rows, np.int64)
+        self.num_logprobs = np.full(num_rows, -1, np.int32)
+        self.penalties = np.zeros((num_rows, 3), np.float32)
+
+    @property
+    def num_free(self) -> int:
+        """Rows that nobody holds."""
+        return len(self._free)
+
+    def claim(self, sequence: Sequence, slot: int) -> None:
+        """Give `sequence` a row and fill it; its pages are entered by `set_pages`."""
+        row, params = self._free.pop(), sequence.params
+        sequence.row = row
+        self.adapter_slot[row] = slot
+        self.temperature[row] = params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = sequence.seed
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.penalties[row] = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+
+    def set_pages(self, sequence: Sequence, first: int) -> None:
+        """Enter `sequence.pages[first:]`."""
+        self.pages[sequence.row, first:len(sequence.pages)] = sequence.pages[first:]
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the sequence's row back."""
+        self._free.append(sequence.row)
+        sequence.row = -1
+
+    def slots(self, rows: Int32, positions: Int32) -> Int32:
+        """KV slot of the token at `positions[i]` of row `rows[i]`."""
+        return self.pages[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+    def sampling(self, rows: Int32, sequences: list[Sequence], sampled: Int32, steps: Int64) -> SamplingPlan:
+        """The sampling part of a plan: `rows` of its B sequences, `sampled` the indices (into them) that get a token."""
+        bias: tuple[list[int], list[int], list[float]] = ([], [], [])
+        history: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for index in sampled:
+            sequence = sequences[index]
+            if sequence.edits_logits:
+                _edits(sequence, int(index), int(steps[index]), bias, history)
+        chosen = rows[sampled]
+        presence, frequency, repetition = self.penalties[rows].T
+        return SamplingPlan(
+            greedy=not self.temperature[chosen].any(), num_logprobs=int(self.num_logprobs[chosen].max(initial=-1)), temperature=self.temperature[rows],
+            top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows], seeds=self.seed[rows], steps=steps,
+            bias_rows=_int32(bias[0]), bias_tokens=_int32(bias[1]), bias_values=np.asarray(bias[2], np.float32),
+            history_rows=_int32(history[0]), history_tokens=_int32(history[1]), history_counts=_int32(history[2]),
+            presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition)
+
+
+def _edits(sequence: Sequence, row: int, step: int, bias: tuple[list[int], list[int], list[float]], history: tuple[list[int], list[int], list[int]]) -> None:
+    """Append one sequence's biases, bans and token counts; `step` = output tokens so far."""
+    params = sequence.params
+    values: dict[int, float] = dict(params.biases)
+    if step < params.min_tokens:
+        values.update(dict.fromkeys(sequence.stop_ids | sequence.eos_ids, -np.inf))
+    bias[0].extend([row] * len(values))
+    bias[1].extend(values.keys())
+    bias[2].extend(values.values())
+    if params.needs_history:
+        counts = sequence.history()
+        history[0].extend([row] * len(counts))
+        history[1].extend(counts.keys())
+        history[2].extend(counts.values())
+
+
+def _int32(values: list[int]) -> Int32:
+    return np.asarray(values, np.int32)

@@ -1,0 +1,141 @@
+"""Executes step plans: picks the bucket's program, fills its static inputs, replays it, samples, and hands tokens back."""
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..compiler.api import CompiledModel
+from ..compiler.emit import BoundProgram
+from ..compiler.program import Bucket
+from .adapters import AdapterStacks
+from .buckets import Buckets
+from .plan import StepPlan, StepResult
+from .sampler import DeviceSamples, Sampler
+from .step_inputs import StepInputs
+
+CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it
+
+
+@dataclass
+class _Ready:
+    """A bucket's program, bound."""
+
+    inputs: StepInputs
+    bound: BoundProgram
+    logits: torch.Tensor
+    uses: int = 0
+
+
+@dataclass
+class Handle:
+    """A step on its way: pinned copies of what it sampled, and the event after which they are valid."""
+
+    step: int
+    samples: DeviceSamples
+    done: Any = None
+
+
+class ModelRunner:
+    """Owns the device side: weights, adapter stacks, KV caches, one program per bucket. Plans are executed in order on one stream.
+
+    `tensors`: every weight, adapter stack and KV buffer by name. On a GPU decode buckets are replayed as CUDA graphs (all captured by `warm_up`, mixed
+    ones of moderate size at their second use) unless `enforce_eager`; on the CPU the programs' steps run the ops' references.
+    """
+
+    def __init__(
+        self, compiled: CompiledModel, tensors: Mapping[str, torch.Tensor], buckets: Buckets, device: torch.device, *, stacks: AdapterStacks | None = None,
+        vocabulary: int, enforce_eager: bool = False, arena_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.compiled = compiled
+        self.buckets = buckets
+        self.device = device
+        self.stacks = stacks
+        self.captures = device.type == "cuda" and not enforce_eager
+        self._tensors = dict(tensors)
+        self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        self._vocabulary = vocabulary
+        self._logits: dict[torch.dtype, torch.Tensor] = {}
+        self._ready: dict[Bucket, _Ready] = {}
+        self._sampler = Sampler(buckets.max_num_seqs, device)
+        self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
+        self._pool: Any = None
+
+    def warm_up(self, show_progress: bool = False) -> float:
+        """GPU only: capture every decode bucket's program, and run some mixed ones so that their kernels are compiled; returns the seconds that it took."""
+        begin = time.perf_counter()
+        if self.device.type == "cuda":
+            for bucket in self.buckets.warm_up_buckets():
+                self._program(bucket).bound.run()
+        if self.captures:
+            for bucket in tqdm(self.buckets.decode_buckets(), desc="Capturing CUDA graphs", unit="graph", disable=not show_progress, leave=False):
+                self._capture(self._program(bucket))
+        return time.perf_counter() - begin
+
+    def submit(self, plan: StepPlan) -> Handle:
+        """Start a step. On a GPU this returns as soon as everything is launched."""
+        for slot, number in plan.slot_loads.tolist():
+            if self.stacks is None:
+                raise RuntimeError("a plan loads an adapter, but the engine was started without adapter slots")
+            self.stacks.load(slot, number)
+        ready = self._program(self.buckets.pick(plan))
+        ready.uses += 1
+        if self.captures and not ready.bound.captured and ready.uses > 1 and ready.bound.program.bucket.tokens <= CAPTURE_TOKENS:  # type: ignore[union-attr]
+            self._capture(ready)
+        ready.inputs.fill(plan, self._last_tokens)
+        ready.bound.replay()
+        samples = self._sampler(ready.logits[:plan.num_sequences], plan)
+        self._last_tokens[:plan.num_sequences].copy_(samples.tokens)
+        return self._send_back(plan.step, samples)
+
+    def collect(self, handle: Handle) -> StepResult:
+        """Wait for a step's tokens."""
+        if handle.done is not None:
+            handle.done.synchronize()
+        tokens, *others = (None if tensor is None else tensor.numpy() for tensor in vars(handle.samples).values())
+        if tokens is None:
+            raise RuntimeError(f"step {handle.step} has no tokens")
+        return StepResult(handle.step, tokens, *others)
+
+    def _program(self, bucket: Bucket) -> _Ready:
+        ready = self._ready.get(bucket)
+        if ready is None:
+            program = self.compiled.program(bucket)
+            inputs = StepInputs(program, self.device)
+            outputs = program.of_kind("output")
+            logits = {buffer.name: self._logits_rows(buffer.shape, buffer.dtype) for buffer in outputs}
+            if program.arena_bytes > self._arena.numel():
+                self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=self.device)
+            bound = BoundProgram(program, {**self._tensors, **inputs.tensors, **logits}, self.device, arena=self._arena)
+            ready = self._ready[bucket] = _Ready(inputs, bound, bound.outputs[0])
+        return ready
+
+    def _capture(self, ready: _Ready) -> None:
+        ready.inputs.clear()  # the warm-up run within `capture` must store nothing
+        ready.bound.capture(self._pool)
+        self._pool = ready.bound.pool
+
+    def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Programs share one logits buffer: each step's are read before the next step runs."""
+        if len(shape) != 2 or shape[1] != self._vocabulary or shape[0] > self.buckets.max_num_seqs:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if dtype not in self._logits:
+            self._logits[dtype] = torch.empty(self.buckets.max_num_seqs, self._vocabulary, dtype=dtype, device=self.device)
+        return self._logits[dtype][:shape[0]]
+
+    def _send_back(self, step: int, samples: DeviceSamples) -> Handle:
+        if self.device.type != "cuda":
+            return Handle(step, samples)
+        copies = DeviceSamples(*(None if tensor is None else _to_pinned(tensor) for tensor in vars(samples).values()))  # type: ignore[arg-type]
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        return Handle(step, copies, done)
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+

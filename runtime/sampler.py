@@ -1,0 +1,78 @@
+"""From logits to tokens on the device: penalties and biases, sampling, log-probabilities."""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..ops.sample import sample, top_logprobs
+from .plan import SamplingPlan, StepPlan
+from .staging import Staging
+
+_NUMBERS = (
+    ("temperature", torch.float32),
+    ("top_p", torch.float32),
+    ("min_p", torch.float32),
+    ("top_k", torch.int32),
+    ("seeds", torch.int64),
+    ("steps", torch.int64),
+)
+
+
+@dataclass(frozen=True)
+class DeviceSamples:
+    """Tokens [B] int32 of a step, on the device; with logprobs: ids and values [B, 1 + k] and the chosen token's rank [B]."""
+
+    tokens: torch.Tensor
+    logprob_tokens: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
+
+
+class Sampler:
+    """Samples steps of at most `max_rows` sequences. A step of greedy rows is one argmax; everything else is done only when a row asks for it."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.device = device
+        self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in _NUMBERS], device)
+
+    def __call__(self, logits: torch.Tensor, plan: StepPlan) -> DeviceSamples:
+        """logits [B, V] of the plan's sequences, in order (rows that sample nothing are computed along)."""
+        sampling = plan.sampling
+        scores = logits
+        if len(sampling.history_rows) or len(sampling.bias_rows):
+            scores = edited_logits(logits, sampling)
+        tokens = scores.argmax(-1).to(torch.int32) if sampling.greedy else self._draw(scores, sampling)
+        if sampling.num_logprobs < 0:
+            return DeviceSamples(tokens)
+        top = top_logprobs(logits, tokens, sampling.num_logprobs)
+        ids = torch.cat((tokens.unsqueeze(1), top.ids.to(torch.int32)), dim=1)
+        return DeviceSamples(tokens, ids, torch.cat((top.token_logprob.unsqueeze(1), top.logprobs), dim=1), top.token_rank.to(torch.int32))
+
+    def _draw(self, scores: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
+        rows = scores.shape[0]
+        for name, _ in _NUMBERS:
+            self._numbers.host[name][:rows] = getattr(sampling, name)
+        self._numbers.upload()
+        numbers = {name: self._numbers.device[name][:rows] for name, _ in _NUMBERS}
+        return sample(scores, numbers["temperature"], numbers["top_k"], numbers["top_p"], numbers["min_p"], numbers["seeds"], numbers["steps"])
+
+
+def edited_logits(logits: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
+    """fp32 logits [B, V] with penalties and biases, as vLLM defines them (repetition first, then frequency and presence, then biases)."""
+    edited = logits.float().clone()
+
+    def on_device(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(logits.device, dtype)
+
+    if len(sampling.history_rows):
+        rows, tokens = on_device(sampling.history_rows, torch.int64), on_device(sampling.history_tokens, torch.int64)
+        counts = on_device(sampling.history_counts, torch.float32)
+        repetition = on_device(sampling.repetition_penalty, torch.float32)[rows]
+        values = edited[rows, tokens]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values = values - on_device(sampling.frequency_penalty, torch.float32)[rows] * counts
+        edited[rows, tokens] = values - on_device(sampling.presence_penalty, torch.float32)[rows] * (counts > 0)
+    if len(sampling.bias_rows):
+        rows, tokens = on_device(sampling.bias_rows, torch.int64), on_device(sampling.bias_tokens, torch.int64)
+        edited[rows, tokens] += on_device(sampling.bias_values, torch.float32)
+    return edited

@@ -1,0 +1,68 @@
+"""A bucket's static input tensors, and how a step is padded to fill them."""
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from ..compiler.program import Program
+from .plan import StepPlan
+from .staging import Staging
+
+NAMES = ("input_ids", "positions", "slot_mapping", "adapter_index", "block_table", "context_lens", "query_start", "logits_indices")
+PADDING = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "adapter_index": -1, "block_table": 0, "context_lens": 0, "logits_indices": 0}
+
+
+class StepInputs:
+    """Tensors that a program's inputs are bound to (`tensors`), refilled for each step by `fill`.
+
+    Padding tokens have slot -1 (nothing is stored), adapter -1 and position 0; padding sequences have context length 0 and no query tokens: query_start
+    stays at the number of real tokens. A program has only those inputs that it uses.
+    """
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        buffers = [buffer for buffer in program.of_kind("input") if buffer.name in NAMES]
+        bucket = program.bucket
+        if bucket is None:
+            raise ValueError("the engine's programs are made for buckets, this one is not")
+        feeds = [(name, (bucket.sequences,), torch.int64) for name in ("feed_positions", "feed_rows")]
+        self._staging = Staging([*((buffer.name, buffer.shape, buffer.dtype) for buffer in buffers), *feeds], device)
+        self._names = [buffer.name for buffer in buffers]
+        self.tensors = {name: self._staging.device[name] for name in self._names}
+        self.clear()
+
+    def clear(self) -> None:
+        """A step of padding only: nothing is stored by it."""
+        for name in self._names:
+            self._staging.host[name].fill(PADDING.get(name, 0))
+        self._staging.upload()
+
+    def fill(self, plan: StepPlan, last_tokens: torch.Tensor) -> None:
+        """Copy a step in. `last_tokens` (int32, one a row of the step before) supplies what only the device knows yet."""
+        host = self._staging.host
+        for name in self._names:
+            values, target = getattr(plan, name), host[name]
+            if name == "block_table":
+                target[: values.shape[0], : values.shape[1]] = values
+                continue  # what lies beyond belongs to no context
+            count = len(values)
+            target[:count] = values
+            target[count:] = plan.num_tokens if name == "query_start" else PADDING[name]
+        count = len(plan.feed_positions)
+        same = count == plan.num_tokens and _counts_up(plan.feed_positions) and _counts_up(plan.feed_rows)
+        if count and not same:
+            host["feed_positions"][:count] = plan.feed_positions
+            host["feed_rows"][:count] = plan.feed_rows
+        self._staging.upload()
+        if not count:
+            return
+        input_ids = self.tensors["input_ids"]
+        if same:  # the usual step: every sequence of the last step goes on, in its place
+            input_ids[:count].copy_(last_tokens[:count])
+            return
+        positions, rows = self._staging.device["feed_positions"][:count], self._staging.device["feed_rows"][:count]
+        input_ids.index_copy_(0, positions, last_tokens.index_select(0, rows).to(input_ids.dtype))
+
+
+def _counts_up(values: Iterable[int]) -> bool:
+    array = np.asarray(values)
+    return bool((array == np.arange(len(array))).all())

@@ -1,0 +1,113 @@
+"""Text to token ids and back: `tokenizer.json` through `tokenizers`, Llama-2's `tokenizer.model` through sentencepiece, or nothing but ids."""
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from .errors import RequestError
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """The text's ids, with the special tokens that the model expects at the start."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The ids' text; incomplete UTF-8 becomes U+FFFD."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, as text."""
+        ...
+
+
+class FastTokenizer:
+    """A `tokenizer.json`."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See `Tokenizer`."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """See `Tokenizer`."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+
+class SentencePieceTokenizer:
+    """Llama-2's `tokenizer.model`."""
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise RequestError(
+                f"{path.name} is not a sentencepiece model (Llama 3's tokenizer.model is not one); put the model's tokenizer.json beside it"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        processor = self._processor
+        ids = processor.encode(text)
+        return [processor.bos_id(), *ids] if processor.bos_id() >= 0 else list(ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See `Tokenizer`."""
+        processor = self._processor
+        known = [token for token in token_ids if 0 <= token < processor.get_piece_size()]
+        if skip_special_tokens:
+            return str(processor.decode([token for token in known if not processor.is_control(token)]))
+        parts: list[str] = []
+        plain: list[int] = []
+        for token in known:
+            if processor.is_control(token):
+                parts += [processor.decode(plain), processor.id_to_piece(token)] if plain else [processor.id_to_piece(token)]
+                plain = []
+            else:
+                plain.append(token)
+        return "".join(parts) + (processor.decode(plain) if plain else "")
+
+    def token_text(self, token_id: int) -> str:
+        """See `Tokenizer`."""
+        if not 0 <= token_id < self._processor.get_piece_size():
+            return ""
+        return str(self._processor.id_to_piece(token_id)).replace("\u2581", " ")
+
+
+def load_tokenizer(directory: Path | None) -> Tokenizer | None:
+    """The tokenizer in a model's directory; None if there is none (prompts are token ids then, and texts stay '')."""
+    if directory is None:
+        return None
+    if (directory / "tokenizer.json").is_file():
+        return FastTokenizer(directory / "tokenizer.json")
+    if (directory / "tokenizer.model").is_file():
+        return SentencePieceTokenizer(directory / "tokenizer.model")
+    return None
+
+
+def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) -> frozenset[int]:
+    """The ids that end a text: `eos_token_id` of generation_config.json and of config.json (or of `config`, if given), each a number or a list."""
+    found: set[int] = set()
+    sources = [config or {}]
+    for name in ("generation_config.json", "config.json"):
+        if directory is not None and (directory / name).is_file():
+            sources.append(json.loads((directory / name).read_text(encoding="utf-8")))
+    for source in sources:
+        value = source.get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        found.update(token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
+    return frozenset(found)

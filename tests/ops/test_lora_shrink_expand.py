@@ -1,0 +1,160 @@
+"""LoRA for mixed adapters: the semantic op against plain loops, its two kernels against their references."""
+from collections.abc import Callable
+
+import pytest
+import torch
+from sidestream.ops.lora import lora
+from sidestream.ops.lora_expand import lora_expand, lora_expand_reference
+from sidestream.ops.lora_plan import lora_plan_fake, lora_splits, lora_tile
+from sidestream.ops.lora_shrink import lora_shrink, lora_shrink_reference
+from sidestream.ops.registry import OPS
+from sidestream.ops.triton_support import INTERPRETED
+from support.checks import Tolerance, assert_near, check_kernel, poison
+from support.lora import LoraCase, lora_case
+from support.sm90 import MachineCode, launched
+
+F32, BF16 = torch.float32, torch.bfloat16
+SHRINK = {0: Tolerance(1e-4, 1e-4)}
+# the interpreter rounds fp32 to bf16 towards zero, also between the two products
+EXPAND = {F32: {0: Tolerance(1e-5, 1e-5)}, BF16: {0: Tolerance(2.0**-6, 0.05) if INTERPRETED else Tolerance(2.0**-7, 2e-3)}}
+LORA = {F32: {0: Tolerance(1e-4, 1e-4)}, BF16: {0: Tolerance(2.0**-6, 0.05) if INTERPRETED else Tolerance(2.0**-6, 0.02)}}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_reference_against_loops(dtype: torch.dtype) -> None:
+    case = lora_case(11, 96, 16, [40, 24, 8], slots=3, dtype=dtype)
+    delta = lora(*case.lora)
+    exact = torch.zeros(11, 72, dtype=torch.float64)
+    for token, slot in enumerate(case.adapter_index.tolist()):
+        if slot >= 0:
+            shrunk = case.a[slot].double() @ case.x[token].double()
+            parts = [shrunk[:16].repeat(40, 1), shrunk[16:32].repeat(24, 1), shrunk[32:].repeat(8, 1)]
+            exact[token] = (case.b[slot].double() * torch.cat(parts)).sum(1)
+    assert delta.dtype == dtype and (delta[case.adapter_index < 0] == 0).all()
+    assert_near(delta.double(), exact, Tolerance(1e-5, 1e-5) if dtype == F32 else Tolerance(2.0**-6, 0.02))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_plan_shrink_expand_is_lora(dtype: torch.dtype, splits: int) -> None:
+    case = lora_case(37, 1000, 32, [64, 33], dtype=dtype, tile=16, splits=splits)
+    planes = lora_shrink(*case.shrink)
+    assert planes.shape == (splits, 37, 64) and (planes[:, case.adapter_index < 0] == 0).all()
+    assert_near(lora_expand(*case.expand(planes)), lora(*case.lora), Tolerance(1e-5, 1e-5) if dtype == F32 else Tolerance(2.0**-6, 0.02))
+
+
+def test_a_token_does_not_see_its_neighbours() -> None:
+    case = lora_case(20, 128, 16, [48])
+    alone = lora(case.x[3:4], case.a, case.b, case.adapter_index[3:4], [48])
+    assert_near(lora(*case.lora)[3:4], alone)
+
+
+def run_kernels(case: LoraCase, **options: int | None) -> None:
+    dtype = case.b.dtype
+    (planes,) = check_kernel(OPS["lora_shrink"], *case.shrink, tolerances=SHRINK, **options)
+    assert (planes[:, case.adapter_index < 0] == 0).all()
+    (delta,) = check_kernel(OPS["lora_expand"], *case.expand(planes), tolerances=EXPAND[dtype], **options)
+    assert (delta[case.adapter_index < 0] == 0).all()
+    check_kernel(OPS["lora"], *case.lora, tolerances=LORA[dtype])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("make", [
+    lambda: lora_case(9, 256, 16, [50, 30, 20], tile=16, splits=2),
+    lambda: lora_case(70, 384, 48, [128, 64], tile=32, splits=3),
+    lambda: lora_case(33, 200, 32, [100], tile=64, splits=1, dtype=F32),
+    lambda: lora_case(40, 512, 64, [300, 64, 64], tile=64, splits=2),
+    lambda: lora_case(5, 1100, 16, [64], tile=16, splits=9),  # more planes than there are columns for
+    lambda: lora_case(18, 128, 128, [64], tile=16, splits=1),
+    lambda: lora_case(6, 128, 16, [32], adapter_index=torch.full((6,), -1)),
+    lambda: lora_case(1, 128, 16, [32], dtype=F32),
+])
+def test_kernels(make: Callable[[], LoraCase]) -> None:
+    run_kernels(make())
+    run_kernels(make(), sm_budget=1)
+
+
+@pytest.mark.interpret
+def test_tokens_without_adapter_ignore_their_planes() -> None:
+    case = lora_case(20, 128, 16, [32])
+    planes = lora_shrink_reference(*case.shrink)
+    poison(planes[:, case.adapter_index < 0])
+    check_kernel(OPS["lora_expand"], *case.expand(planes.clone()), tolerances=EXPAND[BF16])
+
+
+@pytest.mark.parametrize(("slices", "message"), [([64, 32], "add up to 64"), ([16] * 4, "1 to 3 slices"), ([32, 32], "32 ranks for each")])
+def test_expand_names_wrong_slices(slices: list[int], message: str) -> None:
+    case = lora_case(4, 128, 32, [64])
+    planes = lora_shrink_reference(*case.shrink)
+    with pytest.raises(ValueError, match=message):
+        OPS["lora_expand"].launch(planes, case.b, case.token_order, case.tiles, case.tile, slices, out=(case.x.new_empty(4, 64),))
+
+
+def test_shrink_names_odd_ranks() -> None:
+    case = lora_case(4, 128, 12, [64])
+    with pytest.raises(ValueError, match="multiple of 16"):
+        OPS["lora_shrink"].launch(*case.shrink, out=(torch.empty(1, 4, 12),))
+
+
+LINEARS = {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [14336, 14336]), "down": (14336, [4096])}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 256, 2048])
+@pytest.mark.parametrize("ranks", [16, 32, 64])
+@pytest.mark.parametrize("linear", LINEARS)
+def test_on_the_gpu(linear: str, ranks: int, tokens: int) -> None:
+    k, slices = LINEARS[linear]
+    case = lora_case(tokens, k, ranks, slices, slots=8, device="cuda")
+    run_kernels(case)
+    if tokens == 64:
+        run_kernels(case, sm_budget=33)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "ranks", "slices"), [(256, 48, [256, 64, 64]), (256, 128, [704, 704]), (704, 16, [256])])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("tokens", [3, 200, 600])
+def test_small_models_on_the_gpu(dtype: torch.dtype, k: int, ranks: int, slices: list[int], tokens: int) -> None:
+    run_kernels(lora_case(tokens, k, ranks, slices, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_expand_behind_shrink_with_pdl() -> None:
+    """Launched early, the expand still sees what the shrink before it wrote: new inputs each time, planes poisoned between."""
+    for _ in range(20):
+        case = lora_case(64, 4096, 32, [14336, 14336], slots=8, device="cuda")
+        planes, delta = poison(OPS["lora_shrink"].fake(*case.shrink)), poison(case.x.new_empty(64, 28672))
+        torch.cuda.synchronize()
+        OPS["lora_shrink"].launch(*case.shrink, out=(planes,), sm_budget=33)
+        OPS["lora_expand"].launch(*case.expand(planes), out=(delta,), sm_budget=33, pdl=True)
+        assert_near(delta, lora_expand_reference(*case.expand(planes)), EXPAND[BF16][0])
+
+
+def machine_code(tokens: int, k: int, ranks: int, slices: list[int], dtype: torch.dtype) -> tuple[MachineCode, MachineCode]:
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    tile = lora_tile(tokens)
+    plan = lora_plan_fake(torch.empty(tokens, dtype=torch.int32, device="meta"), 8, tile)
+    shrink = (meta(tokens, k), meta(8, len(slices) * ranks, k), *plan, tile, lora_splits(k, tokens))
+    (first,) = launched(lora_shrink, *shrink, pdl=True)
+    (second,) = launched(lora_expand, lora_shrink.fake(*shrink), meta(8, sum(slices), ranks), *plan, tile, slices, pdl=True)
+    return first, second
+
+
+@pytest.mark.parametrize(("tokens", "k", "ranks", "slices"), [(64, 4096, 32, [4096, 1024, 1024]), (8, 14336, 16, [4096]), (2048, 4096, 64, [14336, 14336])])
+def test_machine_code(tokens: int, k: int, ranks: int, slices: list[int]) -> None:
+    shrink, expand = machine_code(tokens, k, ranks, slices, BF16)
+    for code in (shrink, expand):
+        assert code.spills == 0 and code.sass["HMMA"] + code.sass["HGMMA"] > 0 and code.sass["ATOMG"] + code.sass["RED"] == 0
+    assert shrink.sass["LDGSTS"] > 0, "A's rows are not pipelined"
+    wait = "griddepcontrol.wait"
+    assert shrink.ptx_text.index(wait) < shrink.ptx_text.index("ld.global"), "the shrink reads before its producer has finished"
+    assert shrink.ptx_text.index(wait) < shrink.ptx_text.index("griddepcontrol.launch_dependents"), "an early expand might read an unfinished plan"
+    assert ".v4." in expand.ptx_text[:expand.ptx_text.index(wait)], "B's rows are not loaded before the wait"
+
+
+def test_fp32_machine_code_keeps_fp32() -> None:
+    for code in machine_code(64, 256, 32, [256, 64, 64], F32):
+        assert code.spills == 0 and code.sass["HMMA"] == 0 and code.sass["FFMA"] > 0

@@ -1,0 +1,58 @@
+"""`quantize_rowwise`: e4m3 with one scale a row."""
+import pytest
+import torch
+from sidestream.ops.quantize import quantize_rowwise
+from support.checks import check_kernel
+from support.sm90 import launched
+
+
+def test_reference_comes_back_within_half_a_step() -> None:
+    x = torch.randn(32, 200) * torch.logspace(-3, 3, 32).unsqueeze(1)
+    q, scale = quantize_rowwise(x)
+    error = (q.float() * scale.unsqueeze(1) - x).abs()
+    assert (error <= x.abs() * 2**-4 + scale.unsqueeze(1) * 2**-10).all()
+    assert torch.equal(q.float().abs().amax(1), torch.full((32,), 448.0))
+
+
+def test_reference_keeps_a_row_of_zeros_and_saturates_nothing_to_nan() -> None:
+    q, scale = quantize_rowwise(torch.stack((torch.zeros(16), torch.full((16,), 3e38))))
+    assert torch.equal(q.float(), torch.tensor([[0.0], [448.0]]).expand(2, 16))
+    assert scale[0] > 0
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("shape", "dtype"), [((3, 24), torch.bfloat16), ((2, 2, 96), torch.float32), ((2, 17000), torch.bfloat16)])
+def test_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape) * torch.logspace(-2, 2, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    check_kernel(quantize_rowwise, x.to(dtype))
+
+
+@pytest.mark.interpret
+def test_kernel_rounds_every_e4m3_value_and_the_midpoints_as_torch_does() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()].unique()
+    midpoints = (values[1:] + values[:-1]) / 2
+    x = torch.cat((values, midpoints, midpoints * (1 + 2**-20), midpoints * (1 - 2**-20))).unsqueeze(0)  # amax 448: the scale is 1
+    q, _ = quantize_rowwise.fake(x)
+    quantize_rowwise.launch(x, out=(q, torch.empty(1)))
+    assert torch.equal(q.view(torch.uint8) & 0x7F, x.to(torch.float8_e4m3fn).view(torch.uint8) & 0x7F)  # -0 and 0 are one value
+    assert torch.equal(q.float(), x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
+@pytest.mark.parametrize("width", [3072, 4096, 14336, 28672])
+def test_kernel_on_the_gpu(tokens: int, width: int) -> None:
+    check_kernel(quantize_rowwise, torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16), pdl=tokens % 2 == 0)
+
+
+def test_a_strided_input_is_refused() -> None:
+    x = torch.randn(4, 8)[:, :4]
+    with pytest.raises(ValueError, match=r"x has strides \(8, 1\).*contiguous"):
+        quantize_rowwise.launch(x, out=quantize_rowwise.fake(x))
+
+
+@pytest.mark.parametrize("width", [3072, 4096, 14336, 28672])
+def test_machine_code(width: int) -> None:
+    (code,) = launched(quantize_rowwise, torch.empty(64, width, device="meta", dtype=torch.bfloat16), pdl=True)
+    assert code.spills == 0 and code.registers * code.num_warps * 32 <= 65536

@@ -1,0 +1,89 @@
+"""`rope_append`: the fused op is its parts in a row, and its kernel is the fused op."""
+from typing import Any
+
+import pytest
+import torch
+from sidestream.ops.append_kv import append_kv
+from sidestream.ops.hadamard import hadamard
+from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.rope import rope
+from sidestream.ops.rope_append import rope_append
+from support.checks import Tolerance, check_kernel, poison, stored_tolerances
+from support.samples import angles, normal
+from support.sm90 import launched
+
+FP8 = torch.float8_e4m3fn
+CACHES = [torch.bfloat16, FP8, torch.int8]
+
+
+def arguments(tokens: int, heads: int, kv_heads: int, width: int, cache: torch.dtype, delta: bool, fht: bool, device: str = "cpu") -> tuple[Any, ...]:
+    row = (heads + 2 * kv_heads) * width
+    pages = tokens // 64 + 2
+    slots = torch.randperm(pages * 64)[:tokens].to(torch.int32)
+    slots[1::3] = -1
+    made = (
+        normal(tokens, row), normal(tokens, row) if delta else None, *angles(tokens, width),
+        poison(torch.empty(kv_cache_shape(pages, kv_heads, width), dtype=cache)),
+        None if cache == torch.bfloat16 else torch.randn(kv_scales_shape(pages, kv_heads)), slots,
+    )
+    return (*(part if part is None else part.to(device) for part in made), heads, kv_heads, fht)
+
+
+def check(args: tuple[Any, ...], **options: Any) -> None:
+    cache = args[4]
+    stored = stored_tolerances(cache.dtype, args[0].shape[0], cache.shape[0])
+    check_kernel(rope_append, *args, tolerances={0: Tolerance(2.0**-7, 2e-6, differing=0.01), **stored}, **options)
+
+
+@pytest.mark.parametrize("fht", [False, True])
+def test_reference_is_its_parts_in_a_row(fht: bool) -> None:
+    qkv, delta, cos, sin, cache, scales, slots, heads, kv_heads, _ = arguments(5, 4, 2, 16, FP8, True, fht)
+    cache, scales = torch.zeros_like(cache), torch.zeros_like(scales)
+    q = rope_append(qkv, delta, cos, sin, cache, scales, slots, heads, kv_heads, fht)
+    total = (qkv.float() + delta.float()).view(5, 8, 16)
+    turned = rope(total[:, :6], cos, sin)
+    turned = hadamard(turned) if fht else turned
+    expected, expected_scales = torch.zeros_like(cache), torch.zeros_like(scales)
+    append_kv(turned[:, 4:], total[:, 6:], expected, expected_scales, slots)
+    assert torch.equal(q, turned[:, :4].bfloat16())
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (5, 1, 128), (6, 6, 32)])
+def test_kernel(cache: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
+    for delta, fht in ((False, True), (True, False)):
+        check(arguments(4, heads, kv_heads, width, cache, delta, fht))
+
+
+@pytest.mark.interpret
+def test_kernel_in_fp32_mode() -> None:
+    qkv, _, cos, sin, cache, _, slots, heads, kv_heads, _ = arguments(4, 4, 2, 32, torch.bfloat16, False, False)
+    check_kernel(rope_append, qkv.float(), None, cos, sin, cache.float(), None, slots, heads, kv_heads, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
+@pytest.mark.parametrize(("cache", "delta", "fht"), [(FP8, True, False), (FP8, False, True), (torch.int8, True, True), (torch.bfloat16, False, False)])
+def test_kernel_on_the_gpu(tokens: int, cache: torch.dtype, delta: bool, fht: bool) -> None:
+    check(arguments(tokens, 32, 8, 128, cache, delta, fht, "cuda"), pdl=True)
+
+
+@pytest.mark.gpu
+def test_kernel_on_the_gpu_with_heads_of_64() -> None:
+    check(arguments(64, 24, 8, 64, FP8, True, True, "cuda"))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("width", [64, 128])
+def test_machine_code(cache: torch.dtype, width: int) -> None:
+    args = arguments(2, 32, 8, width, cache, True, True, "meta")
+    (code,) = launched(rope_append, *args, pdl=True)
+    assert code.spills == 0 and code.registers <= 128 and code.ptx_count("griddepcontrol.wait") == 1
+
+
+def test_a_row_of_another_width_is_refused() -> None:
+    args = arguments(2, 4, 2, 16, FP8, False, False)
+    with pytest.raises(ValueError, match="rows of 128 are not 3"):
+        rope_append.launch(*args[:7], 3, 2, False, out=(torch.empty(2, 3, 16),))

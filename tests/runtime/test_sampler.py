@@ -1,0 +1,59 @@
+"""Penalties and biases do what vLLM's definitions say, row by row; the draw is the op's."""
+import numpy as np
+import torch
+from sidestream.ops.sample import sample_reference
+from sidestream.runtime.plan import SamplingPlan, StepPlan
+from sidestream.runtime.sampler import Sampler, edited_logits
+
+EMPTY = np.zeros(0, np.int32)
+
+
+def sampling(rows, **fields):
+    ones = np.ones(rows, np.float32)
+    defaults = dict(
+        greedy=False, num_logprobs=-1, temperature=ones, top_k=np.zeros(rows, np.int32), top_p=ones, min_p=0 * ones, seeds=np.arange(rows, dtype=np.int64),
+        steps=np.full(rows, 3, np.int64), bias_rows=EMPTY, bias_tokens=EMPTY, bias_values=np.zeros(0, np.float32), history_rows=EMPTY, history_tokens=EMPTY,
+        history_counts=EMPTY, presence_penalty=0 * ones, frequency_penalty=0 * ones, repetition_penalty=ones)
+    return SamplingPlan(**{**defaults, **fields})
+
+
+def plan(settings):
+    rows = len(settings.temperature)
+    index = np.arange(rows, dtype=np.int32)
+    return StepPlan(0, True, index, index, index, index, index[:, None], index, np.arange(rows + 1, dtype=np.int32), index, index, EMPTY, EMPTY,
+                    EMPTY.reshape(0, 2), settings)
+
+
+def int32(*values):
+    return np.asarray(values, np.int32)
+
+
+def test_penalties():
+    logits = torch.randn(2, 6)
+    settings = sampling(2, history_rows=int32(0, 0, 1), history_tokens=int32(1, 4, 2), history_counts=int32(0, 3, 1), bias_rows=int32(1, 0),
+                        bias_tokens=int32(5, 0), bias_values=np.asarray([2.5, -np.inf], np.float32), presence_penalty=np.asarray([0.5, 0], np.float32),
+                        frequency_penalty=np.asarray([0.25, 1], np.float32), repetition_penalty=np.asarray([2, 1], np.float32))
+    expected = logits.clone()
+    for token, count in ((1, 0), (4, 3)):
+        value = logits[0, token]
+        expected[0, token] = (value / 2 if value > 0 else value * 2) - 0.25 * count - 0.5 * (count > 0)
+    expected[1, 2] -= 1
+    expected[1, 5] += 2.5
+    expected[0, 0] = -torch.inf
+    assert torch.allclose(edited_logits(logits, settings), expected)
+
+
+def test_greedy_rows_and_draws():
+    logits = torch.randn(5, 50)
+    sampler = Sampler(8, torch.device("cpu"))
+    greedy = sampler(logits, plan(sampling(5, greedy=True, temperature=np.zeros(5, np.float32))))
+    assert greedy.tokens.tolist() == logits.argmax(-1).tolist() and greedy.logprobs is None
+    temperature = np.asarray([0, 1, 0.5, 2, 0], np.float32)
+    settings = sampling(5, temperature=temperature, top_k=int32(0, 3, 0, 10, 5), num_logprobs=2)
+    drawn = sampler(logits, plan(settings))
+    arrays = (settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seeds, settings.steps)
+    assert drawn.tokens.tolist() == sample_reference(logits, *map(torch.from_numpy, arrays)).tolist()
+    logprobs = logits.log_softmax(-1)
+    assert torch.allclose(drawn.logprobs[:, 0], logprobs.gather(1, drawn.tokens.long()[:, None])[:, 0])
+    assert torch.equal(drawn.logprob_tokens[:, 1:].long(), logprobs.topk(2).indices)
+    assert drawn.ranks.tolist() == [(row > row[token]).sum().item() + 1 for row, token in zip(logprobs, drawn.tokens.tolist(), strict=True)]

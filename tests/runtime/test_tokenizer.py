@@ -1,0 +1,104 @@
+"""Tokens become text without half characters, and the streamed pieces add up to the whole text."""
+import json
+
+import pytest
+from sidestream.runtime.detokenizer import Detokenizer, StopStrings
+from sidestream.runtime.errors import RequestError
+from sidestream.runtime.tokenizer import eos_token_ids, load_tokenizer
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "naïve café, Ελληνικά, 日本語テキスト, 🦊🦊 emoji 👩‍👩‍👧 end",
+    "  leading and  double  spaces\n\n\tand tabs ",
+]
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    directory = tmp_path_factory.mktemp("fast")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator([TEXTS[0], TEXTS[2]] * 3, trainer)  # other characters stay single bytes
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def piece(tmp_path_factory):
+    import sentencepiece
+
+    directory = tmp_path_factory.mktemp("piece")
+    (directory / "text").write_text("\n".join([TEXTS[0]] * 200 + TEXTS), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(directory / "text"), model_prefix=str(directory / "tokenizer"), vocab_size=300, model_type="bpe", byte_fallback=True, character_coverage=0.98,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1, minloglevel=2)
+    return load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("kind", ["fast", "piece"])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_pieces_add_up_and_hold_no_half_character(kind, text, chunk, request):
+    tokenizer = request.getfixturevalue(kind)
+    prompt, ids = tokenizer.encode("The start"), tokenizer.encode(text)[1:]
+    detokenizer = Detokenizer(tokenizer, prompt)
+    pieces = [detokenizer.push(ids[index:index + chunk], last=index + chunk >= len(ids)) for index in range(0, len(ids), chunk)]
+    assert not any("\ufffd" in piece for piece in pieces)
+    whole = tokenizer.decode(prompt + ids)
+    assert "The start" + "".join(pieces) == whole
+    assert text.strip() in whole
+
+
+def test_bytes_that_never_become_a_character_come_out_at_the_end(fast):
+    start = fast.encode("🦊")[1:]
+    assert len(start) > 1
+    detokenizer = Detokenizer(fast, fast.encode("x"))
+    assert detokenizer.push(start[:1]) == ""
+    assert detokenizer.push([], last=True) == "\ufffd"
+    endless = Detokenizer(fast, fast.encode("x"))
+    assert "".join(endless.push(start[:1]) for _ in range(40)).count("\ufffd") > 20, "an endless run of broken bytes is not held for ever"
+
+
+def test_special_tokens(fast, piece):
+    for tokenizer in (fast, piece):
+        ids = tokenizer.encode("dog")
+        bos = ids[0]
+        assert tokenizer.token_text(bos) == "<s>"
+        assert "<s>" not in tokenizer.decode([*ids, bos]) and tokenizer.decode([*ids, bos], skip_special_tokens=False).endswith("<s>")
+        assert tokenizer.decode([999999]) == "" and tokenizer.token_text(999999) == ""
+
+
+def test_without_a_tokenizer(tmp_path):
+    assert load_tokenizer(tmp_path) is None and load_tokenizer(None) is None
+    assert Detokenizer(None, [1, 2]).push([3], last=True) == ""
+
+
+def test_a_tokenizer_model_that_is_not_sentencepiece(tmp_path):
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    with pytest.raises(RequestError, match=r"put the model's tokenizer\.json beside it"):
+        load_tokenizer(tmp_path)
+
+
+def test_eos_ids_from_both_files(tmp_path):
+    assert eos_token_ids(None) == frozenset()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert eos_token_ids(tmp_path) == {2}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [128001, 128009]}))
+    assert eos_token_ids(tmp_path) == {2, 128001, 128009}
+    assert eos_token_ids(None, {"eos_token_id": None}) == frozenset()
+
+
+def test_stop_strings():
+    stops = StopStrings(("END", "\n\n"), keep=False)
+    assert stops.held == 2
+    assert stops.find("some EN", 7) is None
+    assert stops.find("some END of", 4) == ("END", 5)
+    assert stops.find("a\n\nEND", 6) == ("\n\n", 1), "the one that is complete first"
+    assert stops.find("END then much more", 4) is None, "what was looked at before is not looked at again"
+    assert StopStrings(("END",), keep=True).find("some END", 3) == ("END", 8)

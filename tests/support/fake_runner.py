@@ -1,0 +1,93 @@
+"""A model that is a hash of everything it should have seen: a runner for tests of scheduler and engine.
+
+Each step checks that the plan makes sense, writes tokens into a paged store as the append would, and derives the next token from what
+attention would read back through the block table (so a lost, shared or stale page changes the output).
+"""
+from collections import deque
+
+import numpy as np
+from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.runtime.plan import StepPlan, StepResult
+
+EMPTY = (-1, -1, -2)
+
+
+def next_token(tokens: list[int], adapter: int, vocabulary: int) -> int:
+    """What the fake model says after `tokens` under an adapter number (-1 = base)."""
+    state = 1469598103 + adapter
+    for token in tokens:
+        state = ((state ^ (token + 1)) * 16777619) & 0xFFFFFFFF
+        state ^= state >> 13
+    return (state >> 7) % vocabulary
+
+
+def continuation(prompt: list[int], adapter: int, count: int, vocabulary: int) -> list[int]:
+    """The `count` tokens that follow `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, adapter, vocabulary))
+    return tokens[len(prompt):]
+
+
+class FakeRunner:
+    """Executes plans at once; results may be collected later (`lag`: at most so many steps in flight)."""
+
+    def __init__(self, num_pages: int, num_slots: int = 0, vocabulary: int = 97, lag: int = 1) -> None:
+        self.store: list[tuple[int, int, int]] = [EMPTY] * (num_pages * PAGE_SIZE)  # (token, position, adapter number)
+        self.slots = [-1] * num_slots
+        self.vocabulary = vocabulary
+        self.lag = lag
+        self.plans: list[StepPlan] = []
+        self._last: np.ndarray | None = None
+        self._flying: deque[int] = deque()
+        self.computed = 0
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        assert plan.step == len(self.plans), "steps come in order"
+        assert len(self._flying) <= self.lag
+        self._check(plan)
+        for slot, number in plan.slot_loads.tolist():
+            self.slots[slot] = number
+        input_ids = plan.input_ids.copy()
+        if len(plan.feed_positions):
+            assert self._last is not None
+            input_ids[plan.feed_positions] = self._last[plan.feed_rows]
+        adapters = [self.slots[slot] if slot >= 0 else -1 for slot in plan.adapter_index.tolist()]
+        for token, position, slot, adapter in zip(input_ids.tolist(), plan.positions.tolist(), plan.slot_mapping.tolist(), adapters, strict=True):
+            self.store[slot] = (token, position, adapter)
+        tokens = np.full(plan.num_sequences, -7, np.int32)
+        for row in plan.sample_rows.tolist():
+            adapter = adapters[int(plan.logits_indices[row])]
+            seen = self._read(plan, row)
+            assert [position for _, position, _ in seen] == list(range(len(seen))), "every token of the context is there, once, in order"
+            assert {other for _, _, other in seen} == {adapter}, "keys and values come from the sequence's own adapter"
+            tokens[row] = next_token([token for token, _, _ in seen], adapter, self.vocabulary)
+        self._last = tokens
+        self.plans.append(plan)
+        self.computed += plan.num_tokens
+        self._flying.append(plan.step)
+        return StepResult(plan.step, tokens)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        assert self._flying.popleft() == handle.step
+        return handle
+
+    def _read(self, plan: StepPlan, row: int) -> list[tuple[int, int, int]]:
+        pages = plan.block_table[row].tolist()
+        return [self.store[pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE] for position in range(int(plan.context_lens[row]))]
+
+    @staticmethod
+    def _check(plan: StepPlan) -> None:
+        starts, counts = plan.query_start, np.diff(plan.query_start)
+        assert starts[0] == 0 and starts[-1] == plan.num_tokens and (counts >= 1).all()
+        assert plan.decode == bool((counts == 1).all())
+        assert len(set(plan.slot_mapping.tolist())) == plan.num_tokens, "two tokens share a slot"
+        for name, value in vars(plan).items():
+            if isinstance(value, np.ndarray):
+                assert value.dtype == np.int32, name
+        for row in range(plan.num_sequences):
+            mine = slice(starts[row], starts[row + 1])
+            end = plan.context_lens[row]
+            assert plan.positions[mine].tolist() == list(range(end - counts[row], end)), "query tokens are the last of the context"
+            pages = plan.block_table[row][plan.positions[mine] // PAGE_SIZE]
+            assert (plan.slot_mapping[mine] == pages * PAGE_SIZE + plan.positions[mine] % PAGE_SIZE).all()

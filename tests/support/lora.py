@@ -1,0 +1,47 @@
+"""Random LoRA problems: activations, stacked adapters, and the plan that says which tokens meet which."""
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sidestream.ops.lora_plan import lora_plan_reference, lora_splits, lora_tile
+
+
+@dataclass(frozen=True)
+class LoraCase:
+    """Inputs of the four LoRA ops; outputs have a standard deviation of about 1."""
+
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    adapter_index: torch.Tensor
+    token_order: torch.Tensor
+    tiles: torch.Tensor
+    tile: int
+    splits: int
+    slices: list[int]
+
+    @property
+    def lora(self) -> tuple[Any, ...]:
+        return self.x, self.a, self.b, self.adapter_index, self.slices
+
+    @property
+    def shrink(self) -> tuple[Any, ...]:
+        return self.x, self.a, self.token_order, self.tiles, self.tile, self.splits
+
+    def expand(self, planes: torch.Tensor) -> tuple[Any, ...]:
+        return planes, self.b, self.token_order, self.tiles, self.tile, self.slices
+
+
+def lora_case(tokens: int, k: int, ranks: int, slices: list[int], *, slots: int = 4, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
+              tile: int | None = None, splits: int | None = None, adapter_index: torch.Tensor | None = None) -> LoraCase:
+    """A case of `len(slices)` packed linears; about a fifth of the tokens have no adapter unless `adapter_index` says otherwise."""
+    if adapter_index is None:
+        adapter_index = torch.randint(0, slots, (tokens,)).where(torch.rand(tokens) > 0.2, -1)
+    adapter_index = adapter_index.to(device=device, dtype=torch.int32)
+    tile = tile or lora_tile(tokens)
+    token_order, tiles = lora_plan_reference(adapter_index, slots, tile)
+    return LoraCase(
+        x=torch.randn(tokens, k, device=device).to(dtype),
+        a=(torch.randn(slots, len(slices) * ranks, k, device=device) / k**0.5).to(dtype),
+        b=(torch.randn(slots, sum(slices), ranks, device=device) / ranks**0.5).to(dtype),
+        adapter_index=adapter_index, token_order=token_order, tiles=tiles, tile=tile, splits=splits or lora_splits(k, tokens), slices=slices)

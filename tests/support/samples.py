@@ -1,0 +1,165 @@
+"""Sample inputs of every op, for tests that hold for all ops (`tests/ops/test_opcheck.py`).
+
+Give a new op a function here: `@samples("name")` on a function that returns a list of argument tuples (small CPU tensors, a few
+different shapes or options each).
+"""
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
+
+from support.lora import lora_case
+
+SAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {}
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def samples(name: str) -> Callable[[Callable[[], list[tuple[Any, ...]]]], Callable[[], list[tuple[Any, ...]]]]:
+    """Registers the decorated function as the samples of op `name`."""
+
+    def add(function: Callable[[], list[tuple[Any, ...]]]) -> Callable[[], list[tuple[Any, ...]]]:
+        SAMPLES[name] = function
+        return function
+
+    return add
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Standard normal values of `dtype` (of e4m3 too)."""
+    return torch.randn(shape).to(dtype)
+
+
+def empty_cache(pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A zeroed KV cache of `dtype` and its scales (None for a 16-bit or fp32 cache)."""
+    cache = torch.zeros(kv_cache_shape(pages, kv_heads, head_dim), dtype=dtype)
+    return cache, torch.zeros(kv_scales_shape(pages, kv_heads)) if dtype in (FP8, torch.int8) else None
+
+
+def angles(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, 1, D] of random angles, halves duplicated as HF has them."""
+    phase = (torch.rand(tokens, 1, head_dim // 2) * 6.28).repeat(1, 1, 2)
+    return phase.cos(), phase.sin()
+
+
+@samples("embedding")
+def _embedding() -> list[tuple[Any, ...]]:
+    return [(torch.randint(0, 11, (5,)), normal(11, 16)), (torch.randint(0, 11, (3,), dtype=torch.int32), normal(11, 16, dtype=torch.float32))]
+
+
+@samples("rms_norm")
+def _rms_norm() -> list[tuple[Any, ...]]:
+    return [(normal(3, 24), normal(24), 1e-5), (normal(2, 2, 16, dtype=torch.float32), normal(16, dtype=torch.float32), 1e-6)]
+
+
+@samples("add_rms_norm")
+def _add_rms_norm() -> list[tuple[Any, ...]]:
+    return [(normal(3, 24), normal(3, 24), None, normal(24), 1e-5), (normal(3, 24), normal(3, 24), normal(3, 24), normal(24), 1e-5)]
+
+
+@samples("rms_norm_quant")
+def _rms_norm_quant() -> list[tuple[Any, ...]]:
+    return [(normal(3, 24), normal(24), 1e-5, keep) for keep in (True, False)]
+
+
+@samples("add_rms_norm_quant")
+def _add_rms_norm_quant() -> list[tuple[Any, ...]]:
+    return [(normal(3, 24), normal(3, 24), delta, normal(24), 1e-5, keep) for delta, keep in ((None, True), (normal(3, 24), False))]
+
+
+@samples("quantize_rowwise")
+def _quantize_rowwise() -> list[tuple[Any, ...]]:
+    return [(normal(3, 24),), (normal(2, 2, 16, dtype=torch.float32),)]
+
+
+@samples("silu_mul")
+def _silu_mul() -> list[tuple[Any, ...]]:
+    return [(normal(3, 48), None), (normal(2, 2, 32), normal(2, 2, 32))]
+
+
+@samples("silu_mul_quant")
+def _silu_mul_quant() -> list[tuple[Any, ...]]:
+    return [(normal(3, 48), None, True), (normal(3, 48), normal(3, 48), False)]
+
+
+@samples("rope")
+def _rope() -> list[tuple[Any, ...]]:
+    return [(normal(3, 2, 16), *angles(3, 16)), (normal(1, 2, 3, 8, dtype=torch.float32), *(part.view(1, 1, 3, 8) for part in angles(3, 8)))]
+
+
+@samples("rope_angles")
+def _rope_angles() -> list[tuple[Any, ...]]:
+    return [(torch.arange(3), torch.rand(8)), (torch.tensor([5], dtype=torch.int32), torch.rand(4))]
+
+
+@samples("hadamard")
+def _hadamard() -> list[tuple[Any, ...]]:
+    return [(normal(3, 2, 16),), (normal(4, 64, dtype=torch.float32),)]
+
+
+@samples("append_kv")
+def _append_kv() -> list[tuple[Any, ...]]:
+    slots = torch.tensor([65, -1, 3], dtype=torch.int32)
+    return [(normal(3, 2, 16), normal(3, 2, 16), *empty_cache(2, 2, 16, dtype), slots) for dtype in (BF16, FP8, torch.int8)]
+
+
+@samples("rope_append")
+def _rope_append() -> list[tuple[Any, ...]]:
+    slots = torch.tensor([65, -1, 3], dtype=torch.int32)
+    return [
+        (normal(3, 96), delta, *angles(3, 16), *empty_cache(2, 1, 16, dtype), slots, 4, 1, hadamard)
+        for delta, dtype, hadamard in ((None, BF16, False), (normal(3, 96), FP8, False), (None, torch.int8, True))
+    ]
+
+
+@samples("paged_attention")
+def _paged_attention() -> list[tuple[Any, ...]]:
+    table, lens = torch.tensor([[2, 1], [0, -1]], dtype=torch.int32), torch.tensor([70, 3], dtype=torch.int32)
+    cases = ((5, [0, 2, 4], FP8, True, False), (2, [0, 1, 2], BF16, False, True), (4, [0, 3, 4], torch.int8, False, False))
+    return [
+        (normal(tokens, 4, 64), *empty_cache(3, 2, 64, dtype), table, lens, torch.tensor(starts, dtype=torch.int32), 0.125, quantize_q, decode)
+        for tokens, starts, dtype, quantize_q, decode in cases
+    ]
+
+
+@samples("paged_attention_quant")
+def _paged_attention_quant() -> list[tuple[Any, ...]]:
+    return [(*args, keep) for args in _paged_attention() for keep in (True, False)]
+
+
+@samples("lora_plan")
+def _lora_plan() -> list[tuple[Any, ...]]:
+    return [(torch.tensor([1, -1, 0, 1, 3], dtype=torch.int32), 4, 16), (torch.full((40,), 2, dtype=torch.int32), 3, 16)]
+
+
+@samples("lora_shrink")
+def _lora_shrink() -> list[tuple[Any, ...]]:
+    return [lora_case(9, 64, 16, [32, 16]).shrink, lora_case(3, 300, 32, [32], splits=2, dtype=torch.float32).shrink]
+
+
+@samples("lora_expand")
+def _lora_expand() -> list[tuple[Any, ...]]:
+    cases = lora_case(9, 64, 16, [32, 16]), lora_case(3, 300, 32, [32], splits=2)
+    return [case.expand(torch.randn(case.splits, len(case.x), case.a.shape[1])) for case in cases]
+
+
+@samples("lora")
+def _lora() -> list[tuple[Any, ...]]:
+    return [lora_case(9, 64, 16, [32, 16]).lora, lora_case(3, 64, 32, [32], dtype=torch.float32).lora]
+
+
+@samples("sample")
+def _sample() -> list[tuple[Any, ...]]:
+    def row(*values: float) -> torch.Tensor:
+        return torch.tensor(values)
+
+    top_k, keys = torch.tensor([0, 7], dtype=torch.int32), torch.tensor([3, -5])
+    return [(normal(2, 50, dtype=dtype), row(0.0, 0.8), top_k, row(1.0, 0.9), row(0.0, 0.05), keys, keys) for dtype in (BF16, torch.float32)]
+
+
+@samples("linear_fp8")
+def _linear_fp8() -> list[tuple[Any, ...]]:
+    def case(*leading: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+        return normal(*leading, k, dtype=FP8), torch.rand(leading) + 0.5, normal(n, k, dtype=FP8), torch.rand(n) + 0.5
+
+    return [(*case(3, n=48, k=32), None, None, BF16), (*case(2, 2, n=32, k=16), normal(2, 2, 32), normal(2, 2, 32), torch.float32)]
