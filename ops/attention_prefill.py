@@ -16,25 +16,14 @@ from .attention_pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, opera
 from .kv_layout import PAGE_SIZE
 from .triton_support import INTERPRETED, next_power_of_2, pdl_start, row_scale, to_e4m3
 
-
-@triton.jit
-def load_scales(scales, PAGE: tl.constexpr, THREADS: tl.constexpr):
-    """A page's scales [PAGE], read as one element a thread.
-
-    Loads of fewer elements than threads count as free for the compiler: it would have every thread copy the 16 scales of its own columns.
-    """
-    if THREADS == 0:
-        return tl.load(scales + tl.arange(0, PAGE))
-    COPIES: tl.constexpr = THREADS // PAGE
-    copies = tl.load(scales + tl.arange(0, PAGE)[:, None] + tl.zeros([PAGE, COPIES], tl.int32))
-    return tl.max(copies, 1)
+TILE_ROWS = 64  # measured on an H200, 4096 causal tokens, e4m3: 410 us against 452 us with 128 rows and eight warps
 
 
 @triton.jit
 def attend(
     acc, top, total, q, row_factor, position, table, cache, scales, head, length, first, last,
     HK: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, MASK: tl.constexpr,
-    PAGE: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over pages first..last. MASK is off for pages that every row sees whole."""
     token = tl.arange(0, PAGE)
@@ -50,7 +39,7 @@ def attend(
             k = k.to(OPERAND)
         scores = dot_ieee(q, tl.trans(k), tl.zeros([q.shape[0], PAGE], tl.float32)) * row_factor[:, None]
         if QUANTIZED:
-            scores *= load_scales(scales + page * (2 * PAGE), PAGE, THREADS)[None, :]
+            scores *= tl.load(scales + page * (2 * PAGE) + token)[None, :]
         if MASK:
             visible = (block * PAGE + token)[None, :] <= position[:, None]
             scores = tl.where(visible & cached[None, :], scores, -float("inf"))
@@ -59,10 +48,7 @@ def attend(
         p = tl.exp2(scores - new_top[:, None])
         total = total * keep + tl.sum(p, 1)
         if QUANTIZED:
-            v_scale = load_scales(scales + page * (2 * PAGE) + PAGE, PAGE, THREADS)
-            if MASK:
-                v_scale = tl.where(cached, v_scale, 0.0)
-            p *= (v_scale * PROBABILITY_SCALE)[None, :]
+            p *= (tl.load(scales + page * (2 * PAGE) + PAGE + token, mask=cached, other=0.0) * PROBABILITY_SCALE)[None, :]
         acc = dot_ieee(p.to(OPERAND), v.to(OPERAND), acc * keep[:, None])
         top = new_top
     return acc, top, total
@@ -72,8 +58,7 @@ def attend(
 def prefill_kernel(
     q, cache, scales, block_table, context_lens, query_start, out, scale_log2, tokens, sequences, num_blocks,
     HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, SEQUENCES: tl.constexpr,
-    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, PAGE: tl.constexpr, THREADS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HK * G, D]; TILE tokens a program, GROUP >= G a power of two, SEQUENCES > B a power of two. Grid (kv heads, tiles)."""
     pdl_start(PDL)
@@ -118,9 +103,9 @@ def prefill_kernel(
     top = tl.full([TILE * GROUP], LOWEST, tl.float32)
     total = tl.zeros([TILE * GROUP], tl.float32)
     acc, top, total = attend(acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, 0, whole_pages,
-                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, False, PAGE, THREADS, STAGES)  # fmt: skip
+                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, False, PAGE, STAGES)  # fmt: skip
     acc, top, total = attend(acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, whole_pages, pages,
-                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, True, PAGE, THREADS, STAGES)  # fmt: skip
+                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, True, PAGE, STAGES)  # fmt: skip
     if QUANTIZED:
         total *= PROBABILITY_SCALE
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # rows without context stay zero
@@ -145,13 +130,13 @@ def launch(
     group = heads // kv_heads
     padded_group = next_power_of_2(group)
     exact = kv_cache.dtype == torch.float32
-    tile = max(1, (32 if exact else 128) // padded_group)
+    tile = max(1, (32 if exact else TILE_ROWS) // padded_group)
     pdl = pdl and not INTERPRETED
     prefill_kernel[(kv_heads, tokens // tile + sequences + 1)](
         q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, query_start, out,
         softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1],
         HK=kv_heads, G=group, GROUP=padded_group, TILE=tile, D=dim, SEQUENCES=next_power_of_2(sequences + 1),
         OPERAND=operand_type(kv_cache.dtype), QUANTIZED=kv_scales is not None,
-        FP8_SCORES=quantize_q and kv_cache.dtype == torch.float8_e4m3fn, PAGE=PAGE_SIZE, THREADS=32 * 8, STAGES=1 if exact else 3, PDL=pdl,
-        num_warps=8, launch_pdl=pdl,
+        FP8_SCORES=quantize_q and kv_cache.dtype == torch.float8_e4m3fn, PAGE=PAGE_SIZE, STAGES=1 if exact else 2 if kv_scales is not None else 3,
+        PDL=pdl, num_warps=8 if exact else 4, launch_pdl=pdl,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from sidestream.ops.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE, kv_ca
 from sidestream.ops.paged_attention import gather_keys_values, paged_attention, paged_attention_quant, reference
 from sidestream.ops.quantize import quantize_rowwise_reference
 from sidestream.ops.triton_support import INTERPRETED
+from support.sm90 import MachineCode, compile_launch
 
 E4M3, INT8, BF16, FP32 = torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32
 
@@ -183,6 +184,47 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         paged_attention(batch.q[..., :32].contiguous(), *args[1:])
     with pytest.raises(ValueError, match="heads"):
         paged_attention(batch.q[:, :3].contiguous(), *args[1:])
+
+
+def compiled(tokens: int, sequences: int, cache: torch.dtype, launch: Callable[..., None], quantize_q: bool, decode: bool, dim: int = 128) -> MachineCode:
+    """The machine code for 32 query and 8 KV heads."""
+
+    def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    scales = meta(*kv_scales_shape(1000, 8), dtype=FP32) if cache in QUANTIZED_MAX else None
+    tables = (meta(sequences, 128, dtype=torch.int32), meta(sequences, dtype=torch.int32), meta(sequences + 1, dtype=torch.int32))
+    q, out = meta(tokens, 32, dim, dtype=BF16), meta(tokens, 32 * dim, dtype=BF16)
+    (code,) = compile_launch(launch, q, meta(*kv_cache_shape(1000, 8, dim), dtype=cache), scales, *tables, 0.1, quantize_q, decode, out=(out,))
+    return code
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
+@pytest.mark.parametrize("cache, quantize_q", [(E4M3, True), (E4M3, False), (INT8, False), (BF16, False)])
+def test_prefill_uses_hoppers_tensor_cores(cache: torch.dtype, quantize_q: bool) -> None:
+    code = compiled(1000, 8, cache, paged_attention.launch, quantize_q, False)
+    assert code.spills == 0
+    assert code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0
+    assert (code.sass["QGMMA"] > 0) == quantize_q
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
+@pytest.mark.parametrize("cache, dim", [(E4M3, 128), (INT8, 64), (BF16, 64)])
+def test_triton_decode_uses_hoppers_tensor_cores(cache: torch.dtype, dim: int) -> None:
+    code = compiled(8, 8, cache, triton_decode, False, True, dim)
+    assert code.spills == 0
+    assert code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
+@pytest.mark.parametrize("sequences", [1, 8, 64])
+@pytest.mark.parametrize("cache", [E4M3, BF16])
+def test_gluon_decode_is_picked_and_fits(cache: torch.dtype, sequences: int) -> None:
+    """Pages come by TMA; a batch that fills the GPU has four programs of two warps on an SM (two with a bf16 cache)."""
+    code = compiled(sequences, sequences, cache, paged_attention.launch, False, True)
+    assert code.spills == 0 and code.sass["UTMALDG"] > 0 and code.sass["HMMA"] > 0
+    if sequences == 64:
+        assert code.shared_bytes * (4 if cache == E4M3 else 2) <= 227 * 1024 and code.registers <= 128
 
 
 @pytest.mark.interpret

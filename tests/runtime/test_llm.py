@@ -166,7 +166,7 @@ def test_adapters_come_and_go(llm, base, adapters):
 
 
 @pytest.mark.parametrize(("precision", "options", "tolerance"), [
-    ("bf16", {}, 0.15), ("fp8", {}, 0.8), ("fp8", {"kv_cache_dtype": "int8", "hadamard": False, "lm_head": "bf16"}, 0.8)], ids=["bf16", "fp8", "fp8-int8"])
+    ("bf16", {}, 0.04), ("fp8", {}, 0.35), ("fp8", {"kv_cache_dtype": "int8", "hadamard": False, "lm_head": "bf16"}, 0.35)], ids=["bf16", "fp8", "fp8-int8"])
 def test_lower_precision_stays_near_transformers(base, adapters, precision, options, tolerance):
     small = LLM(base.path, adapters, precision=precision, **options, **SMALL)
     batch, chosen = prompts(5, 100, 40, 7), [None, "first", "second", "third"]
@@ -176,8 +176,8 @@ def test_lower_precision_stays_near_transformers(base, adapters, precision, opti
         expected = oracle_logits(base, adapters.get(adapter), ids + completion.token_ids).log_softmax(-1)[len(ids) - 1:-1]
         own = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         found = torch.tensor([entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)])
-        assert (found - own).abs().max() < tolerance
-        assert (expected.amax(-1) - own).max() < tolerance, "a token was chosen that transformers finds much less likely"
+        assert (found - own).abs().mean() < tolerance
+        assert (expected.amax(-1) - own).mean() < tolerance, "tokens were chosen that transformers finds much less likely"
 
 
 def test_random_weights_without_a_directory():

@@ -1,0 +1,116 @@
+"""What is shipped: the wheel's content, an editable install without a network, and an import that costs nothing."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCES = ("ops", "graphs", "compiler", "runtime", "tools")
+
+
+def pip(*arguments: str, cwd: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def copy_of_sources(directory: Path) -> Path:
+    """A copy of what git tracks or would track, so that building leaves nothing in the checkout."""
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    names = (
+        listed.stdout.splitlines()
+        if listed.returncode == 0
+        else [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and ".venv" not in path.parts]
+    )
+    for name in names:
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes((ROOT / name).read_bytes())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_of_sources(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    target = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(target), ".", cwd=sources)
+    (built,) = target.glob("sidestream-*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
+    expected = {
+        f"sidestream/{path.relative_to(ROOT).as_posix()}"
+        for folder in SOURCES
+        for path in (ROOT / folder).rglob("*.py")
+        if "__pycache__" not in path.parts
+    }
+    assert expected | {"sidestream/__init__.py"} <= set(wheel.namelist())
+
+
+def test_the_wheel_holds_the_demo_model_and_tuned_settings(wheel: zipfile.ZipFile) -> None:
+    data = [
+        path
+        for folder in ("tools/demo_model", "ops/tuned")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix in (".json", ".safetensors")
+    ]
+    assert {f"sidestream/{path.relative_to(ROOT).as_posix()}" for path in data} <= set(wheel.namelist())
+    assert "sidestream/tools/demo_model/model.safetensors" in wheel.namelist()
+
+
+def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
+    top = {name.split("/")[0] for name in wheel.namelist()}
+    assert top == {"sidestream", f"sidestream-{PROJECT['project']['version']}.dist-info"}, (
+        "nothing may land in site-packages beside the package"
+    )
+    assert not [name for name in wheel.namelist() if "/tests/" in name or name.startswith("sidestream/tests")]
+
+
+def test_an_editable_install_needs_no_network(sources: Path, tmp_path: Path) -> None:
+    pip("install", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--target", str(tmp_path), "-e", ".", cwd=sources)
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); import sidestream.ops.kv_layout as layout; print(layout.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, *{sys.path[1:]!r}]; {code}"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    assert Path(found.stdout.strip()) == sources / "ops" / "kv_layout.py"
+
+
+def test_import_is_quick_and_brings_no_torch() -> None:
+    code = "import time; start = time.perf_counter(); import sys, sidestream; print(time.perf_counter() - start, 'torch' in sys.modules)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    assert min(float(seconds) for seconds, _ in runs) < 0.2
+    assert {torch for _, torch in runs} == {"False"}
+
+
+def test_every_subpackage_is_listed() -> None:
+    present = {
+        "sidestream",
+        *(
+            f"sidestream.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}"
+            for folder in SOURCES
+            for path in (ROOT / folder).rglob("__init__.py")
+        ),
+    }
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == present
+
+
+def test_the_version_is_said_once_and_the_same() -> None:
+    import sidestream
+
+    assert sidestream.__version__ == PROJECT["project"]["version"]

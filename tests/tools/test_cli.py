@@ -1,0 +1,111 @@
+"""The command's surface: help that teaches, and mistakes that end in one line and exit code 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sidestream.tools import cli, collect_env
+
+COMMANDS = (["demo"], ["generate"], ["dump"], ["collect-env"], ["bench", "latency"])
+
+
+def run_expecting_exit(arguments: list[str]) -> int:
+    try:
+        return cli.main(arguments)
+    except SystemExit as leave:
+        return int(leave.code or 0)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_teaches_by_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_expecting_exit([*command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "examples:" in shown and f"  sidestream {' '.join(command)}" in shown
+
+
+def test_top_help_names_every_command_and_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_expecting_exit(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(command[0] in shown for command in COMMANDS)
+    assert "demo model" in shown
+
+
+def test_help_is_quick_because_torch_is_not_imported() -> None:
+    code = "import sys; from sidestream.tools import cli; cli.build_parser(); print('torch' in sys.modules, 'tokenizers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["serve"], "serve"),
+        (["generate", "no/such/model", "-p", "hi"], "config.json"),
+        (["generate", "-p", "hi", "-a", "unknown"], "--lora-modules unknown="),
+        (["generate", "-p", "hi", "-p", "ho", "-p", "hu", "-a", "shout", "-a", "none"], "2 adapters for 3 prompts"),
+        (["generate", "-p", "hi", "--lora-modules", "nameless"], "NAME=DIRECTORY"),
+        (["generate", "-p", "hi", "--lora-modules", "bad/name=x"], "NAME=DIRECTORY"),
+        (["generate", "-p", "hi", "--lora-modules", "mine=no/such/adapter"], "adapter_config.json"),
+        (["generate", "-p", "hi", "--lora-modules", "twin=a", "twin=b"], "twice"),
+        (["generate", "-p", "hi", "--max-tokens", "0"], "at least 1"),
+        (["generate", "-p", "hi", "--gpu-memory-utilization", "1.5"], "at most 1"),
+        (["generate", "--prompt-ids", "1,two"], "token ids"),
+        (["generate", "-p", "hi", "--temperature", "-1"], "temperature"),
+        (["generate", "-p", "hi", "--precision", "fp4"], "fp4"),
+        (["dump", "no/such/model"], "config.json"),
+        (["dump", "--bucket", "decode"], "decode:8"),
+        (["dump", "--disable-pass", "no_such_pass"], "no_such_pass"),
+        (["dump", "--precision", "bf16", "--kv-cache-dtype", "int8"], "int8"),
+        (["dump", "--max-lora-rank", "8"], "--max-lora-rank"),
+        (["dump", "-o", str(Path(__file__))], "is a file"),
+        (["bench"], "BENCH"),
+        (["bench", "latency", "--output-len", "32"], "above 32"),
+        (["bench", "latency", "--model", "no/such/model"], "config.json"),
+        (["bench", "latency", "--output-json", "no/such/folder/out.json"], "existing directory"),
+        (["bench", "latency", "--lora", "all"], "all"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
+)
+def test_a_mistake_ends_in_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_expecting_exit(arguments) == 2
+    shown = capsys.readouterr().err.strip()
+    assert len(shown.splitlines()) == 1, shown
+    assert "error: " in shown and said in shown
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(collect_env, "collect", broken)
+    with pytest.raises(KeyError):
+        cli.main(["collect-env"])
+
+
+def test_no_prompt_says_how_to_give_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
+    assert cli.main(["generate"]) == 2
+    assert "-p" in capsys.readouterr().err
+
+
+def test_collect_env_says_versions_and_nothing_private(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert cli.main(["collect-env", "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert found["packages"]["torch"] == torch.__version__
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert str(Path.home()) not in text and str(Path.cwd()) not in text
+
+    assert cli.main(["collect-env"]) == 0
+    lines = capsys.readouterr().out
+    assert torch.__version__ in lines and "gpu" in lines
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    code = f"{sys.executable} -m sidestream.tools.cli collect-env | head -n 0"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {code}"], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
