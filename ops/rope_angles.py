@@ -45,7 +45,8 @@ def rope_angles_launch(
     """Fill `out` = (cos, sin). D/2 is a power of two. Too small to heed `sm_budget`."""
     if positions.numel() == 0:
         return
-    _rope_angles_kernel[(positions.shape[0],)](positions, inv_freq, out[0], out[1], HALF=inv_freq.shape[0], num_warps=1, enable_fp_fusion=False, **pdl_options(pdl))
+    grid = (positions.shape[0],)
+    _rope_angles_kernel[grid](positions, inv_freq, out[0], out[1], HALF=inv_freq.shape[0], num_warps=1, enable_fp_fusion=False, **pdl_options(pdl))
 
 
 rope_angles = register("rope_angles", rope_angles_reference, rope_angles_fake, rope_angles_launch)
