@@ -1,18 +1,21 @@
 """`sidestream.compile`: a module in, a CompiledModel out, which makes a Program for each bucket and runs it."""
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from .accounting import Expectation, model_shape
 from .build import build_program
+from .cache import ProgramCache
 from .capture import Captured, capture_module
 from .emit import BoundProgram
 from .options import CompileOptions
-from .pipeline import PASSES, Pass, run_passes
+from .pipeline import PASSES, Pass, check_disabled, run_passes
 from .program import Bucket, Program
 from .recipe import Recipe, materialize
 from .report import PassRecord, pass_table
@@ -23,7 +26,7 @@ ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 
 def compile_model(
     module: torch.nn.Module, options: CompileOptions | None = None, *, example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
-    dynamic_shapes: Any = None, passes: tuple[Pass, ...] = PASSES,
+    dynamic_shapes: Any = None, passes: tuple[Pass, ...] = PASSES, cache: ProgramCache | None = None,
 ) -> "CompiledModel":  # fmt: skip
     """Capture `module`, run the passes, and hand back what makes programs of it.
 
@@ -31,6 +34,7 @@ def compile_model(
     `example_inputs` keyword (mapping) or positional arguments for the capture; our Llama knows its own.
     `dynamic_shapes` symbolic dimensions as torch.export takes them; without them each shape is captured as it is.
     `passes`         the pass list, for those who add or replace one.
+    `cache`          where programs are kept between runs; capture and passes then wait until a program is missing there.
 
     Raises CaptureError, OptionError, or PassCountError when a pattern matches another number of times than the model's layers imply.
     """
@@ -40,44 +44,85 @@ def compile_model(
         if not hasattr(own, "example_inputs"):
             raise TypeError(f"{type(module).__name__} has no example_inputs(); pass example_inputs={{...}} with the arguments to capture it with")
         example_inputs, dynamic_shapes = own.example_inputs(), own.dynamic_shapes()
-    captured = capture_module(module, dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, dynamic_shapes)
+    inputs, symbols = dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, dynamic_shapes
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    return optimize(captured, options, names, passes, module)
+    check_disabled(options, passes)
+
+    def make() -> Optimized:
+        return optimize(capture_module(module, inputs, symbols), options, names, passes)
+
+    return CompiledModel(make, options, module, cache)
 
 
-def optimize(
-    captured: Captured, options: CompileOptions, names: Sequence[str], passes: tuple[Pass, ...] = PASSES, module: torch.nn.Module | None = None,
-) -> "CompiledModel":  # fmt: skip
+@dataclass(frozen=True)
+class Optimized:
+    """A captured graph after the passes, and what each pass did."""
+
+    captured: Captured
+    records: list[PassRecord]
+
+
+def optimize(captured: Captured, options: CompileOptions, names: Sequence[str], passes: tuple[Pass, ...] = PASSES) -> Optimized:
     """Run the passes over a captured graph; `names` (of parameters and buffers) tell how often each must match."""
-    graph = captured.graph_module.graph
-    paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in graph.nodes)
+    paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in captured.graph_module.graph.nodes)
     shape = model_shape(names, paged)
     records = run_passes(captured.graph_module, options, None if shape is None else Expectation(shape, options), passes)
-    return CompiledModel(captured, options, records, module)
+    return Optimized(captured, records)
 
 
 class CompiledModel:
-    """An optimized graph, and the programs made from it.
+    """An optimized graph, and the programs made from it. Capture and passes run when they are first needed: with a warm cache, never.
 
-    graph_module     the optimized graph (readable: `print(compiled.graph_module.code)`)
     options          what it was compiled with
-    records          one PassRecord for each pass
     programs         the programs made so far, by bucket
-    recipes, adapter_recipes   buffer name -> how it comes from the checkpoint's (an adapter's) tensors
     """
 
-    def __init__(self, captured: Captured, options: CompileOptions, records: list[PassRecord], module: torch.nn.Module | None) -> None:
-        self.graph_module = captured.graph_module
+    def __init__(
+        self, make: Callable[[], Optimized], options: CompileOptions, module: torch.nn.Module | None = None, cache: ProgramCache | None = None,
+    ) -> None:  # fmt: skip
         self.options = options
-        self.records = records
         self.programs: dict[Bucket, Program] = {}
-        self._captured, self._module = captured, module
+        self._make, self._module, self._cache = make, module, cache
         self._by_shape: dict[tuple[Any, ...], Program] = {}
         self._weights: dict[str, torch.Tensor] = {}
-        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
-        self.recipes: dict[str, Recipe] = {node.name: node.meta["recipe"] for node in placeholders if node.meta["kind"] == "weight"}
-        self.adapter_recipes: dict[str, Recipe] = {node.name: node.meta["recipe"] for node in placeholders if node.meta["kind"] == "adapter"}
-        self.input_names: tuple[str, ...] = tuple(node.name for node in placeholders if node.meta["kind"] == "input")
+        if cache is None:
+            _ = self._optimized  # what can't be compiled is told now
+
+    @cached_property
+    def _optimized(self) -> Optimized:
+        return self._make()
+
+    @property
+    def _captured(self) -> Captured:
+        return self._optimized.captured
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The optimized graph (readable: `print(compiled.graph_module.code)`)."""
+        return self._captured.graph_module
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """One PassRecord for each pass."""
+        return self._optimized.records
+
+    def _placeholders(self, kind: str) -> list[fx.Node]:
+        return [node for node in self.graph_module.graph.nodes if node.op == "placeholder" and node.meta["kind"] == kind]
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """Buffer name -> how the weight comes from the checkpoint's tensors."""
+        return {node.name: node.meta["recipe"] for node in self._placeholders("weight")}
+
+    @property
+    def adapter_recipes(self) -> dict[str, Recipe]:
+        """Buffer name -> how the LoRA stack comes from an adapter's tensors."""
+        return {node.name: node.meta["recipe"] for node in self._placeholders("adapter")}
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The graph's inputs beside weights and adapters."""
+        return tuple(node.name for node in self._placeholders("input"))
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
@@ -88,14 +133,15 @@ class CompiledModel:
         """Name -> (shape, dtype) of every input, weight and adapter stack at the sizes of `bucket`."""
         return {name: spec for name, spec in bucket_inputs(self.graph_module, bucket).items() if isinstance(spec, tuple)}
 
-    def kv_spec(self, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of each layer's KV cache and, where it is quantized, its scales."""
-        return {name: spec for name, spec in self.tensor_specs(Bucket(2, 2, pages, 2)).items() if name.startswith(("kv_caches", "kv_scales"))}
-
     def program(self, bucket: Bucket) -> Program:
-        """The program for `bucket` (made once)."""
+        """The program for `bucket`: made once, or taken from the cache."""
         if bucket not in self.programs:
-            self.programs[bucket] = build_program(self.graph_module, bucket, self.options)
+            program = None if self._cache is None else self._cache.load(bucket)
+            if program is None:
+                program = build_program(self.graph_module, bucket, self.options)
+                if self._cache is not None:
+                    self._cache.save(bucket, program)
+            self.programs[bucket] = program
         return self.programs[bucket]
 
     def bind(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor], **options: Any) -> BoundProgram:

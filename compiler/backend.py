@@ -52,7 +52,7 @@ class _Entry:
     def __init__(self, graph_module: fx.GraphModule, names: list[str], options: CompileOptions, inputs: Sequence[Any]) -> None:
         self.parameters = {place: names[place] for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
         captured = capture_callable(fx.Interpreter(graph_module).run, inputs, self.parameters)
-        self.compiled: CompiledModel = optimize(captured, options, list(self.parameters.values()))
+        self.compiled = CompiledModel(lambda: optimize(captured, options, list(self.parameters.values())), options)
         places = {name: place for place, name in enumerate(captured.user_inputs) if isinstance(inputs[place], torch.Tensor)}
         self.positions = {name: place for name, place in places.items() if name in self.compiled.input_names}
         self.program = build_program(self.compiled.graph_module, self._specs(inputs), options)

@@ -2,14 +2,18 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from ..compiler.api import CompiledModel, compile_model
+from ..compiler.build import ProgramStore
+from ..compiler.cache import ProgramCache, cache_directory
 from ..compiler.options import CompileOptions
+from ..compiler.pipeline import pass_names
 from ..compiler.program import Program
+from ..compiler.recipe import Recipe
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama
 from ..graphs.lora import LoraShape
@@ -40,8 +44,9 @@ def build_runner(
     dtype = compiler_options.model_dtype
     with _timed(seconds, "capture_and_passes"):
         model = Llama(config, lora, dtype=dtype, device="meta")
-        compiled = compile_model(model, compiler_options)
-    num_pages, arena_bytes = _plan_memory(compiled, config, options, sizes, device, lora is not None)
+        compiled = compile_model(model, compiler_options, cache=_program_cache(config, lora, compiler_options))
+        largest = compiled.program(_buckets(sizes, sizes.blocks, lora is not None, device).largest())
+    num_pages = _plan_pages(largest, config, options, sizes, device)
     buckets = _buckets(sizes, num_pages, lora is not None, device)
     with _timed(seconds, "load"):
         expected = model.checkpoint_tensors()
@@ -49,42 +54,53 @@ def build_runner(
             lookup, names = dummy_lookup(expected, device, dtype, options.seed)
         else:
             lookup, names = checkpoint_lookup(directory, expected, config.tie_word_embeddings, device, dtype)
-        tensors = load_weights(compiled.recipes, lookup, names, model.derived_tensors(), device, options.show_progress)
-    specs = compiled.tensor_specs(buckets.largest())
-    stack_tensors = _zeros({name: specs[name] for name in compiled.adapter_recipes}, device)
-    stacks = None if lora is None else AdapterStacks(compiled.adapter_recipes, stack_tensors, registry, lora, options.max_cpu_loras)
+        tensors = load_weights(_recipes(largest, "weight"), lookup, names, model.derived_tensors(), device, options.show_progress)
+    stack_tensors = _zeros(_specs(largest, "adapter"), device)
+    stacks = None if lora is None else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, options.max_cpu_loras)
     tensors.update(stack_tensors)
-    tensors.update(_zeros(compiled.kv_spec(num_pages), device))
+    tensors.update(_zeros(_kv_specs(largest, num_pages), device))
     runner = ModelRunner(
-        compiled, tensors, buckets, device, stacks=stacks, vocabulary=config.vocab_size, enforce_eager=options.enforce_eager, arena_bytes=arena_bytes
+        compiled, tensors, buckets, device, stacks=stacks, vocabulary=config.vocab_size, enforce_eager=options.enforce_eager, arena_bytes=largest.arena_bytes
     )
     seconds["programs_and_graphs"] = runner.warm_up(options.show_progress)
     return Built(runner, compiled, num_pages, seconds)
 
 
-def _plan_memory(
-    compiled: CompiledModel, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device, has_lora: bool
-) -> tuple[int, int]:
-    """(KV pages, bytes of the arena that every program shares)."""
-    largest = _buckets(sizes, sizes.blocks, has_lora, device).largest()
-    program = compiled.program(largest)
-    arena_bytes = program.arena_bytes
-    page = nbytes(compiled.kv_spec(1))
+def _plan_pages(program: Program, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device) -> int:
+    """How many KV pages there will be; `program` is the one that needs the most memory."""
+    page = nbytes(_kv_specs(program, 1))
     if options.num_kv_pages is not None:
-        return options.num_kv_pages, arena_bytes
+        return options.num_kv_pages
     if device.type == "cpu":
-        return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs), arena_bytes
-    demand = Demand(_bytes_of(program, "weight"), _bytes_of(program, "adapter"), arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size), page)
+        return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
+    activations = program.arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size)
+    demand = Demand(nbytes(_specs(program, "weight")), nbytes(_specs(program, "adapter")), activations, page)
     free, total = torch.cuda.mem_get_info(device)
-    return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs), arena_bytes
+    return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
+
+
+def _program_cache(config: LlamaConfig, lora: LoraShape | None, options: CompileOptions) -> ProgramCache:
+    parts = {"config": asdict(config), "lora": None if lora is None else asdict(lora)}
+    return ProgramCache(ProgramStore(cache_directory() / "programs"), parts, options, pass_names())
 
 
 def _buckets(sizes: EngineSizes, pages: int, lora: bool, device: torch.device) -> Buckets:
     return Buckets(sizes.max_num_seqs, sizes.max_num_batched_tokens, pages, sizes.blocks, lora, rounded=device.type == "cpu")
 
 
-def _bytes_of(program: Program, kind: str) -> int:
-    return sum(buffer.nbytes for buffer in program.of_kind(kind))
+def _recipes(program: Program, kind: str) -> dict[str, Recipe]:
+    """Buffer name -> recipe of a program's weights or adapter stacks."""
+    return {buffer.name: program.recipes[buffer.name] for buffer in program.of_kind(kind)}
+
+
+def _specs(program: Program, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {buffer.name: (buffer.shape, buffer.dtype) for buffer in program.of_kind(kind)}
+
+
+def _kv_specs(program: Program, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every layer's KV cache and scales, with `pages` pages."""
+    specs = _specs(program, "input")
+    return {name: ((pages, *shape[1:]), dtype) for name, (shape, dtype) in specs.items() if name.startswith(("kv_caches", "kv_scales"))}
 
 
 def _zeros(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:

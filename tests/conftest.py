@@ -15,6 +15,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Programs that tests keep for a second start lie in a directory of this run."""
+    os.environ["SIDESTREAM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def fresh_seed(request: pytest.FixtureRequest) -> None:
     """Each test draws its own random inputs, the same ones at every run."""

@@ -1,0 +1,89 @@
+"""Programs kept on disk between runs, so that a second start neither captures the model nor runs the passes.
+
+A program is kept under a hash of everything that it depends on: the releases of Sidestream and torch, the sources that make it, the model's
+config, the options, the pass list and the bucket. The number of KV pages is left out (it follows from the memory that happens to be free): it
+is put in when the program is taken out. Deleting the directory is always safe.
+"""
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from .build import ProgramStore, program_key
+from .options import CompileOptions
+from .program import Bucket, Program, Step, View
+from .sizes import dimensions_of
+
+log = logging.getLogger(__name__)
+PACKAGE = Path(__file__).parent.parent
+SOURCES = ("ops", "graphs", "compiler")
+
+
+def cache_directory() -> Path:
+    """Where programs are kept: $SIDESTREAM_CACHE, else sidestream/ under $XDG_CACHE_HOME or ~/.cache."""
+    given = os.environ.get("SIDESTREAM_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sidestream"
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """A hash of every source file that decides what a program looks like."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((PACKAGE / folder).rglob("*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(str(path.relative_to(PACKAGE)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ProgramCache:
+    """The programs of one model with one set of options."""
+
+    store: ProgramStore
+    config: Mapping[str, Any]
+    options: CompileOptions
+    passes: Sequence[str]
+
+    def load(self, bucket: Bucket) -> Program | None:
+        """The program for `bucket`, or None."""
+        program = self.store.load(self._key(bucket))
+        return None if program is None else with_pages(program, bucket.pages)
+
+    def save(self, bucket: Bucket, program: Program) -> None:
+        """Keep `program`; a full or read-only disk only costs the next start its time (logged)."""
+        try:
+            self.store.save(self._key(bucket), with_pages(program, 1))
+        except OSError as error:
+            log.warning("the program %s is not kept for the next start: %s", bucket.name, error)
+
+    def _key(self, bucket: Bucket) -> str:
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "sources": source_hash()}
+        return program_key(versions, self.config, self.options, self.passes, replace(bucket, pages=1))
+
+
+def with_pages(program: Program, pages: int) -> Program:
+    """The same program for KV caches of another number of pages: nothing but these buffers' first size depends on it."""
+    caches = {buffer.name for buffer in program.buffers if "NP" in dimensions_of(buffer.name)}
+
+    def resized(value: Any) -> Any:
+        if isinstance(value, View):
+            return replace(value, shape=(pages, *value.shape[1:])) if value.buffer in caches else value
+        return tuple(map(resized, value)) if isinstance(value, tuple) else value
+
+    def step(each: Step) -> Step:
+        return replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
+
+    buffers = tuple(replace(buffer, shape=(pages, *buffer.shape[1:])) if buffer.name in caches else buffer for buffer in program.buffers)
+    bucket = None if program.bucket is None else replace(program.bucket, pages=pages)
+    return replace(program, bucket=bucket, buffers=buffers, steps=tuple(map(step, program.steps)))
