@@ -11,6 +11,8 @@ _HOME = {
     "LLM": "runtime.llm",
     "SamplingParams": "runtime.sampling_params",
     "RequestOutput": "runtime.outputs",
+    "Client": "runtime.client",
+    "AsyncClient": "runtime.async_client",
     "compile": "compiler.api:compile_model",
     "CompiledModel": "compiler.api",
     "CompileOptions": "compiler.options",

@@ -3,9 +3,9 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from .layers import LAYER
 from .options import CompileOptions
 
-_LAYER = re.compile(r"layers[._](?:modules_)?_?(\d+)")
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
 _PROJECTION = re.compile(r"(q|k|v|o|gate|up|down)_proj")
 _PACKED_WITH = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
@@ -31,7 +31,7 @@ def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
     layers: set[str] = set()
     adapted: set[tuple[str, str]] = set()
     for name in names:
-        layer = _LAYER.search(name)
+        layer = LAYER.search(name)
         if layer is None:
             continue
         layers.add(layer[1])

@@ -14,12 +14,14 @@ from .build import build_program
 from .cache import ProgramCache
 from .capture import Captured, capture_module
 from .emit import BoundProgram
+from .layers import HEAD, TAIL
 from .options import CompileOptions
 from .pipeline import PASSES, Pass, check_disabled, run_passes
 from .program import Bucket, Program
 from .recipe import Recipe, materialize
 from .report import PassRecord, pass_table
 from .sizes import bucket_inputs
+from .timings import Timings
 
 ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 
@@ -166,13 +168,27 @@ class CompiledModel:
         """The pass table: matches, kernels before and after, what was refused and why."""
         return pass_table(self.records)
 
-    def dump(self, directory: str | Path, buckets: Sequence[Bucket] = ()) -> Path:
-        """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules and traces; returns the directory."""
+    def explain(self, buckets: Sequence[Bucket] = ()) -> str:
+        """Where the time of a step goes in each program (those made so far, or `buckets`), estimated; `compiler.explain` has the same as values."""
+        from .explain import as_text, explain
+
+        return as_text(explain(self, buckets or list(self.programs)), self.records)
+
+    def dump(
+        self, directory: str | Path, buckets: Sequence[Bucket] = (), *, layers: Sequence[int] | None = None, timings: Timings | None = None,
+        show_timings: bool = False, ledger: Mapping[str, float] | None = None,
+    ) -> Path:  # fmt: skip
+        """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules, traces and `index.html`; returns the directory.
+
+        Same model, options and version, same bytes, but for `timings.json`. `layers`: whose graphs to write, default all. `timings`: steps measured on a
+        GPU, for timings.json, and with `show_timings` for the page. `ledger`: pass name -> relative error that it added, for the page.
+        """
         from .dump import dump
 
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
-        target = Path(directory)
-        dump(target, self.records, programs, options=self.options)
+        target, count = Path(directory), len({line.layer for record in self.records[:1] for line in record.lines_before} - {HEAD, TAIL})
+        title = f"{'A graph' if self._module is None else type(self._module).__name__}, {count} layer{'s' * (count != 1)}"
+        dump(target, self.records, programs, options=self.options, title=title, layers=layers, timings=timings, show_timings=show_timings, ledger=ledger)
         return target
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

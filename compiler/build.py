@@ -14,7 +14,9 @@ from .buffers import ProgramError
 from .lower import lower
 from .memory import plan_memory
 from .options import CompileOptions
+from .pipeline import run_decode_passes
 from .program import VERSION, Bucket, Program
+from .report import PassRecord, pass_table
 from .schedule import H200_SMS, schedule
 from .sizes import Spec
 from .specialize import specialize
@@ -32,11 +34,23 @@ def build_program(
     """
     options = options or CompileOptions()
     bucket = sizes if isinstance(sizes, Bucket) else None
-    draft = lower(specialize(graph_module, sizes))
+    records: list[PassRecord] = []
+
+    def rewrite(graph: fx.Graph) -> bool:
+        records.extend(run_decode_passes(graph, options, sm_count))
+        return any(record.matches for record in records)
+
+    draft = lower(specialize(graph_module, sizes, rewrite=rewrite if bucket is not None and bucket.decode else None))
     two_streams = options.lora_lowering == "side_stream" or (options.lora_lowering == "auto" and bucket is not None and bucket.decode)
     steps = schedule(draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl)
     buffers, arena_bytes = plan_memory(draft.buffers, steps)
-    return Program(bucket, buffers, steps, arena_bytes, draft.outputs, draft.recipes, single_output=draft.single_output)
+    return Program(bucket, buffers, steps, arena_bytes, draft.outputs, draft.recipes, single_output=draft.single_output, passes=_pass_text(records))
+
+
+def _pass_text(records: Sequence[PassRecord]) -> str:
+    """The table of a program's own passes, and each near-miss; empty when there were none."""
+    refused = "".join(f"{record.name}: {reason}\n" for record in records for reason in record.rejected)
+    return pass_table(records) + refused if records else ""
 
 
 def program_key(versions: Mapping[str, str], config: Mapping[str, Any], options: CompileOptions, passes: Sequence[str], bucket: Bucket | None) -> str:

@@ -5,7 +5,7 @@ the meta device. `capture_callable` (make_fx, for what torch.compile hands to a 
 a mutation of the KV cache stays one node, and graph order is its meaning.
 """
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ class Captured:
     user_inputs: list[str] = field(default_factory=list)
     in_spec: Any = None
     out_spec: Any = None
+
+    def copy(self) -> "Captured":
+        """The same with a graph of its own, which passes may rewrite."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph_module.graph, {}))
+        return replace(self, graph_module=fx.GraphModule(self.graph_module, graph))
 
 
 def capture_module(module: torch.nn.Module, example_inputs: dict[str, Any] | Sequence[Any], dynamic_shapes: Any = None) -> Captured:

@@ -1,22 +1,76 @@
-"""What a step moves and about how long that takes: bytes of its arguments and results, the bandwidth of the SMs it may use, a launch's cost.
+"""About how long a program takes, and why: each step's bytes and FLOPs at the GPU's ceilings, what a launch costs, and both lanes on one time axis.
 
-Estimates for dumps, not measurements. Decode steps are bound by bytes, so bytes at the H200's measured read bandwidth are a fair first guess.
+    seconds of a step = launch + latency of its kind of kernel + max(bytes / reached bandwidth, FLOPs / reached rate)
+
+Steps of the two lanes that run at once share the memory's bandwidth. The latencies in `KINDS` are fitted to measured steps;
+`docs/measurements/cost_model_h200.txt` has what is left of the error, and tools/measure_cost.py measures it again.
 """
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from math import prod
 
-from .buffers import View, views_in
+from .buffers import View
+from .hardware import H200, Gpu
 from .program import Program, Step
+from .work import DEFAULT, Assumptions, Work, must_read, step_bytes, work
 
-LAUNCH_SECONDS = 1.2e-6  # a kernel in a chain inside a CUDA graph
-LAUNCH_SECONDS_PDL = 0.9e-6
-# TB/s that a reading loop reached with so many SMs (one CTA each; 132 with four)
-BANDWIDTH = ((0, 0.0), (33, 2.21), (66, 3.65), (99, 4.37), (132, 4.68))
+__all__ = ["Assumptions", "Placed", "StepCost", "critical_path", "estimate", "floor_seconds", "kind_of", "step_bytes", "step_costs", "total_seconds"]
 
-# Arguments of which an op touches a part only: rows by index, pages by block table, slots by adapter
-_BY_TOKEN = {"sidestream.embedding": (1,), "aten.embedding.default": (0,), "sidestream.append_kv": (2, 3), "sidestream.rope_append": (4, 5)}
-_BY_PAGE = {"sidestream.paged_attention": (1, 2), "sidestream.paged_attention_quant": (1, 2)}
-_BY_SLOT = {"sidestream.lora": (1, 2), "sidestream.lora_shrink": (1,), "sidestream.lora_expand": (1,)}
+
+@dataclass(frozen=True)
+class Kind:
+    """Kernels of a kind, by a fragment of the op's name.
+
+    latency       seconds beyond the launch that a small instance takes: dependency wait, first loads, the last CTA's end
+    per_rows      further seconds at 64 rows of activations and more, below in proportion
+    reached       share of the memory's bandwidth (of the SMs that it may use) in its inner loop; reached_flops: of the tensor cores' rate
+    hides         its latency is a chain of dependent loads beside which others stream: the longer of the two counts, not the sum
+    """
+
+    fragment: str
+    latency: float
+    reached: float
+    reached_flops: float = 0.5
+    per_rows: float = 0.0
+    hides: bool = False
+
+
+# First match wins. Fitted to the decode steps of docs/measurements/cost_model_h200.txt; `reached_flops` is a guess until prefill is measured.
+KINDS: tuple[Kind, ...] = (
+    Kind("sidestream.decoder_block", 8.0e-6, 0.93, per_rows=16.0e-6),  # from its first measurements by layer, not from steps
+    Kind("sidestream.linear", 1.2e-6, 0.97, per_rows=3.0e-6),
+    Kind("sidestream.lora_plan", 0.6e-6, 0.5),
+    Kind("sidestream.lora", 2.4e-6, 0.35),
+    Kind("sidestream.paged_attention", 7.0e-6, 0.85, hides=True),
+    Kind("sidestream.rope_append", 2.2e-6, 0.7),
+    Kind("sidestream.silu_mul", 2.8e-6, 0.7),
+    Kind("sidestream.rope_angles", 2.4e-6, 0.7),
+    Kind("norm", 1.4e-6, 0.7),
+    Kind("sidestream.", 0.5e-6, 0.7),
+    Kind("aten.mm", 2.0e-6, 0.75),
+    Kind("aten.linear", 2.0e-6, 0.75),
+    Kind("", 1.2e-6, 0.7),
+)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step costs when nothing runs beside it.
+
+    `floor`: seconds that its bytes and FLOPs take at the whole GPU's ceilings; `fixed`: launch and latency; `seconds`: the estimate; `bound`: what decides it
+    ("launch", "bytes" or "flops").
+    """
+
+    work: Work
+    floor: float
+    fixed: float
+    seconds: float
+    bound: str
+
+    @property
+    def reached(self) -> float:
+        """The floor's share of the estimate."""
+        return self.floor / self.seconds if self.seconds else 1.0
 
 
 @dataclass(frozen=True)
@@ -27,58 +81,132 @@ class Placed:
     end: float
 
 
-def step_bytes(program: Program, step: Step) -> int:
-    """Bytes that a step reads and writes, each tensor once (of tables, caches and adapter stacks the most that the bucket can touch)."""
-    total = sum(_view_bytes(program, view) for view in step.outs)
-    seen: set[View] = set()
-    arguments = (*enumerate(step.args), *((-1, value) for _, value in step.kwargs))
-    for position, value in arguments:
-        for view in views_in(value):
-            if view not in seen:
-                seen.add(view)
-                total += int(_view_bytes(program, view) * _share(program, step, position, view))
-    return total
+def kind_of(op: str) -> Kind:
+    """The entry of KINDS for an op's name."""
+    return next(kind for kind in KINDS if kind.fragment in op)
 
 
-def bandwidth(sms: int | None) -> float:
-    """Bytes a second that `sms` SMs can read; None = all."""
-    if sms is None or sms >= BANDWIDTH[-1][0]:
-        return BANDWIDTH[-1][1] * 1e12
-    for (low, slow), (high, fast) in pairwise(BANDWIDTH):
-        if sms <= high:
-            return (slow + (fast - slow) * (sms - low) / (high - low)) * 1e12
-    return BANDWIDTH[-1][1] * 1e12
+def step_costs(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> list[StepCost]:
+    """Each step's cost, in order."""
+    return [_cost(program, step, assume, gpu) for step in program.steps]
 
 
-def estimate(program: Program) -> list[Placed]:
-    """Start and end of each step: as early as its stream and its waits allow, for launch plus bytes over bandwidth."""
-    free = {"main": 0.0, "side": 0.0}
-    placed: list[Placed] = []
+def _cost(program: Program, step: Step, assume: Assumptions, gpu: Gpu) -> StepCost:
+    done, kind = work(program, step, assume), kind_of(step.op)
+    launch = gpu.launch_pdl if step.pdl else gpu.launch
+    fixed = launch + kind.per_rows * min(_rows(step), 64) / 64 + (0.0 if kind.hides else kind.latency)
+    moving = done.bytes / (gpu.bytes_per_second(step.sm_budget) * kind.reached)
+    computing = sum(flops / gpu.flops_per_second(width, step.sm_budget) for width, flops in done.flops.items()) / kind.reached_flops
+    floor = max(done.bytes / gpu.bytes_per_second(), sum(flops / gpu.flops_per_second(width) for width, flops in done.flops.items()))
+    streaming = max(moving, computing)
+    if kind.hides and kind.latency > streaming:
+        fixed += kind.latency - streaming
+    bound = "launch" if fixed > streaming else "bytes" if moving >= computing else "flops"
+    return StepCost(done, floor, fixed, fixed + streaming, bound)
+
+
+def _rows(step: Step) -> int:
+    shapes = [view.shape for view in (step.outs or tuple(step.inputs())) if isinstance(view, View) and view.shape]
+    return prod(shapes[0][:-1]) if shapes else 1
+
+
+def estimate(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200, costs: Sequence[StepCost] | None = None) -> list[Placed]:
+    """Start and end of each step: as early as its lane and its waits allow; where both lanes stream, they share the memory's bandwidth.
+
+    `costs`: use these instead of `step_costs(...)` (measured ones, say).
+    """
+    costs = step_costs(program, assume, gpu) if costs is None else costs
+    return _Lanes(program, costs, gpu).run()
+
+
+def total_seconds(placed: Sequence[Placed]) -> float:
+    """When the last step ends."""
+    return max((each.end for each in placed), default=0.0)
+
+
+def floor_seconds(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> float:
+    """What no schedule and no fusion goes below: weights, active adapters and cached tokens read once, or all FLOPs at the GPU's peak."""
+    needed: dict[str, int] = {}
+    computing = 0.0
     for step in program.steps:
-        start = max([free[step.stream], *(placed[wait].end for wait in step.waits)])
-        end = start + (LAUNCH_SECONDS_PDL if step.pdl else LAUNCH_SECONDS) + step_bytes(program, step) / bandwidth(step.sm_budget)
-        placed.append(Placed(start, end))
-        free[step.stream] = end
-    return placed
+        for name, moved in must_read(program, step, assume):
+            needed[name] = max(needed.get(name, 0), moved)
+        computing += sum(flops / gpu.flops_per_second(width) for width, flops in work(program, step, assume).flops.items())
+    return max(sum(needed.values()) / gpu.bytes_per_second(), computing)
 
 
-def _view_bytes(program: Program, view: View) -> int:
-    elements = 1
-    for size, stride in zip(view.shape, view.stride, strict=True):
-        elements *= size if stride or not size else 1
-    return elements * (view.dtype or program.by_name[view.buffer].dtype).itemsize
+def critical_path(program: Program, placed: Sequence[Placed]) -> list[int]:
+    """The steps that decide when the program ends, in order: from the last one back, each time to what it waited for longest."""
+    if not placed:
+        return []
+    before = predecessors(program)
+    path = [max(range(len(placed)), key=lambda index: placed[index].end)]
+    while before[path[-1]]:
+        path.append(max(before[path[-1]], key=lambda index: placed[index].end))
+    return path[::-1]
 
 
-def _share(program: Program, step: Step, position: int, view: View) -> float:
-    tokens = step.outs[0].shape[0] if step.outs and step.outs[0].shape else 1
-    rows = max(1, view.shape[0]) if view.shape else 1
-    if position in _BY_TOKEN.get(step.op, ()):
-        if "embedding" in step.op:
-            return min(1.0, tokens / rows)
-        page_tokens = view.shape[3] if len(view.shape) > 3 else 1
-        return min(1.0, (program.bucket.tokens if program.bucket else tokens) / (rows * page_tokens))
-    if position in _BY_PAGE.get(step.op, ()) and program.bucket is not None:
-        return min(1.0, program.bucket.sequences * program.bucket.blocks / rows)
-    if position in _BY_SLOT.get(step.op, ()):
-        return min(1.0, (program.bucket.tokens if program.bucket else rows) / rows)
-    return 1.0
+def predecessors(program: Program) -> list[list[int]]:
+    """For each step the one before it in its lane, and those it waits for."""
+    last: dict[str, int] = {}
+    result = []
+    for step in program.steps:
+        result.append([*([last[step.stream]] if step.stream in last else []), *step.waits])
+        last[step.stream] = step.index
+    return result
+
+
+@dataclass
+class _Running:
+    """A step under way: seconds of launch and latency left, then seconds of streaming left (were it alone), and the bandwidth it streams with."""
+
+    index: int
+    start: float
+    fixed: float
+    streaming: float
+    demand: float
+
+
+class _Lanes:
+    """Plays a program on two lanes, from one completion to the next."""
+
+    def __init__(self, program: Program, costs: Sequence[StepCost], gpu: Gpu) -> None:
+        self.program, self.costs, self.gpu = program, costs, gpu
+        self.peak = gpu.bytes_per_second()
+        self.queues = {lane: [step.index for step in program.steps if step.stream == lane] for lane in ("main", "side")}
+        self.running: dict[str, _Running] = {}
+        self.placed: dict[int, Placed] = {}
+        self.now = 0.0
+
+    def run(self) -> list[Placed]:
+        self._begin()
+        while self.running:
+            self._advance()
+            self._begin()
+        return [self.placed[step.index] for step in self.program.steps]
+
+    def _begin(self) -> None:
+        """Start what may start: its lane is free and what it waits for has ended."""
+        for lane, queue in self.queues.items():
+            if lane in self.running or not queue or any(wait not in self.placed for wait in self.program.steps[queue[0]].waits):
+                continue
+            index = queue.pop(0)
+            cost, waits = self.costs[index], self.program.steps[index].waits
+            streaming = cost.seconds - cost.fixed
+            demand = cost.work.bytes / streaming if streaming > 0 else 0.0
+            self.running[lane] = _Running(index, self.now, cost.fixed + self.gpu.cross_stream * bool(waits), streaming, demand)
+
+    def _advance(self) -> None:
+        """To the next moment at which a step ends or begins to stream."""
+        wanted = sum(step.demand for step in self.running.values() if step.fixed <= 0)
+        speed = 1.0 if wanted <= self.peak else self.peak / wanted
+        span = min(step.fixed if step.fixed > 0 else step.streaming / speed for step in self.running.values())
+        self.now += span
+        for lane, step in list(self.running.items()):
+            if step.fixed > 0:
+                step.fixed = step.fixed - span if step.fixed > span * (1 + 1e-9) else 0.0
+            else:
+                step.streaming = step.streaming - span * speed if step.streaming > span * speed * (1 + 1e-9) else 0.0
+            if step.fixed <= 0 and step.streaming <= 0:
+                self.placed[step.index] = Placed(step.start, self.now)
+                del self.running[lane]

@@ -1,22 +1,29 @@
 """Everything about a compilation as files that a person (or a diff) can read.
 
-The same inputs give the same bytes, so that two dumps can be compared; wall-clock times are in `timings.json` only, and the durations in
-`program.txt`, `schedule.svg` and `trace.json` are estimates from bytes.
+The same inputs give the same bytes, so that two dumps can be compared; measured times are in `timings.json` (and on the page when asked for), all
+other durations are estimates from bytes and FLOPs.
 """
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from .calls import describe
 from .cost import estimate, step_bytes
 from .memory import unshared_bytes
 from .options import CompileOptions
+from .page.data import page_data
+from .page.kernels import compiled_resources
+from .page.render import render
 from .program import Program
-from .report import PassRecord, columns, pass_table, short_dtype
+from .report import PassRecord, columns, pass_table, short_dtype, text_of
 from .svg import describe_view, schedule_svg
+from .timings import Timings
+from .trace import trace
 
 
 def dump(
@@ -25,13 +32,19 @@ def dump(
     programs: Sequence[Program] = (),
     *,
     options: CompileOptions | None = None,
-    timings: Mapping[str, float] | None = None,
+    title: str = "A compiled model",
+    layers: Container[int] | None = None,
+    timings: Timings | None = None,
+    show_timings: bool = False,
+    ledger: Mapping[str, float] | None = None,
 ) -> list[Path]:
     """Write the dump and return the files written, in order.
 
     For pass number NN: `NN_pass.before.py`, `NN_pass.after.py`, `NN_pass.diff`; `passes.txt` (op counts of each pass), `rejected.txt`,
-    `summary.txt`, `timings.json`. For each program `program.txt`, `program.json`, `schedule.svg` and `trace.json`: in `directory` when there is
-    one program, else in a folder named like its bucket.
+    `summary.txt`, `summary.json`, `timings.json`, and `index.html` over all of it. For each program `program.txt`, `program.json`, `schedule.svg` and
+    `trace.json`: in `directory` when there is one program, else in a folder named like its bucket.
+    `layers`: whose lines of the graphs to write (default: all). `timings`: steps and kernels as measured; they, and the passes' seconds, are on the
+    page only with `show_timings`. `ledger`: pass -> relative error that it added.
     Files of earlier dumps with the same names are replaced; pass files that no longer belong are removed.
     """
     root = Path(directory)
@@ -48,13 +61,20 @@ def dump(
 
     for number, record in enumerate(records):
         stem = f"{number:02d}_{record.name}"
+        record = record if layers is None else replace(record, before=text_of(record.lines_before, layers), after=text_of(record.lines_after, layers))
         write(root / f"{stem}.before.py", record.before)
         write(root / f"{stem}.after.py", record.after)
         write(root / f"{stem}.diff", pass_diff(record))
     write(root / "passes.txt", pass_table(records))
     write(root / "rejected.txt", rejected_text(records))
     write(root / "summary.txt", summary_text(records, programs, options))
-    write(root / "timings.json", json.dumps({**{record.name: record.seconds for record in records}, **(timings or {})}, indent=1) + "\n")
+    write(root / "summary.json", json.dumps(summary(records, programs, options), indent=1) + "\n")
+    timings = timings or Timings()
+    measured = replace(timings, passes={record.name: record.seconds for record in records}, kernels=timings.kernels or compiled_resources())
+    write(root / "timings.json", json.dumps(measured.to_json(), indent=1) + "\n")
+    shown = measured if show_timings else None
+    data = page_data(records, programs, title=title, version=__version__, options=options, layers=layers, timings=shown, ledger=ledger)
+    write(root / "index.html", render(data))
     for program in programs:
         folder = root if len(programs) == 1 else root / program.name
         timing = estimate(program)
@@ -98,6 +118,13 @@ def summary_text(records: Sequence[PassRecord], programs: Sequence[Program], opt
     return "\n".join(parts)
 
 
+def summary(records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None) -> dict[str, Any]:
+    """The same for machines (`sidestream diff` reads it): options, passes with their op counts and refusals, the programs' names."""
+    fields = ("name", "tier", "matches", "rejected", "ops_before", "ops_after")
+    passes = [{name: getattr(record, name) for name in fields} for record in records]
+    return {"version": __version__, "options": options and options.to_dict(), "passes": passes, "programs": [program.name for program in programs]}
+
+
 def program_text(program: Program) -> str:
     """A table of the steps, then one of the buffers."""
     buffers, timing = program.by_name, estimate(program)
@@ -120,30 +147,7 @@ def program_text(program: Program) -> str:
         memory.append((buffer.name, buffer.kind, short_dtype(buffer.dtype), f"[{shape}]", f"{buffer.nbytes:,}", offset, life, source))
     outputs = ", ".join(describe(value) for value in program.outputs)
     head = f"{program.name}: {len(program.steps)} steps, arena {program.arena_bytes:,} bytes ({unshared_bytes(program):,} without sharing), returns {outputs}\n"
-    return "\n".join([head, columns(rows, right=(0, 8, 10, 11)), columns(memory, right=(4, 5))])
-
-
-def trace(program: Program) -> dict[str, Any]:
-    """The estimated schedule in Chrome's trace format (also Perfetto's): one track a stream, waits as flow arrows."""
-    tracks = {"main": 1, "side": 2}
-    timing = estimate(program)
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{program.name} (estimate)"}}]
-    used = dict.fromkeys(step.stream for step in program.steps)
-    events += [{"ph": "M", "pid": 1, "tid": tracks[stream], "name": "thread_name", "args": {"name": f"{stream} stream"}} for stream in tracks if stream in used]
-    for step, placed in zip(program.steps, timing, strict=True):
-        about = {"step": step.index, "name": step.name, "bytes": step_bytes(program, step)}
-        arguments = {**about, "sm_budget": step.sm_budget, "pdl": step.pdl, "waits": list(step.waits)}
-        where = {"pid": 1, "tid": tracks[step.stream]}
-        events.append({"ph": "X", **where, "name": step.op, "ts": _us(placed.start), "dur": _us(placed.end - placed.start), "args": arguments})
-        for wait in step.waits:
-            flow = {"cat": "wait", "name": "wait", "id": f"{wait}-{step.index}", "pid": 1}
-            events.append({"ph": "s", **flow, "tid": tracks[program.steps[wait].stream], "ts": _us(timing[wait].end - 1e-9)})
-            events.append({"ph": "f", "bp": "e", **flow, "tid": tracks[step.stream], "ts": _us(placed.start)})
-    return {"displayTimeUnit": "ns", "traceEvents": events}
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+    return "\n".join([head, *([program.passes] if program.passes else []), columns(rows, right=(0, 8, 10, 11)), columns(memory, right=(4, 5))])
 
 
 def _mib(nbytes: int) -> str:

@@ -14,6 +14,7 @@ from ..ops.registry import as_outputs
 from .buffers import Buffer, ProgramError, View
 from .calls import out_overload, overload_of, own_op
 from .program import Program, Step
+from .ranges import SWITCH, named, ranged, replay_range, step_range
 
 OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]
 
@@ -57,11 +58,12 @@ class BoundProgram:
         `synchronize` waits after each step (so an error names its step, and results can be compared with `replay`).
         `on_step(step, outs)` is called behind each step.
         """
+        calls = self._calls if SWITCH.recording is None else self._named_calls()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._side is not None:
-                self._run_two_streams(self._side, synchronize, on_step)
+                self._run_two_streams(self._side, calls, synchronize, on_step)
             else:
-                for step, call, outs in zip(self.program.steps, self._calls, self.outs, strict=True):
+                for step, call, outs in zip(self.program.steps, calls, self.outs, strict=True):
                     call()
                     self._after(step, outs, synchronize, on_step)
         return self.outputs
@@ -97,7 +99,12 @@ class BoundProgram:
         """Launch the captured graph on the current stream (run the steps when nothing was captured); returns the outputs."""
         if self._graph is None:
             return self.run()
-        self._graph.replay()
+        if SWITCH.recording is None:
+            self._graph.replay()
+        else:
+            SWITCH.recording.bound[self.program.name] = self
+            with named(replay_range(self.program)):
+                self._graph.replay()
         return self.outputs
 
     @property
@@ -142,11 +149,17 @@ class BoundProgram:
         last.synchronize()
         return first.elapsed_time(last) * 1e-3
 
-    def _run_two_streams(self, side: "_Side", synchronize: bool, on_step: OnStep | None) -> None:
+    def _named_calls(self) -> list[Callable[[], None]]:
+        """Each step's call within a range of its name, for a profiler."""
+        if SWITCH.recording is not None:
+            SWITCH.recording.bound[self.program.name] = self
+        return [ranged(step_range(self.program, step), call) for step, call in zip(self.program.steps, self._calls, strict=True)]
+
+    def _run_two_streams(self, side: "_Side", calls: list[Callable[[], None]], synchronize: bool, on_step: OnStep | None) -> None:
         main = torch.cuda.current_stream(self.device)
         side.fork.record(main)
         side.stream.wait_event(side.fork)  # the side stream joins a capture only through the main one
-        for step, call, outs in zip(self.program.steps, self._calls, self.outs, strict=True):
+        for step, call, outs in zip(self.program.steps, calls, self.outs, strict=True):
             stream = main if step.stream == "main" else side.stream
             for wait in step.waits:
                 stream.wait_event(side.events[wait])

@@ -1,5 +1,6 @@
 """Small facts and moves about FX nodes that every pass needs: what is a view, how a node is replaced, how a new one gets its shape."""
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ VIEWS: frozenset[Any] = frozenset({
 RESHAPES: frozenset[Any] = frozenset({aten.view.default, aten.reshape.default, aten.unflatten.int, aten.flatten.using_ints})
 
 
+CHECKS = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_async"})
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node only asserts what tracing has seen, and computes nothing."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in CHECKS
+
+
 def args_of(node: fx.Node) -> tuple[Any, ...]:
     """A node's arguments; FX's own type for them is too wide to work with."""
     return node.args
@@ -30,8 +39,8 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node costs a kernel launch: a call that is neither a view nor a pick of a result nor a size."""
-    if node.op != "call_function" or node.target in VIEWS or node.target is operator.getitem:
+    """Whether a node costs a kernel launch: a call that is neither a view nor a pick of a result, a check or a size."""
+    if node.op != "call_function" or node.target in VIEWS or node.target is operator.getitem or is_check(node):
         return False
     return not isinstance(node.target, torch._ops.OpOverload) or "sym_" not in node.target.name()
 
@@ -65,15 +74,20 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     return None
 
 
+def _value_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
+    """Where new values are computed: among the graph's fake tensors, or on meta tensors in a specialized graph."""
+    mode = fake_mode_of(graph)
+    if mode is None and not any(isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_meta for node in graph.nodes):
+        raise ValueError("the graph holds no fake tensors; capture it first")
+    return mode or nullcontext()
+
+
 def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node | None = None) -> fx.Node:
     """Append a call at the graph's insertion point, its value computed on fake tensors; `like` gives source information."""
     if isinstance(target, Op):
         target = target.overload
     node = graph.create_node("call_function", target, args, name=getattr(target, "_opname", None))
-    mode = fake_mode_of(graph)
-    if mode is None:
-        raise ValueError("the graph holds no fake tensors; capture it first")
-    with mode, torch.no_grad():
+    with _value_mode(graph), torch.no_grad():
         node.meta["val"] = target(*value_of(args))
     if like is not None:
         for key in ("stack_trace", "nn_module_stack"):

@@ -7,6 +7,7 @@ import torch
 Precision = Literal["fp8", "bf16", "fp32"]
 KvDtype = Literal["auto", "fp8_e4m3", "int8", "bf16", "fp32"]
 LoraLowering = Literal["auto", "serial", "side_stream"]
+WholeLayer = Literal["auto", "on", "off"]
 
 
 class OptionError(ValueError):
@@ -23,7 +24,9 @@ class CompileOptions:
     lm_head        `fp8` or `bf16`: whether the output projection is quantized in fp8 mode
     disable        names of passes to leave out (`sidestream.compiler.pipeline.PASSES` lists them)
     lora_lowering  `serial`: LoRA on the main stream; `side_stream`: beside the base GEMMs; `auto`: side stream for decode programs
-    lora_sm_share  share of the SMs that LoRA's kernels may use on the side stream; the base keeps the rest
+    lora_sm_share  share of the SMs that LoRA's kernels may use on the side stream, the base keeps the rest; None: neither is limited (the fastest)
+    whole_layer    the linears between two attentions as one launch in decode programs without LoRA: `on` wherever the kernel takes the sizes, `auto` where it
+                   gains, `off`; their activations then have one scale per token and 128 columns
     pdl            programmatic dependent launch between neighbours of a stream
     check_counts   fail when a pass matches another number of times than the model's shape implies
     """
@@ -34,17 +37,19 @@ class CompileOptions:
     lm_head: Literal["fp8", "bf16"] = "fp8"
     disable: tuple[str, ...] = ()
     lora_lowering: LoraLowering = "auto"
-    lora_sm_share: float = 0.25
+    lora_sm_share: float | None = None
+    whole_layer: WholeLayer = "auto"
     pdl: bool = True
     check_counts: bool = True
 
     def __post_init__(self) -> None:
-        choices = {"precision": get_args(Precision), "kv_dtype": get_args(KvDtype), "lora_lowering": get_args(LoraLowering), "lm_head": ("fp8", "bf16")}
+        choices = {"precision": get_args(Precision), "kv_dtype": get_args(KvDtype), "lora_lowering": get_args(LoraLowering), "lm_head": ("fp8", "bf16"),
+                   "whole_layer": get_args(WholeLayer)}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise OptionError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(allowed)}")
         object.__setattr__(self, "disable", tuple(self.disable))
-        if not 0.0 < self.lora_sm_share < 1.0:
+        if self.lora_sm_share is not None and not 0.0 < self.lora_sm_share < 1.0:
             raise OptionError(f"lora_sm_share={self.lora_sm_share} must lie between 0 and 1; 0.25 gives LoRA a quarter of the SMs")
         if self.precision != "fp8" and self.kv_dtype in ("fp8_e4m3", "int8"):
             remedy = "use precision='fp8' or kv_dtype='auto'"

@@ -12,6 +12,7 @@ from .accounting import Expectation
 from .options import CompileOptions, OptionError
 from .passes.base import Context, PassReport
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
+from .passes.fuse_decoder_block import fuse_decoder_block
 from .passes.fuse_quantize import fuse_quantize
 from .passes.fuse_rope_append import fuse_rope_append
 from .passes.fuse_silu_mul import fuse_silu_mul
@@ -25,7 +26,7 @@ from .passes.normalize import normalize
 from .passes.pack_projections import pack_projections
 from .passes.quantize_kv import quantize_kv
 from .passes.quantize_linears import quantize_linears
-from .report import PassRecord, graph_text, op_counts
+from .report import PassRecord, graph_lines, op_counts, text_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Pass:
     def name(self) -> str:
         """The name by which it is switched off."""
         return self.run.__name__
+
+    @property
+    def about(self) -> str:
+        """What it does: the first line of its docstring."""
+        return (self.run.__doc__ or "").strip().partition("\n")[0]
 
 
 PASSES: tuple[Pass, ...] = (
@@ -61,19 +67,43 @@ PASSES: tuple[Pass, ...] = (
     # Kernels and lanes.
     Pass(lower_lora, "lowers"),
 )
+# On the static graph of a decode program, where row b is sequence b and LoRA (if the program has none) is gone.
+DECODE_PASSES: tuple[Pass, ...] = (
+    Pass(fuse_quantize, "keeps"),  # again: behind the last norm no rows are selected any more
+    Pass(fuse_decoder_block, "quantizes"),
+)
 ALWAYS_ON = frozenset({"normalize"})
 
 
 def pass_names() -> tuple[str, ...]:
-    """All passes in order."""
-    return tuple(each.name for each in PASSES)
+    """All passes in order, each once."""
+    return tuple(dict.fromkeys(each.name for each in (*PASSES, *DECODE_PASSES)))
 
 
-def check_disabled(options: CompileOptions) -> None:
+def insert_pass(
+    run: Callable[[fx.Graph, Context], PassReport], *, after: str = "", before: str = "", tier: str = "keeps", passes: tuple[Pass, ...] = PASSES,
+) -> tuple[Pass, ...]:  # fmt: skip
+    """The pass list with `run` behind the pass named `after`, or in front of the one named `before`; hand it to `compile(..., passes=...)`.
+
+    The new pass goes by its function's name. Raises OptionError when there is no such place, or the name is taken.
+    """
+    names, new = [each.name for each in passes], Pass(run, tier)
+    if bool(after) == bool(before):
+        raise OptionError(f"say where {new.name!r} goes: after=PASS or before=PASS, one of the two; passes: {', '.join(names)}")
+    if new.name in names:
+        raise OptionError(f"there is a pass named {new.name!r} already; give the function another name")
+    if (after or before) not in names:
+        raise OptionError(f"{new.name!r} can't go {'behind' if after else 'before'} {after or before!r}, which is no pass; passes: {', '.join(names)}")
+    place = names.index(after) + 1 if after else names.index(before)
+    return (*passes[:place], new, *passes[place:])
+
+
+def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -> None:
     """Raises OptionError for a name in `options.disable` that is no pass, or one that can't be left out."""
+    names = list(dict.fromkeys(each.name for each in (*passes, *DECODE_PASSES)))
     for name in options.disable:
-        if name not in pass_names():
-            raise OptionError(f"disable names {name!r}, which is no pass; passes: {', '.join(pass_names())}")
+        if name not in names:
+            raise OptionError(f"disable names {name!r}, which is no pass; passes: {', '.join(names)}")
         if name in ALWAYS_ON:
             raise OptionError(f"pass {name!r} can't be switched off: every later pattern builds on it")
 
@@ -82,11 +112,12 @@ def run_passes(
     graph_module: fx.GraphModule, options: CompileOptions, expectation: Expectation | None = None, passes: tuple[Pass, ...] = PASSES,
 ) -> list[PassRecord]:  # fmt: skip
     """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what the model implies."""
-    check_disabled(options)
+    check_disabled(options, passes)
     graph, context = graph_module.graph, Context(options)
     records: list[PassRecord] = []
     clean_up(graph)
-    text, counts = graph_text(graph_module), op_counts(graph_module)
+    lines, counts = graph_lines(graph_module), op_counts(graph_module)
+    text = text_of(lines)
     for each in passes:
         if each.name in options.disable:
             continue
@@ -95,12 +126,28 @@ def run_passes(
         clean_up(graph)
         seconds = time.perf_counter() - start
         graph.lint()
-        new_text, new_counts = graph_text(graph_module), op_counts(graph_module)
-        records.append(PassRecord(each.name, each.tier, report.matches, report.rejected, counts, new_counts, text, new_text, seconds))
-        text, counts = new_text, new_counts
+        new_lines, new_counts = graph_lines(graph_module), op_counts(graph_module)
+        new_text = text_of(new_lines)
+        found = (each.name, each.tier, report.matches, report.rejected, counts, new_counts, text, new_text, seconds, lines, new_lines)
+        records.append(PassRecord(*found, about=each.about))
+        lines, text, counts = new_lines, new_text, new_counts
         if expectation is not None and options.check_counts:
             expectation.check(each.name, report.matches, report.rejected)
     graph_module.recompile()
+    return records
+
+
+def run_decode_passes(graph: fx.Graph, options: CompileOptions, sm_count: int) -> list[PassRecord]:
+    """Rewrites a decode program's static graph in place; one record (without the graphs' text) for each pass that is switched on."""
+    context, records = Context(options, sm_count), []
+    for each in DECODE_PASSES:
+        if each.name in options.disable:
+            continue
+        start, counts = time.perf_counter(), op_counts(graph)
+        report = each.run(graph, context)
+        graph.eliminate_dead_code()
+        seconds = time.perf_counter() - start
+        records.append(PassRecord(each.name, each.tier, report.matches, report.rejected, counts, op_counts(graph), "", "", seconds, about=each.about))
     return records
 
 

@@ -14,7 +14,7 @@ import torch
 from .buffers import KINDS, Buffer, ProgramError, View, decode, dtype_name, encode, parse_dtype, span, views_in
 from .recipe import Recipe, RecipeError
 
-VERSION = 1
+VERSION = 2
 STREAMS = ("main", "side")
 Stream = Literal["main", "side"]
 
@@ -85,6 +85,7 @@ class Step:
 @dataclass(frozen=True)
 class Program:
     """A compiled step: `steps` in an order that is right on one stream too, `outputs` as the graph returned them (views or plain values).
+    `passes` is a text for people: what the passes over this program's own graph did.
 
     Raises ProgramError when names, indices or offsets contradict each other.
     """
@@ -97,6 +98,7 @@ class Program:
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     version: int = VERSION
     single_output: bool = False
+    passes: str = ""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -122,6 +124,7 @@ class Program:
             "bucket": None if self.bucket is None else vars(self.bucket).copy(),
             "arena_bytes": self.arena_bytes,
             "single_output": self.single_output,
+            "passes": self.passes,
             "outputs": [encode(value) for value in self.outputs],
             "buffers": [_encode_fields(buffer) for buffer in self.buffers],
             "steps": [_encode_fields(step) for step in self.steps],
@@ -146,6 +149,7 @@ class Program:
                 recipes={name: Recipe.from_json(entry) for name, entry in data["recipes"].items()},
                 version=data["version"],
                 single_output=data["single_output"],
+                passes=data["passes"],
             )
         except (KeyError, TypeError, AttributeError, RecipeError) as error:
             raise ProgramError(f"malformed program: {type(error).__name__}: {error}") from error

@@ -1,13 +1,16 @@
 """What a person reads about a compilation: a graph as Python with shapes, op counts, one line for each pass."""
 import operator
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from .layers import HEAD, TAIL, graph_layers, spans
 from .nodes import is_kernel, op_name
 from .sizes import describe_size, symbol_roles
 
@@ -17,9 +20,26 @@ SHORT_NAMES = {
 }
 
 
+PACKAGE = Path(__file__).resolve().parents[1]
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)')
+
+
+@dataclass(frozen=True)
+class GraphLine:
+    """A node as a line of text: `parameter` tells the graph's inputs from its body; `layer` as `layers.graph_layers` says; `module` is the path of the
+    module that it comes from, `source` the file, line and text behind it ("" where unknown)."""
+
+    text: str
+    layer: int
+    parameter: bool = False
+    module: str = ""
+    source: str = ""
+
+
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: how often it matched, why near-misses were refused, kernel counts and the graph's text before and after, wall seconds."""
+    """What one pass did: how often it matched, why near-misses were refused, kernel counts and the graph before and after (as text, and the
+    same line by line), wall seconds; `about` is the first line of its docstring."""
 
     name: str
     tier: str
@@ -30,6 +50,9 @@ class PassRecord:
     before: str
     after: str
     seconds: float
+    lines_before: tuple[GraphLine, ...] = ()
+    lines_after: tuple[GraphLine, ...] = ()
+    about: str = ""
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -45,23 +68,53 @@ def op_counts(graph: fx.GraphModule | fx.Graph) -> dict[str, int]:
 
 def graph_text(graph: fx.GraphModule | fx.Graph) -> str:
     """The graph as Python source with each value's dtype and shape in a comment (T tokens, B sequences, P blocks, NP pages); the same graph, the same text."""
+    return text_of(graph_lines(graph))
+
+
+def graph_lines(graph: fx.GraphModule | fx.Graph) -> tuple[GraphLine, ...]:
+    """The same as `graph_text`, node by node."""
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
-    roles = symbol_roles(graph)
-    lines = ["def forward("]
-    body: list[str] = []
+    roles, layers = symbol_roles(graph), graph_layers(graph)
+    lines = []
     for node in graph.nodes:
         shape = _describe(node.meta.get("val"), roles)
         if node.op == "placeholder":
             recipe = node.meta.get("recipe")
             source = f" = {recipe}" if recipe is not None else ""
-            lines.append(f"    {node.name},  # {shape}  {node.meta.get('kind', 'input')}{source}")
+            text = f"{node.name},  # {shape}  {node.meta.get('kind', 'input')}{source}"
         elif node.op == "output":
-            body.append(f"    return {_argument(node.args[0])}")
+            text = f"return {_argument(node.args[0])}"
         else:
             lane = f"  {node.meta['stream']} stream" if node.meta.get("stream", "main") != "main" else ""
             share = f", {node.meta['sm_share']:.0%} of the SMs" if lane and "sm_share" in node.meta else ""
-            body.append(f"    {node.name} = {_expression(node)}  # {shape}{lane}{share}")
-    return "\n".join([*lines, "):", *(body or ["    pass"])]) + "\n"
+            text = f"{node.name} = {_expression(node)}  # {shape}{lane}{share}"
+        module = next((path for path, _ in reversed(node.meta.get("nn_module_stack", {}).values())), "")
+        lines.append(GraphLine(text, layers[node], node.op == "placeholder", module, source_line(node.meta.get("stack_trace") or "")))
+    return tuple(lines)
+
+
+def text_of(lines: Sequence[GraphLine], only: Container[int] | None = None) -> str:
+    """Lines as one Python function; `only` names the layers to keep (what lies before and after all layers stays), the others become a comment."""
+    keep = [only is None or line.layer in (HEAD, TAIL) or line.layer in only for line in lines]
+    left_out = spans(line.layer for line, kept in zip(lines, keep, strict=True) if not kept)
+    parameters = [f"    {line.text}" for line, kept in zip(lines, keep, strict=True) if kept and line.parameter]
+    body = [f"    {line.text}" for line, kept in zip(lines, keep, strict=True) if kept and not line.parameter]
+    note = [f"    # left out: layers {left_out}"] if left_out else []
+    return "\n".join(["def forward(", *parameters, "):", *note, *(body or ["    pass"])]) + "\n"
+
+
+def source_line(stack_trace: str) -> str:
+    """The innermost frame of a traceback as `graphs/llama.py:87  return self.o_proj(...)`; paths start at the package or at site-packages."""
+    frames = _FRAME.findall(stack_trace)
+    if not frames:
+        return ""
+    file, number, text = frames[-1]
+    path = Path(file)
+    if path.is_relative_to(PACKAGE) and "site-packages" not in path.relative_to(PACKAGE).parts:
+        name = path.relative_to(PACKAGE).as_posix()
+    else:
+        name = file.rpartition("site-packages/")[2] if "site-packages/" in file else path.name
+    return f"{name}:{number}  {text.strip()}".rstrip()
 
 
 def _expression(node: fx.Node) -> str:

@@ -87,11 +87,15 @@ def emission_order(operations: Sequence[Operation], needed: Sequence[set[int]], 
     return order
 
 
-def schedule(operations: Sequence[Operation], *, two_streams: bool, sm_count: int = H200_SMS, side_share: float = 0.25, pdl: bool = True) -> tuple[Step, ...]:
+def schedule(
+    operations: Sequence[Operation], *, two_streams: bool, sm_count: int = H200_SMS, side_share: float | None = None, pdl: bool = True
+) -> tuple[Step, ...]:
     """Ordered steps with minimal waits.
 
     two_streams  operations marked `side` get their own stream; otherwise everything runs on the main one
-    sm_count     SMs of the GPU; side steps get `sm_share` of them (their own mark, else `side_share`), main steps beside them the rest
+    sm_count     SMs of the GPU
+    side_share   the share of them that side steps get (their own `sm_share`, else this), main steps beside them get the rest. None: nobody is limited.
+                 That is the fastest for LoRA: its programs are small and many, and fit beside those of the base GEMMs, which lose more to fewer SMs
     pdl          programmatic dependent launch behind a kernel of the same stream (not where the side stream forks: measured a loss)
     """
     needed = dependencies(operations)
@@ -122,18 +126,19 @@ def schedule(operations: Sequence[Operation], *, two_streams: bool, sm_count: in
 
 
 def _steps(
-    operations: Sequence[Operation], timing: Clocks, waits: Sequence[tuple[int, ...]], sm_count: int, side_share: float, pdl: bool
+    operations: Sequence[Operation], timing: Clocks, waits: Sequence[tuple[int, ...]], sm_count: int, side_share: float | None, pdl: bool
 ) -> tuple[Step, ...]:
     recorded = {wait for entry in waits for wait in entry}
     side = [position for position, lane in enumerate(timing.lane) if lane == SIDE]
-    budgets = {position: max(1, min(sm_count - 1, round((operations[position].sm_share or side_share) * sm_count))) for position in side}
+    shares = {position: operations[position].sm_share or side_share for position in side}
+    budgets = {position: max(1, min(sm_count - 1, round(share * sm_count))) for position, share in shares.items() if share is not None}
     previous: list[Operation | None] = [None, None]
     steps = []
     for position, operation in enumerate(operations):
         lane = timing.lane[position]
         stream: Stream = "main" if lane == MAIN else "side"
         own = is_kernel(operation)
-        budget = budgets[position] if lane == SIDE else _main_budget(position, timing, side, budgets, sm_count)
+        budget = budgets.get(position) if lane == SIDE else _main_budget(position, timing, side, budgets, sm_count)
         before = previous[lane]
         chained = pdl and own and before is not None and is_kernel(before) and not (lane == SIDE and bool(waits[position]))
         steps.append(
@@ -152,10 +157,10 @@ def is_kernel(operation: Operation | Step) -> bool:
 
 
 def _main_budget(position: int, timing: Clocks, side: Sequence[int], budgets: dict[int, int], sm_count: int) -> int | None:
-    """What side steps leave to a main step that may run beside them; None when none may."""
+    """What limited side steps leave to a main step that may run beside them; None when none may."""
     taken = 0
     for other in side[timing.finished[position][SIDE]:]:
         if timing.before(position, other):
             break
-        taken = max(taken, budgets[other])
+        taken = max(taken, budgets.get(other, 0))
     return sm_count - taken if taken else None

@@ -4,7 +4,7 @@ Only the graph is copied (not the module), and shapes are propagated on meta ten
 Views share their storage with what they view, which is how `lower` knows them.
 """
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,12 +24,16 @@ SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
 ZERO_PRESERVING = VIEWS | CASTS | {aten.mul.Tensor, aten.clone.default, aten.contiguous.default, aten.cat.default, operator.getitem}
 
 
-def specialize(graph_module: fx.GraphModule, sizes: Bucket | Mapping[str, Spec], *, decode: bool | None = None, lora: bool | None = None) -> fx.Graph:
+def specialize(
+    graph_module: fx.GraphModule, sizes: Bucket | Mapping[str, Spec], *, decode: bool | None = None, lora: bool | None = None,
+    rewrite: Callable[[fx.Graph], bool] | None = None,
+) -> fx.Graph:  # fmt: skip
     """A copy of the graph with static shapes; `meta["val"]` holds meta tensors, and only inputs that are used are left.
 
     `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer.
     `decode`: row b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the bucket's).
     `lora=False`: LoRA ops vanish, and what consumed their delta goes without (default: the bucket's, else True).
+    `rewrite`: called with the static graph; says whether it changed anything.
     Raises SpecializeError naming the node that can't be made static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -47,6 +51,11 @@ def specialize(graph_module: fx.GraphModule, sizes: Bucket | Mapping[str, Spec],
     _propagate(graph, graph_module, specs)
     while sweep(graph):
         _propagate(graph, graph_module, specs)
+    if rewrite is not None and rewrite(graph):
+        sweep(graph)
+        _propagate(graph, graph_module, specs)
+        while sweep(graph):
+            _propagate(graph, graph_module, specs)
     return graph
 
 

@@ -23,17 +23,22 @@ def lora_shape_for(adapters: Iterable[Adapter], max_loras: int, max_lora_rank: i
     return LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(name for name in TARGETS if any(name in adapter.targets for adapter in known)))
 
 
-def slot_tensors(adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """One slot of every stack: `model.layers.0.self_attn.q_proj.lora_a` [R, K] and `...lora_b` [N, R], zeros where the adapter has nothing.
-
-    B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
-    """
+def check_fits(adapter: Adapter, lora: LoraShape) -> None:
+    """Raises ValueError when the stacks have no room for an adapter of this rank and these targets."""
     missing = [name for name in adapter.targets if name not in lora.targets]
     if adapter.rank > lora.rank or missing:
         raise ValueError(
             f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank {lora.rank} on {', '.join(lora.targets)}: "
             "raise max_lora_rank, or name the adapter when the engine starts"
         )
+
+
+def slot_tensors(adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """One slot of every stack: `model.layers.0.self_attn.q_proj.lora_a` [R, K] and `...lora_b` [N, R], zeros where the adapter has nothing.
+
+    B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
+    """
+    check_fits(adapter, lora)
     tensors: dict[str, torch.Tensor] = {}
     for module in config.linear_modules():
         if module.rpartition(".")[2] not in lora.targets:

@@ -1,6 +1,7 @@
 """Floor 1: one file per op, each with schema, fake, reference (the specification), kernel and launch.
 
 append_kv        k and v into the paged KV cache
+decoder_block    o -> gate_up -> down -> the next q/k/v of a decode step as one persistent launch (kernel: decoder_block_gluon)
 embedding        rows of the embedding table
 hadamard         Walsh-Hadamard transform of each head
 linear_fp8       y = x W^T in rowwise FP8, + delta and residual (kernels: linear_fp8_gluon, linear_fp8_decode, linear_fp8_prefill)
@@ -9,7 +10,9 @@ lora_expand      LoRA's second half: summed planes times B
 lora_plan        tokens sorted by adapter and cut into tiles
 lora_shrink      LoRA's first half: split-K planes of x times A
 paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, attention_decode_gluon)
+paged_attention_blocks  decode attention quantized for decoder_block
 quantize         activations to e4m3, one scale per token
+quantize_blocks  activations to e4m3, one scale per token and 128 columns
 rms_norm         RMSNorm with residual sum and quantization
 rope             rotary position embedding
 rope_angles      cos and sin of each token's rotary angles
@@ -19,6 +22,7 @@ silu_mul         SiLU(gate) * up with delta and quantization
 """
 from . import (  # noqa: F401
     append_kv,
+    decoder_block,
     embedding,
     hadamard,
     linear_fp8,
@@ -27,7 +31,9 @@ from . import (  # noqa: F401
     lora_plan,
     lora_shrink,
     paged_attention,
+    paged_attention_blocks,
     quantize,
+    quantize_blocks,
     rms_norm,
     rope,
     rope_angles,

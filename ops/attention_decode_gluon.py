@@ -36,6 +36,7 @@ from .attention_gluon_pieces import (
     merge_warps,
     per_token,
     product_layout,
+    store_result,
     store_rows,
     token_layout,
     value_layout,
@@ -52,14 +53,18 @@ HEADS = 8  # columns of S^T and O^T
 @gluon.jit(do_not_specialize=["num_blocks", "splits"])
 def decode_kernel(
     page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, score_scale, num_blocks, splits,
-    HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128] are TMA descriptors."""
+    """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128] are TMA descriptors.
+
+    With PADDED, out is e4m3 and out_scale [HQ, PADDED] takes one scale a head and sequence (a head is a block of `quantize_blocks`).
+    """
     program = gl.program_id(0)
     head = program % HK
     split = (program // HK) % splits
     sequence = program // (HK * splits)
+    sequences = gl.num_programs(0) // (HK * splits)
     length = gl.load(context_lens + sequence)
     block_table += sequence * num_blocks
     total_pages = (length + 63) // 64
@@ -89,11 +94,15 @@ def decode_kernel(
         gdc_launch_dependents()
     row = sequence * HK + head
     out_rows = out + row * G * 128
+    head_scales = out_scale
+    if PADDED:
+        head_scales = out_scale + head * (G * PADDED)
     if count <= 0:
         if split == 0:
             if PDL:
                 gdc_wait()
-            store_rows(out_rows, gl.zeros([8, 128], gl.float32, gl.SliceLayout(0, merge_layout(WARPS))), G, 8, WARPS)
+            nothing = gl.zeros([8, 128], gl.float32, gl.SliceLayout(0, merge_layout(WARPS)))
+            store_result(out_rows, head_scales, sequence, sequences, nothing, G, 8, WARPS, PADDED, EMPTY=True)
         return
 
     old = count  # pages that earlier steps wrote
@@ -153,11 +162,12 @@ def decode_kernel(
             cta_barrier()  # every thread's part is written before one of them counts the program in
             if gl.atomic_add(arrivals + row, 1, sem="acq_rel") == active - 1:
                 gl.store(arrivals + row, 0)
-                store_rows(out_rows, merge_splits(partial, logsumexp, row * splits, active, G, GROUP, WARPS, STEP), G, GROUP, WARPS)
+                merged = merge_splits(partial, logsumexp, row * splits, active, G, GROUP, WARPS, STEP)
+                store_result(out_rows, head_scales, sequence, sequences, merged, G, GROUP, WARPS, PADDED)
         else:
-            store_rows(out_rows, o, G, 8, WARPS)
+            store_result(out_rows, head_scales, sequence, sequences, o, G, 8, WARPS, PADDED)
     else:
-        store_rows(out_rows, o, G, 8, WARPS)
+        store_result(out_rows, head_scales, sequence, sequences, o, G, 8, WARPS, PADDED)
 
 
 def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
@@ -199,8 +209,9 @@ def launch(
     softmax_scale: float,
     out: torch.Tensor,
     pdl: bool,
+    out_scale: Optional[torch.Tensor] = None,
 ) -> None:
-    """As `attention_decode.launch`, where `fits` says so."""
+    """As `attention_decode.launch`, where `fits` says so. With `out_scale` [HQ, P] the result is quantized per head: out [B, HQ * 128] is e4m3."""
     sequences, heads, dim = q.shape
     kv_heads, num_blocks = kv_cache.shape[1], block_table.shape[1]
     group, rows = heads // kv_heads, sequences * kv_heads
@@ -210,8 +221,8 @@ def launch(
     padded_group = next_power_of_2(group)
     decode_kernel[(rows * splits,)](
         page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, softmax_scale * LOG2_E, num_blocks, splits,
-        HK=kv_heads, G=group, GROUP=padded_group, BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, STEP=8 * warps, STAGES=stages,
-        WARPS=warps, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        out_scale, HK=kv_heads, G=group, GROUP=padded_group, BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, STEP=8 * warps, STAGES=stages,
+        WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -28,6 +28,12 @@ def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tens
         raise ValueError(f"linear_fp8: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn (see quantize_rowwise)")
 
 
+def matmul_e4m3(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., K] fp32 @ weight [N, K]^T in fp32, some rows of the weight at a time."""
+    rows = max(1, REFERENCE_CHUNK_ELEMENTS // weight.shape[1])
+    return torch.cat([x @ chunk.float().t() for chunk in weight.split(rows)], dim=-1)
+
+
 def reference(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -42,9 +48,7 @@ def reference(
     Everything is summed in fp32 and rounded once.
     """
     check_shapes(q, weight, weight_scale)
-    rows = max(1, REFERENCE_CHUNK_ELEMENTS // weight.shape[1])
-    x = q.float()
-    y = torch.cat([x @ chunk.float().t() for chunk in weight.split(rows)], dim=-1)
+    y = matmul_e4m3(q.float(), weight)
     y = y * scale.unsqueeze(-1) * weight_scale
     for addend in (delta, residual):
         if addend is not None:
@@ -88,7 +92,7 @@ def launch(
         return
     x, token_scale = q.reshape(-1, k), scale.reshape(-1)
     addends = [None if t is None else t.reshape(-1, n) for t in (delta, residual)]
-    sms = _sm_count(q.device)
+    sms = multiprocessors(q.device)
     config = linear_config(tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED)
     if config.kernel == "gluon" and (INTERPRETED or x.data_ptr() % 16 or weight.data_ptr() % 16):
         config = without_tma(config)
@@ -119,7 +123,7 @@ def launch_config(
 
 
 @lru_cache(maxsize=16)
-def _sm_count(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """SMs of `device`; the interpreter pretends to have an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 

@@ -9,7 +9,7 @@ from .attention_pieces import dot_ieee, multiprocessors
 from .registry import register
 from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
-CTAS_PER_SM = 4  # programs that an SM holds at once
+CTAS_PER_SM = 8  # programs for each SM: loads in flight, not arithmetic, are what an expand beside a base GEMM is short of
 
 
 def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int,
@@ -45,8 +45,8 @@ def lora_expand_fake(planes: torch.Tensor, b: torch.Tensor, token_order: torch.T
 
 
 @triton.jit
-def _column_block(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr):
-    """(slice, first column, end of the slice) of a piece of work: blocks of COLUMNS columns are counted slice by slice, so that none straddles two."""
+def _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr):
+    """(tile, slice, first column, end of the slice) of a piece of work: blocks of COLUMNS columns are counted slice by slice, so that none straddles two."""
     block = item % blocks_per_tile
     blocks0 = tl.cdiv(WIDTH0, COLUMNS)
     blocks1 = tl.cdiv(WIDTH1, COLUMNS)
@@ -54,57 +54,86 @@ def _column_block(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.con
     begin = tl.where(part == 0, 0, tl.where(part == 1, WIDTH0, WIDTH0 + WIDTH1))
     width = tl.where(part == 0, WIDTH0, tl.where(part == 1, WIDTH1, WIDTH2))
     block -= tl.where(part == 0, 0, tl.where(part == 1, blocks0, blocks0 + blocks1))
-    return part, begin + block * COLUMNS, begin + width
+    return item // blocks_per_tile, part, begin + block * COLUMNS, begin + width
 
 
 @triton.jit
-def _load_b(b, tiles, item, work, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr, RANKS: tl.constexpr):
+def _load_b(b, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr, RANKS: tl.constexpr):
     """B's rows for a piece of work; zeros past the last one and for tokens without adapter."""
-    slot = tl.load(tiles + tl.minimum(item, work - 1) // blocks_per_tile * 3)
-    _, begin, end = _column_block(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
-    end = tl.where((item < work) & (slot >= 0), end, 0)
+    tile, _, begin, stop = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+    slot = tl.load(tiles + tile * 3, mask=item < end, other=-1)
+    stop = tl.where(slot >= 0, stop, 0)
     column = begin + tl.arange(0, COLUMNS)
     rank = tl.arange(0, RANKS)
     rows = b + slot.to(tl.int64) * n * ranks + column[:, None] * ranks + rank[None, :]
-    return tl.load(rows, mask=(column < end)[:, None] & (rank < ranks)[None, :], other=0.0)
+    return tl.load(rows, mask=(column < stop)[:, None] & (rank < ranks)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_tokens(token_order, tiles, tile, wanted, TILE: tl.constexpr):
+    """A tile's tokens [TILE], how many they are, and for how many of them there is something to add."""
+    row = tiles + tile * 3
+    slot, first = tl.load(row, mask=wanted, other=-1), tl.load(row + 1, mask=wanted, other=0)
+    count = tl.load(row + 2, mask=wanted, other=0)
+    lane = tl.arange(0, TILE)
+    return tl.load(token_order + first + lane, mask=lane < count, other=0), count, tl.where(slot >= 0, count, 0)
+
+
+@triton.jit
+def _sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr):
+    """The planes of one tile and slice added up in order: [RANKS, TILE] fp32."""
+    rank = tl.arange(0, RANKS)
+    source = planes + token[None, :] * all_ranks + part * ranks + rank[:, None]
+    wanted = (tl.arange(0, TILE) < active)[None, :] & (rank < ranks)[:, None]
+    total = tl.zeros([RANKS, TILE], tl.float32)
+    for plane in tl.static_range(SPLITS):
+        total += tl.load(source + plane * num_tokens * all_ranks, mask=wanted, other=0.0)
+    return total
 
 
 @triton.jit
 def expand_kernel(planes, b, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, num_tiles, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2,
-                  SPLITS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr):
-    """One piece of work = (tile, block of COLUMNS columns of one slice): delta[tile's tokens, columns] = (B rows @ shrunk^T)^T."""
-    work = num_tiles * blocks_per_tile
-    item = tl.program_id(0)
+                  SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr):
+    """One piece of work = (tile, block of COLUMNS columns of one slice): delta[tile's tokens, columns] = (B rows @ shrunk^T)^T.
+
+    A program takes a run of neighbouring pieces, an even share of those that the plan really uses: the planes are summed once for each tile and slice
+    that it meets, and B's rows for the next piece are on their way while one is multiplied.
+    """
+    used = tl.zeros([TILES], tl.int32)
+    for start in range(0, num_tiles, TILES):
+        row = start + tl.arange(0, TILES)
+        used += (tl.load(tiles + row * 3 + 2, mask=row < num_tiles, other=0) > 0).to(tl.int32)
+    work = tl.sum(used, axis=0) * blocks_per_tile
+    share = tl.cdiv(work, tl.num_programs(0))
+    item = tl.program_id(0) * share
+    end = tl.minimum(item + share, work)
     # the plan and B are older than the shrink that is waited for
-    b_rows = _load_b(b, tiles, item, work, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+    b_rows = _load_b(b, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+    tile, part, _, _ = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+    token, count, active = _load_tokens(token_order, tiles, tile, item < end, TILE)
     pdl_start(PDL)
-    while item < work:
-        tile_row = tiles + item // blocks_per_tile * 3
-        slot, first, count = tl.load(tile_row), tl.load(tile_row + 1), tl.load(tile_row + 2)
-        if count == 0:
-            item = work  # unused tiles are the last ones
-        else:
-            part, begin, end = _column_block(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
-            lane = tl.arange(0, TILE)
-            rank = tl.arange(0, RANKS)
-            token = tl.load(token_order + first + lane, mask=lane < count, other=0)
-            source = planes + token[None, :] * all_ranks + part * ranks + rank[:, None]
-            wanted = (lane < tl.where(slot >= 0, count, 0))[None, :] & (rank < ranks)[:, None]
-            shrunk = tl.zeros([RANKS, TILE], tl.float32)
-            for plane in tl.static_range(SPLITS):
-                shrunk += tl.load(source + plane * num_tokens * all_ranks, mask=wanted, other=0.0)
-            result = dot_ieee(b_rows, shrunk.to(b_rows.dtype), tl.zeros([COLUMNS, TILE], tl.float32))
+    if item < end:
+        shrunk = _sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS).to(b_rows.dtype)
+        while item < end:
+            next_rows = _load_b(b, tiles, item + 1, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+            now_tile, now_part, begin, stop = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+            if (now_tile != tile) | (now_part != part):
+                tile, part = now_tile, now_part
+                token, count, active = _load_tokens(token_order, tiles, tile, True, TILE)
+                shrunk = _sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS).to(b_rows.dtype)
+            result = dot_ieee(b_rows, shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
             column = begin + tl.arange(0, COLUMNS)
+            lane = tl.arange(0, TILE)
             target = delta + token[None, :].to(tl.int64) * n + column[:, None]
-            tl.store(target, result.to(b_rows.dtype), mask=(lane < count)[None, :] & (column < end)[:, None])
-            item += tl.num_programs(0)
-            b_rows = _load_b(b, tiles, item, work, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+            tl.store(target, result.to(b_rows.dtype), mask=(lane < count)[None, :] & (column < stop)[:, None])
+            b_rows = next_rows
+            item += 1
 
 
 def expand_columns(ranks: int, tile: int, widest: int, itemsize: int) -> int:
-    """Output columns of one piece of work: enough that the planes' sum is not repeated too often, few enough to stay in registers."""
+    """Output columns of one piece of work: as many as leave room for two blocks of B in registers."""
     limit = 32 if itemsize == 4 else 128 if tile in (16, 64) else 256
-    return max(16, min(limit, 8192 // next_power_of_2(ranks), next_power_of_2(widest)))
+    return max(16, min(limit, 4096 // next_power_of_2(ranks), next_power_of_2(widest)))
 
 
 def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int],
@@ -127,7 +156,7 @@ def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch
     programs = CTAS_PER_SM * (multiprocessors(b.device) if sm_budget is None else sm_budget)
     expand_kernel[(min(programs, tiles.shape[0] * blocks_per_tile),)](
         planes, b, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile, *widths, SPLITS=splits, TILE=tile,
-        COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=4, **pdl_options(pdl))
+        TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=4, **pdl_options(pdl))
 
 
 lora_expand = register("lora_expand", lora_expand_reference, lora_expand_fake, lora_expand_launch)

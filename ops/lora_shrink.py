@@ -7,7 +7,8 @@ from .attention_pieces import dot_ieee, multiprocessors
 from .registry import register
 from .triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
 
-CTAS_PER_SM = 3  # programs that an SM holds at once: 64 KB of shared memory each, beside a base GEMM's ring fewer
+CTAS_PER_SM = 16  # programs for each SM, at most
+MAX_ONCE = 512  # input features that a program can hold in registers at once
 
 
 def split_width(k: int, splits: int) -> int:
@@ -40,14 +41,49 @@ def lora_shrink_fake(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor
 
 
 @triton.jit
-def shrink_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits, TILE: tl.constexpr, RANKS: tl.constexpr,
-                  BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
-    """One piece of work = (tile, split, block of RANKS ranks): planes[split, tile's tokens, ranks] = (A rows @ x^T)^T. A's rows are the M operand."""
+def _start(PDL: tl.constexpr):
+    """Waits, and only then lets the expand launch: one that starts early has the guarantee that everything before the shrink (the plan) is complete."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     if not INTERP:
-        # only now: an expand that starts early has the guarantee that everything before this kernel (the plan) is complete
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def shrink_once_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, width, rank_blocks, splits, TILE: tl.constexpr, RANKS: tl.constexpr,
+                       BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
+    """A program for each piece of work, which it loads at once: planes[split, tile's tokens, ranks] = (A rows @ x^T)^T for a (tile, split, block of ranks).
+
+    Beside a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
+    """
+    _start(PDL)
+    place = tl.arange(0, ORDER)
+    order = tl.load(token_order + place, mask=place < num_tokens, other=0)  # all of it, since the part that is needed is not known yet
+    row = tiles + tl.program_id(0) // (splits * rank_blocks) * 3
+    slot, first, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    split = tl.program_id(0) // rank_blocks % splits
+    rank = tl.program_id(0) % rank_blocks * RANKS + tl.arange(0, RANKS)
+    lane = tl.arange(0, TILE)
+    column = split * width + tl.arange(0, BLOCK_K)
+    token = tl.gather(order, tl.minimum(first + lane, num_tokens - 1), 0)
+    a_inside = (rank < tl.where((slot >= 0) & (count > 0), ranks, 0))[:, None]
+    x_inside = (lane < count)[None, :]
+    if not EVEN:
+        stop = tl.minimum(k, split * width + width)
+        a_inside = a_inside & (column < stop)[None, :]
+        x_inside = x_inside & (column < stop)[:, None]
+    a_part = tl.load(a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0)
+    x_part = tl.load(x + token[None, :] * k + column[:, None], mask=x_inside, other=0.0)
+    result = dot_ieee(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
+    target = planes + (split * num_tokens + token[None, :]) * ranks + rank[:, None]
+    tl.store(target, result, mask=(lane < count)[None, :] & (rank < ranks)[:, None])
+
+
+@triton.jit
+def shrink_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits, TILE: tl.constexpr, RANKS: tl.constexpr,
+                  BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
+    """The same pieces of work for any number of programs and columns: loads pipelined through shared memory."""
+    _start(PDL)
     per_tile = splits * rank_blocks
     work = num_tiles * per_tile
     item = tl.program_id(0)
@@ -79,18 +115,19 @@ def shrink_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, width,
             item += tl.num_programs(0)
 
 
-def shrink_blocks(ranks: int, tile: int, itemsize: int) -> tuple[int, int, int]:
-    """(ranks, input features, pipeline stages) of one program's loop.
+def once_block(ranks: int, width: int) -> tuple[int, int, int]:
+    """(ranks, input features, warps) of a program of `shrink_once_kernel` for planes of `width` input features."""
+    block_k = next_power_of_2(width)
+    return 32 if ranks % 32 == 0 else 16, block_k, 8 if block_k >= 512 else 4
 
-    Decode (small tiles) is bound by the bytes of A: blocks that divide the ranks and many programs. Prefill reads x once for each rank block:
-    few blocks, of up to 128 ranks.
-    """
+
+def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
+    """(ranks, input features) of a step of `shrink_kernel`: x is read once for each block of ranks, so few blocks for many tokens."""
     if itemsize == 4:
-        return 16, 32, 3
+        return 16, 32
     if tile < 64:
-        block = next(block for block in (64, 32, 16) if ranks % block == 0)
-        return block, (64 if block == 64 else 128), 4
-    return next_power_of_2(cdiv(ranks, cdiv(ranks, 128))), 64, 4
+        return 32 if ranks % 32 == 0 else 16, 128
+    return next_power_of_2(cdiv(ranks, cdiv(ranks, 128))), 64
 
 
 def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
@@ -104,13 +141,23 @@ def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tens
                          f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype")
     if tokens == 0:
         return
-    rank_block, block_k, stages = shrink_blocks(ranks, tile, x.element_size())
-    rank_blocks = cdiv(ranks, rank_block)
     width = split_width(k, splits)
     programs = CTAS_PER_SM * (multiprocessors(x.device) if sm_budget is None else sm_budget)
+    tensors = (x, a, token_order, tiles, out[0])
+    if tile < 64 and tokens <= 1024 and width <= MAX_ONCE and x.element_size() == 2:
+        rank_block, block_k, warps = once_block(ranks, width)
+        rank_blocks = cdiv(ranks, rank_block)
+        work = tiles.shape[0] * splits * rank_blocks
+        if work <= programs:
+            shrink_once_kernel[(work,)](
+                *tensors, tokens, k, ranks, width, rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k,
+                ORDER=max(32, next_power_of_2(tokens)), EVEN=k % width == 0 and width == block_k, num_warps=warps, **pdl_options(pdl))
+            return
+    rank_block, block_k = loop_block(ranks, tile, x.element_size())
+    rank_blocks = cdiv(ranks, rank_block)
     shrink_kernel[(min(programs, tiles.shape[0] * splits * rank_blocks),)](
-        x, a, token_order, tiles, out[0], tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k,
-        STAGES=stages, EVEN=k % block_k == 0 and ranks % rank_block == 0, num_warps=4, **pdl_options(pdl))
+        *tensors, tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k, STAGES=4,
+        EVEN=k % block_k == 0 and ranks % rank_block == 0, num_warps=4, **pdl_options(pdl))
 
 
 lora_shrink = register("lora_shrink", lora_shrink_reference, lora_shrink_fake, lora_shrink_launch)

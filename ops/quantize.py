@@ -58,9 +58,9 @@ def _quantize_kernel(x, q, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL:
 
 
 def row_block(width: int) -> tuple[int, int]:
-    """(BLOCK, num_warps) of a kernel in which one CTA holds one row: 16 to 32 elements a thread, at most 16384 a CTA."""
+    """(BLOCK, num_warps) of a kernel in which one CTA holds one row: 8 to 32 elements a thread, at most 16384 a CTA."""
     block = min(next_power_of_2(width), 16384)
-    return block, min(max(block // 512, 1), 16)
+    return block, min(max(block // 256, 1), 16)
 
 
 def quantize_rowwise_launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False) -> None:

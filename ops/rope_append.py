@@ -99,7 +99,7 @@ def rope_append_launch(
         raise ValueError(f"rope_append: rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} heads of {width} (a power of two)")
     if qkv.shape[0] == 0:
         return
-    group = min(next_power_of_2(num_heads), 4)
+    group = min(next_power_of_2(num_heads), 1 if qkv.shape[0] <= 16 else 2 if qkv.shape[0] <= 128 else 4)  # few tokens: short programs, many of them
     _rope_append_kernel[(qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group))](
         qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, out[0],
         qkv.stride(0), 0 if delta is None else delta.stride(0), cos.stride(0), sin.stride(0),

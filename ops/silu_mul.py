@@ -12,6 +12,7 @@ import triton.language as tl
 from .quantize import E4M3, quantize_rowwise_reference, row_block, store_quantized_row
 from .registry import register
 from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, row_scale, to_e4m3
+from .tuning import H200_SMS
 
 
 def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
@@ -113,8 +114,11 @@ def silu_mul_quant_launch(
         return
     h, q, scale = out
     width = gate_up.shape[-1] // 2
+    rows = gate_up.numel() // (2 * width)
     block, warps = row_block(width)
-    _silu_mul_quant_kernel[(gate_up.numel() // (2 * width),)](
+    if rows <= H200_SMS:  # an SM has at most one row: what counts is how soon that is done
+        warps = min(2 * warps, 32)
+    _silu_mul_quant_kernel[(rows,)](
         gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl)
     )
 

@@ -1,69 +1,125 @@
-"""The adapters that the engine knows, and their way into the device's stacks."""
+"""The adapters that the engine knows: names, numbers, contents, and where their files are."""
+import os
 import re
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from ..compiler.recipe import Recipe, materialize
-from ..graphs.adapter import Adapter, load_adapter
+from ..graphs.adapter import Adapter, AdapterError, load_adapter
 from ..graphs.config import LlamaConfig
 from ..graphs.lora import LoraShape
-from ..graphs.stack import slot_tensors
+from ..graphs.stack import check_fits
 from .errors import RequestError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+MAX_ADAPTERS = 4096
 
 
 @dataclass(frozen=True)
 class KnownAdapter:
-    """A registered adapter: its number in plans, and what was read from disk."""
+    """A registered adapter: its number in plans, and what was read from disk, without the tensors."""
 
     number: int
     name: str
     path: Path
     adapter: Adapter
 
+    @property
+    def content_hash(self) -> str:
+        """Same hash, same outputs."""
+        return self.adapter.content_hash
+
 
 def check_name(name: str) -> None:
     """Raises RequestError unless `name` may name an adapter."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(f"adapter name {name!r} must be 1 to 128 letters, digits, dots, underscores or hyphens; rename it")
+        raise RequestError(f"adapter name {str(name)[:140]!r} must be 1 to 128 letters, digits, dots, underscores or hyphens; rename it")
 
 
 class AdapterRegistry:
-    """Name -> adapter. `numbers` (name -> number) is what the scheduler sees; a number is never used twice, so a reloaded adapter is a new one."""
+    """Name -> adapter, safe for several threads.
 
-    def __init__(self, config: LlamaConfig, max_rank: int) -> None:
+    numbers, hashes   name -> number and number -> content hash: what the scheduler sees. A number is never used twice, so a reloaded adapter is a new one
+    max_rank          largest rank that is accepted
+    allowed_roots     directories under which adapters may lie (after links are resolved); None = anywhere
+    max_adapters      most names at a time
+    keep              adapters whose tensors are kept from `add` until they are first `read`; others are read from disk again
+    lora              the stacks' shape once it is fixed: what does not fit is refused
+    """
+
+    def __init__(
+        self, config: LlamaConfig, max_rank: int, allowed_roots: Sequence[str | Path] | None = None, max_adapters: int = MAX_ADAPTERS, keep: int = 64
+    ) -> None:
         self.config = config
         self.max_rank = max_rank
+        self.allowed_roots = None if allowed_roots is None else [Path(os.path.realpath(root)) for root in allowed_roots]
+        self.max_adapters = max_adapters
         self.numbers: dict[str, int] = {}
+        self.hashes: dict[int, str] = {}
+        self.lora: LoraShape | None = None
+        self._keep = keep
         self._by_number: dict[int, KnownAdapter] = {}
+        self._fresh: dict[int, Adapter] = {}
         self._next = 0
+        self._lock = threading.Lock()
 
-    def add(self, name: str, path: str | Path) -> KnownAdapter:
-        """Read and check a PEFT adapter's directory. Raises RequestError for a bad or used name, AdapterError for a directory that cannot be served."""
+    def add(self, name: str, path: str | Path, replace_name: bool = False) -> KnownAdapter:
+        """Read and check a PEFT adapter's directory.
+
+        `replace_name`: the name may be in use; its former adapter keeps its number until `drop`. Raises RequestError for a bad or used name, a directory
+        that is not allowed or one adapter too many, AdapterError for a directory that cannot be served; then nothing has changed.
+        """
         check_name(name)
-        if name in self.numbers:
-            raise RequestError(f"adapter {name!r} is there already; remove it first or choose another name")
-        known = KnownAdapter(self._next, name, Path(path), load_adapter(path, self.config, self.max_rank))
-        self._next += 1
-        self.numbers[name] = known.number
-        self._by_number[known.number] = known
+        self._check_room(name, replace_name)
+        directory = self._resolve(name, path)
+        adapter = load_adapter(directory, self.config, self.max_rank)
+        if self.lora is not None:
+            try:
+                check_fits(adapter, self.lora)
+            except ValueError as error:
+                raise RequestError(f"adapter {name!r}: {error}") from error
+        with self._lock:
+            self._check_room(name, replace_name)
+            known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}))
+            self._next += 1
+            self._by_number[known.number] = known
+            if len(self._fresh) < self._keep:
+                self._fresh[known.number] = adapter
+            self.hashes[known.number] = adapter.content_hash
+            self.numbers[name] = known.number
         return known
 
-    def remove(self, name: str) -> None:
-        """Forget an adapter."""
+    def remove(self, name: str) -> int:
+        """Forget a name; returns its number, by which requests that are under way still reach the adapter until `drop`."""
         self.require(name)
-        del self._by_number[self.numbers.pop(name)]
+        with self._lock:
+            return self.numbers.pop(name)
+
+    def drop(self, number: int) -> None:
+        """Nothing uses this number any more; one whose name is still there stays."""
+        with self._lock:
+            if number not in self.numbers.values():
+                self._by_number.pop(number, None)
+                self._fresh.pop(number, None)
+                self.hashes.pop(number, None)
+
+    def read(self, number: int) -> Adapter:
+        """The adapter with its tensors. Raises AdapterError when its files are gone or are no longer those that were registered."""
+        known = self._by_number[number]
+        with self._lock:
+            fresh = self._fresh.pop(number, None)
+        if fresh is not None:
+            return fresh
+        adapter = load_adapter(known.path, self.config, self.max_rank)
+        if adapter.content_hash != known.content_hash:
+            raise AdapterError("its files have changed since it was registered; register it again")
+        return adapter
 
     def require(self, name: str) -> None:
         """Raises RequestError for a name that is not registered."""
         if name not in self.numbers:
-            known = ", ".join(sorted(self.numbers)) or "none"
+            known = ", ".join(sorted(self.numbers)[:20]) or "none"
             raise RequestError(f"adapter {name!r} is not known; known: {known}; give it to LLM(adapters={{{name!r}: path}}) or add_adapter")
 
     def by_number(self, number: int) -> KnownAdapter:
@@ -72,45 +128,20 @@ class AdapterRegistry:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Everything registered."""
-        return [known.adapter for known in self._by_number.values()]
+        """Everything that has a name, without tensors."""
+        return [self._by_number[number].adapter for number in self.numbers.values()]
 
+    def _check_room(self, name: str, replace_name: bool) -> None:
+        if name in self.numbers:
+            if not replace_name:
+                raise RequestError(f"adapter {name!r} is there already; remove it first, replace it or choose another name")
+        elif len(self.numbers) >= self.max_adapters:
+            raise RequestError(f"adapter {name!r} is one more than the {self.max_adapters} that are allowed; remove another first")
 
-class AdapterStacks:
-    """The stacks [S, ...] on the device, and adapters made ready for them in host memory (the most recently used ones are kept).
-
-    `recipes`: stack name -> how one adapter's own A and B tensors become its slot (packed projections lie in one stack).
-    """
-
-    def __init__(self, recipes: Mapping[str, Recipe], stacks: Mapping[str, torch.Tensor], registry: AdapterRegistry, lora: LoraShape, keep: int) -> None:
-        self.stacks = dict(stacks)
-        self.lora = lora
-        self._recipes = dict(recipes)
-        self._registry = registry
-        self._keep = keep
-        self._ready: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
-
-    def prepare(self, number: int) -> dict[str, torch.Tensor]:
-        """One adapter's slot of every stack, in host memory (pinned beside a GPU)."""
-        if number in self._ready:
-            self._ready.move_to_end(number)
-            return self._ready[number]
-        dtype, device = next((stack.dtype, stack.device) for stack in self.stacks.values())
-        tensors = slot_tensors(self._registry.by_number(number).adapter, self._registry.config, self.lora, dtype)
-        memo: dict[Recipe, Any] = {}
-        ready = {name: materialize(recipe, lambda source: tensors[source].unsqueeze(0), memo)[0].contiguous() for name, recipe in self._recipes.items()}
-        if device.type == "cuda":
-            ready = {name: tensor.pin_memory() for name, tensor in ready.items()}
-        self._ready[number] = ready
-        while len(self._ready) > self._keep:
-            self._ready.popitem(last=False)
-        return ready
-
-    def load(self, slot: int, number: int) -> None:
-        """Copy an adapter into a slot, in stream order."""
-        for name, tensor in self.prepare(number).items():
-            self.stacks[name][slot].copy_(tensor, non_blocking=True)
-
-    def forget(self, number: int) -> None:
-        """Drop a removed adapter's host copy."""
-        self._ready.pop(number, None)
+    def _resolve(self, name: str, path: str | Path) -> Path:
+        if self.allowed_roots is None:
+            return Path(path)
+        directory = Path(os.path.realpath(path))
+        if not any(directory.is_relative_to(root) for root in self.allowed_roots):
+            raise RequestError(f"adapter {name!r}: its path does not lie under a directory from which adapters may be loaded; move it there")
+        return directory

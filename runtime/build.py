@@ -17,7 +17,8 @@ from ..compiler.recipe import Recipe
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama
 from ..graphs.lora import LoraShape
-from .adapters import AdapterRegistry, AdapterStacks
+from .adapter_stacks import AdapterStacks
+from .adapters import AdapterRegistry
 from .buckets import Buckets
 from .engine_options import EngineOptions, EngineSizes
 from .loading import checkpoint_lookup, dummy_lookup, load_weights
@@ -63,6 +64,9 @@ def build_runner(
         compiled, tensors, buckets, device, stacks=stacks, vocabulary=config.vocab_size, enforce_eager=options.enforce_eager, arena_bytes=largest.arena_bytes
     )
     seconds["programs_and_graphs"] = runner.warm_up(options.show_progress)
+    if stacks is not None:
+        registry.lora = lora
+        stacks.fill(list(registry.numbers.values())[:options.max_cpu_loras])
     return Built(runner, compiled, num_pages, seconds)
 
 

@@ -1,5 +1,8 @@
 """One completion as it grows: text, stop strings, log-probabilities."""
-from .detokenizer import Detokenizer, StopStrings
+from typing import cast
+
+from .byte_pieces import ByteDetokenizer
+from .detokenizer import Detokenizer, StopStrings, make_detokenizer
 from .outputs import CompletionOutput, FinishReason, Logprob
 from .plan import StepResult
 from .request import Sequence
@@ -18,7 +21,9 @@ class Completion:
         self._tokenizer = tokenizer if params.detokenize else None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._eager = eager or bool(params.stop_strings)
-        self._detokenizer: Detokenizer | None = None
+        self.plain = eager and self._tokenizer is not None and not params.stop and self.logprobs is None
+        """Whether a token is nothing but a piece of text, as long as it does not end the sequence: `extend` then does for `accept` and `fresh_text`."""
+        self._detokenizer: Detokenizer | ByteDetokenizer | None = None
         self._pending: list[int] = []
         self._shown = 0
 
@@ -34,12 +39,8 @@ class Completion:
             self._pending.append(token)
         if not self._eager and not sequence.finished:
             return None
-        if self._detokenizer is None:
-            self._detokenizer = Detokenizer(self._tokenizer, sequence.tokens[:sequence.prompt_length], params.skip_special_tokens)
-        new = self._detokenizer.push(self._pending, last=sequence.finished)
-        self._pending = []
-        self.text += new
-        if not new or (ended_by_token and params.include_stop_str_in_output) or len(sequence.output_ids) < params.min_tokens:
+        new = self._push_pending(self._tokenizer)
+        if not new or not params.stop or (ended_by_token and params.include_stop_str_in_output) or len(sequence.output_ids) < params.min_tokens:
             return None
         found = self._stops.find(self.text, len(new))
         if found is None:
@@ -47,6 +48,31 @@ class Completion:
         stop, end = found
         self.text = self.text[:end]
         return stop
+
+    def extend(self, token: int) -> str:
+        """The text that a token adds to a plain completion; the sequence goes on."""
+        if self._detokenizer is None or self._pending:
+            self._pending.append(token)
+            new = self._push_pending(cast(Tokenizer, self._tokenizer))
+        else:
+            new = self._detokenizer.push((token,))
+            self.text += new
+        self._shown = len(self.text)
+        return new
+
+    def close(self) -> None:
+        """The sequence ended without another token: make text of what is left."""
+        if self._tokenizer is not None:
+            self._push_pending(self._tokenizer)
+
+    def _push_pending(self, tokenizer: Tokenizer) -> str:
+        sequence = self.sequence
+        if self._detokenizer is None:
+            self._detokenizer = make_detokenizer(tokenizer, sequence.tokens[:sequence.prompt_length], sequence.params.skip_special_tokens)
+        new = self._detokenizer.push(self._pending, last=sequence.finished)
+        self._pending = []
+        self.text += new
+        return new
 
     def fresh_text(self) -> str:
         """Text that has not been shown yet and can no longer be cut off."""

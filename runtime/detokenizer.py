@@ -1,6 +1,7 @@
 """Text that grows token by token: never half a character, and cut at stop strings."""
 from collections.abc import Sequence
 
+from .byte_pieces import ByteDetokenizer
 from .tokenizer import Tokenizer
 
 CONTEXT = 6
@@ -49,6 +50,14 @@ class Detokenizer:
         self._shown = len(self._decode(self._window))
         self._unclean = 0
         return new
+
+
+def make_detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer | ByteDetokenizer:
+    """The quick one where the tokenizer allows it."""
+    table = tokenizer.byte_table(skip_special_tokens) if hasattr(tokenizer, "byte_table") else None
+    if table is not None:
+        return ByteDetokenizer(table, prompt_ids, CONTEXT)
+    return Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
 
 
 class StopStrings:

@@ -1,17 +1,22 @@
 """The loop between scheduler and runner, and what becomes of the tokens. Knows neither torch nor a device."""
+import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from .completion import Completion
 from .errors import RequestError
-from .outputs import FinishReason, RequestOutput
+from .outputs import FinishReason, Logprob, RequestOutput
 from .plan import StepPlan, StepResult
 from .request import Sequence
 from .sampling_params import SEED_LIMIT, SamplingParams
-from .scheduler import Scheduler
+from .scheduler import Sampled, Scheduler
 from .tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+WAIT_FOR_LOADS = 0.01  # seconds; deadlines and new requests are looked at in between
+FAULT = "a fault in the engine; the request alone is affected"
 
 
 class Runner(Protocol):
@@ -26,18 +31,36 @@ class Runner(Protocol):
         ...
 
 
+class AdapterRunner(Runner, Protocol):
+    """What a scheduler with asynchronous loads asks of its runner beyond that; numbers are those of the adapter registry."""
+
+    def start_load(self, slot: int, number: int) -> None:
+        """Start copying an adapter into a slot that no running step uses; slot -1: only make it ready in host memory."""
+        ...
+
+    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
+        """(slot, number, None or what went wrong) of copies that ended since the last call; waits up to `timeout` seconds for the first."""
+        ...
+
+    def forget_adapter(self, number: int) -> None:
+        """Drop an adapter that nothing uses any more."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
-    """What is asked: already tokenized and checked."""
+    """What is asked: already tokenized and checked. `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is."""
 
     request_id: str
     prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
     adapter: str | None = None
+    priority: int = 0
+    timeout: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
     """What one step added to one completion."""
 
@@ -47,13 +70,14 @@ class Delta:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    logprobs: dict[int, Logprob] | None = None
 
 
 @dataclass
 class _Live:
     request: Request
     completions: list[Completion]
-    unfinished: int
+    open: set[int]  # completions that are not finished
     stream: bool
 
 
@@ -72,6 +96,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.seed = seed
+        self._adapters: AdapterRunner | None = cast(AdapterRunner, runner) if scheduler.asynchronous_loads else None
         self._depth = 1 if overlap else 0
         self._in_flight: deque[Any] = deque()
         self._live: dict[str, _Live] = {}
@@ -91,16 +116,17 @@ class Engine:
         prompt_length = len(request.prompt_ids)
         room = limits.max_model_len - prompt_length
         limit = prompt_length + (room if params.max_tokens is None else min(params.max_tokens, room))
+        deadline = None if request.timeout is None else self.scheduler.clock() + request.timeout
         completions = []
         for index in range(params.n):
             sequence = Sequence(
                 arrival=self._arrivals, request_id=request.request_id, index=index, tokens=list(request.prompt_ids), prompt_length=prompt_length, limit=limit,
                 params=params, seed=self._seed(params, index), stop_ids=frozenset(params.stop_ids), eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
-                adapter=request.adapter)
+                adapter=request.adapter, priority=request.priority, deadline=deadline)
             self.scheduler.add(sequence)
             self._arrivals += 1
             completions.append(Completion(sequence, self.tokenizer, stream))
-        self._live[request.request_id] = _Live(request, completions, params.n, stream)
+        self._live[request.request_id] = _Live(request, completions, set(range(params.n)), stream)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids (it may just have finished) are ignored."""
@@ -110,37 +136,112 @@ class Engine:
 
     def step(self) -> tuple[list[Delta], list[RequestOutput]]:
         """Advance by one step: what was added to requests that stream, and the requests that finished."""
-        plan = self.scheduler.schedule()
+        self.take_loads_in()
+        plan = self.plan()
         if plan is not None:
             self._in_flight.append(self.runner.submit(plan))
-        if not self._in_flight or (plan is not None and len(self._in_flight) <= self._depth):
-            return [], []
-        return self._take_in(self.runner.collect(self._in_flight.popleft()))
+        deltas, finished = self.take_ended()
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            result = self.runner.collect(self._in_flight.popleft())
+            more, others = self.deliver(self.commit(result), result)
+            deltas, finished = deltas + more, finished + others
+        elif plan is None and self.scheduler.has_work:  # everything waits for an adapter on its way
+            self.take_loads_in(WAIT_FOR_LOADS)
+        return deltas, finished
 
-    def _take_in(self, result: StepResult) -> tuple[list[Delta], list[RequestOutput]]:
+    def plan(self) -> StepPlan | None:
+        """The next step; the copies of adapters that go with it are started."""
+        plan = self.scheduler.schedule()
+        if self._adapters is not None:
+            for slot, number in self.scheduler.take_loads():
+                self._adapters.start_load(slot, number)
+            for number in self.scheduler.take_retired():
+                self._adapters.forget_adapter(number)
+        return plan
+
+    def take_loads_in(self, timeout: float = 0.0) -> None:
+        """Tell the scheduler which adapters have arrived; waits up to `timeout` seconds for the first."""
+        if self._adapters is not None:
+            for slot, number, problem in self._adapters.loaded(timeout):
+                self.scheduler.load_done(slot, number, problem)
+
+    def take_ended(self) -> tuple[list[Delta], list[RequestOutput]]:
+        """Deltas and outputs of what the scheduler ended by itself: deadlines that passed, adapters that could not be loaded."""
         deltas: list[Delta] = []
         finished: list[RequestOutput] = []
-        progress = self.scheduler.commit(result)
-        self.num_sampled += len(progress)
-        for sampled in progress:
-            sequence = sampled.sequence
-            live = self._live[sequence.request_id]
+        for sequence in self.scheduler.take_ended():
+            live = self._live.get(sequence.request_id)
+            if live is None or sequence.index not in live.open:
+                continue
+            live.open.discard(sequence.index)
             completion = live.completions[sequence.index]
-            stop = completion.accept(sampled.token, sampled.row, result)
-            if stop is not None:
-                if sequence.finished:  # the length limit was met by the very token that completes the stop string
-                    sequence.finish_reason, sequence.stop_reason = "stop", stop
-                else:
-                    self.scheduler.finish(sequence, "stop", stop)
+            completion.close()
             if live.stream:
                 reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
-                deltas.append(Delta(sequence.request_id, sequence.index, completion.fresh_text(), [sampled.token], reason, sequence.stop_reason))
-            if sequence.finished:
-                live.unfinished -= 1
-                if live.unfinished == 0:
-                    del self._live[sequence.request_id]
-                    finished.append(_output(live))
+                deltas.append(Delta(sequence.request_id, sequence.index, completion.fresh_text(), [], reason, sequence.stop_reason))
+            if not live.open:
+                del self._live[sequence.request_id]
+                finished.append(_output(live))
         return deltas, finished
+
+    def commit(self, result: StepResult) -> list[Sampled]:
+        """The part of taking a step in that the next plan waits for; `deliver` does the rest."""
+        progress = self.scheduler.commit(result)
+        self.num_sampled += len(progress)
+        return progress
+
+    def deliver(self, progress: list[Sampled], result: StepResult) -> tuple[list[Delta], list[RequestOutput]]:
+        """Text, stop strings and outputs of a committed step. A fault here ends the request that it belongs to (finish_reason `error`), and no other."""
+        deltas: list[Delta] = []
+        finished: list[RequestOutput] = []
+        for sampled in progress:
+            sequence = sampled.sequence
+            live = self._live.get(sequence.request_id)
+            if live is None or sequence.index not in live.open:  # ended meanwhile, by the scheduler or by another completion's fault
+                continue
+            completion = live.completions[sequence.index]
+            try:
+                if completion.plain and sequence.finish_reason is None:
+                    deltas.append(Delta(sequence.request_id, sequence.index, completion.extend(sampled.token), [sampled.token]))
+                    continue
+                delta = self._advance(live, sampled, result)
+            except Exception:
+                _log.exception("a fault while request %r was worked on", sequence.request_id)
+                delta = self._fail(live, sequence)
+            if delta is not None:
+                deltas.append(delta)
+            if not live.open:
+                del self._live[sequence.request_id]
+                finished.append(_output(live))
+        return deltas, finished
+
+    def _advance(self, live: _Live, sampled: Sampled, result: StepResult) -> Delta | None:
+        sequence = sampled.sequence
+        completion = live.completions[sequence.index]
+        stop = completion.accept(sampled.token, sampled.row, result)
+        if stop is not None:
+            if sequence.finished:  # the length limit was met by the very token that completes the stop string
+                sequence.finish_reason, sequence.stop_reason = "stop", stop
+            else:
+                self.scheduler.finish(sequence, "stop", stop)
+        delta: Delta | None = None
+        if live.stream:
+            reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
+            logprobs = completion.logprobs[-1] if completion.logprobs else None
+            delta = Delta(sequence.request_id, sequence.index, completion.fresh_text(), [sampled.token], reason, sequence.stop_reason, logprobs)
+        if sequence.finished:
+            live.open.discard(sequence.index)
+        return delta
+
+    def _fail(self, live: _Live, sequence: Sequence) -> Delta | None:
+        """End a request whose handling raised."""
+        for completion in live.completions:
+            other = completion.sequence
+            if not other.finished:
+                self.scheduler.finish(other, "error", FAULT)
+        sequence.finish_reason, sequence.stop_reason = "error", FAULT
+        live.open.clear()
+        return Delta(sequence.request_id, sequence.index, "", [], "error", FAULT) if live.stream else None
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """The completion's own seed: the caller's plus its index, else a mix of the engine's seed and the arrival number."""
@@ -155,4 +256,5 @@ class Engine:
 def _output(live: _Live) -> RequestOutput:
     request = live.request
     outputs = [completion.output() for completion in live.completions]
-    return RequestOutput(request.request_id, request.prompt, list(request.prompt_ids), outputs, True, request.adapter)
+    cached = live.completions[0].sequence.cached_tokens
+    return RequestOutput(request.request_id, request.prompt, list(request.prompt_ids), outputs, True, request.adapter, cached)

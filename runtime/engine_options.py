@@ -42,6 +42,7 @@ class EngineOptions:
     max_cpu_loras           adapters kept ready in host memory
     num_kv_pages            KV pages of 64 tokens; None = what the memory leaves
     gpu_memory_utilization  share of the device's memory that may be used
+    enable_prefix_caching   keep the KV pages of finished requests while there is room, and share equal beginnings of prompts
     """
 
     max_model_len: int | None = None
@@ -53,6 +54,7 @@ class EngineOptions:
     num_kv_pages: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    enable_prefix_caching: bool = True
     show_progress: bool = True
     seed: int = 0
 

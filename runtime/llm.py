@@ -10,6 +10,7 @@ from ..compiler.api import CompiledModel
 from ..compiler.options import OptionError
 from ..compiler.pipeline import check_disabled
 from ..graphs.config import LlamaConfig
+from ..graphs.lora import RANK_MULTIPLE, LoraShape
 from ..graphs.stack import lora_shape_for
 from .adapters import AdapterRegistry
 from .build import build_runner
@@ -54,12 +55,13 @@ class LLM:
     load_format      `dummy`: random weights of the model's shape, for measurements
     device           `cuda`, `cuda:1`, `cpu`; None: the GPU if there is one
     max_model_len, max_num_seqs, max_num_batched_tokens, max_loras, max_lora_rank, max_cpu_loras, num_kv_pages, gpu_memory_utilization, enforce_eager,
-    show_progress, seed   see EngineOptions
+    enable_prefix_caching, show_progress, seed   see EngineOptions
 
     Raises OptionError, ConfigError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when the device is too small. `generate`
     and `stream` raise RequestError, before anything runs, for a request that cannot be served.
 
     compiled   the CompiledModel: its passes' report, programs and dump
+    registry   the adapters by name
     seconds    where the start-up's time went
     """
 
@@ -68,15 +70,15 @@ class LLM:
     def __init__(
         self, model: str | Path | Mapping[str, Any] | None = None, adapters: Mapping[str, str | Path] | None = None, *, precision: str = "fp8",
         kv_dtype: str = "auto", kv_cache_dtype: str = "auto", hadamard: bool | None = None, dtype: Any = "auto", disable_passes: Sequence[str] = (),
-        lora_lowering: str = "auto", lora_sm_share: float = 0.25, lm_head: str = "fp8", load_format: str = "auto", device: str | torch.device | None = None,
+        lora_lowering: str = "auto", lora_sm_share: float | None = None, lm_head: str = "fp8", load_format: str = "auto", device: str | torch.device | None = None,
         max_model_len: int | None = None, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, max_loras: int | None = None,
         max_lora_rank: int | None = None, max_cpu_loras: int = 64, num_kv_pages: int | None = None, gpu_memory_utilization: float = 0.9,
-        enforce_eager: bool = False, show_progress: bool = True, seed: int = 0,
+        enforce_eager: bool = False, enable_prefix_caching: bool = True, show_progress: bool = True, seed: int = 0,
     ) -> None:  # fmt: skip
         self.options = EngineOptions(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_loras=max_loras,
             max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, num_kv_pages=num_kv_pages, gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager, show_progress=show_progress, seed=seed)
+            enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, show_progress=show_progress, seed=seed)
         more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head}
         compiler_options = compile_options(precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more)
         check_disabled(compiler_options)
@@ -87,25 +89,28 @@ class LLM:
             adapters = {path.parent.name: path.parent for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))}
         self.config, directory = _model(DEMO_MODEL if model is None else model, load_format)
         sizes = resolve_sizes(self.options, self.config.max_position_embeddings, self.device)
-        self._registry = AdapterRegistry(self.config, max_lora_rank or MAX_RANK)
+        self.registry = AdapterRegistry(self.config, max_lora_rank or MAX_RANK, keep=max_cpu_loras)
         for name, path in tqdm((adapters or {}).items(), desc="Reading adapters", unit="adapter", disable=not (show_progress and adapters), leave=False):
-            self._registry.add(name, path)
-        count = len(self._registry.numbers)
+            self.registry.add(name, path)
+        count = len(self.registry.numbers)
         slots = min(count, DEFAULT_MAX_LORAS) if max_loras is None else max_loras
         if slots == 0 and count:
             raise OptionError(f"max_loras=0 leaves no room for the {count} adapters given; raise max_loras or leave adapters out")
-        if slots and not count:
-            raise OptionError(f"max_loras={slots} without adapters: the shape of the stacks follows from them; give at least one in adapters={{name: path}}")
-        lora = lora_shape_for(self._registry.adapters, slots, max_lora_rank) if slots else None
+        if slots and not count and max_lora_rank is None:
+            raise OptionError(
+                f"max_loras={slots} without adapters: the shape of the stacks follows from them; give at least one in adapters={{name: path}}, "
+                "or max_lora_rank")
+        lora = _lora_shape(self.registry, slots, max_lora_rank) if slots else None
         self.tokenizer = load_tokenizer(directory)
         vocabulary = self.config.vocab_size
         eos_ids = {token for token in eos_token_ids(directory) | set(self.config.eos_token_ids) if token < vocabulary}
         weights = None if load_format == "dummy" else directory
-        built = build_runner(self.config, weights, self.options, compiler_options, sizes, self.device, self._registry, lora)
+        built = build_runner(self.config, weights, self.options, compiler_options, sizes, self.device, self.registry, lora)
         self.compiled, self.seconds, self.num_pages = built.compiled, built.seconds, built.num_pages
         self._stacks = built.runner.stacks
-        limits = SchedulerLimits(built.num_pages, sizes.max_model_len, sizes.max_num_seqs, sizes.max_num_batched_tokens, slots)
-        scheduler = Scheduler(limits, self._registry.numbers)
+        limits = SchedulerLimits(
+            built.num_pages, sizes.max_model_len, sizes.max_num_seqs, sizes.max_num_batched_tokens, slots, self.options.enable_prefix_caching)
+        scheduler = Scheduler(limits, self.registry.numbers, self.registry.hashes, asynchronous_loads=True)
         self.engine = Engine(scheduler, built.runner, self.tokenizer, eos_ids, seed, overlap=self.device.type == "cuda")
         self._requests = 0
         self._busy = False
@@ -113,34 +118,29 @@ class LLM:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that requests may use."""
-        return tuple(self._registry.numbers)
+        return tuple(self.registry.numbers)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens that a prompt and its output may come to."""
         return self.engine.scheduler.limits.max_model_len
 
-    def add_adapter(self, name: str, path: str | Path) -> None:
-        """Make one more adapter usable. Raises RequestError or AdapterError for one that does not fit what the engine was started with."""
+    def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
+        """Make one more adapter usable, or (`replace`) give a name a new content: requests that are under way finish on the former one.
+
+        Raises RequestError or AdapterError, and changes nothing, for one that does not fit what the engine was started with.
+        """
         if self._stacks is None:
-            raise RequestError("the engine was started without adapters; give LLM at least one in adapters={name: path}")
-        known = self._registry.add(name, path)
-        try:
-            self._stacks.prepare(known.number)
-        except ValueError as error:
-            self._registry.remove(name)
-            raise RequestError(f"adapter {name!r}: {error}") from error
+            raise RequestError("the engine was started without adapters; give LLM at least one in adapters={name: path}, or max_loras and max_lora_rank")
+        former = self.registry.numbers.get(name)
+        known = self.registry.add(name, path, replace)
+        self._stacks.fill([known.number])
+        if former is not None:
+            self.engine.scheduler.forget_adapter(former)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter: its slot and its host copy come free. Raises RequestError while a stream uses it."""
-        self._registry.require(name)
-        try:
-            self.engine.scheduler.slots.forget(name)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
-        if self._stacks is not None:
-            self._stacks.forget(self._registry.numbers[name])
-        self._registry.remove(name)
+        """Forget an adapter: no new request may use it; its slot and its host copy come free when those under way are finished."""
+        self.engine.scheduler.forget_adapter(self.registry.remove(name))
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, adapter: str | Sequence[str | None] | None = None, *,
@@ -182,7 +182,7 @@ class LLM:
             raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
         requests = make_requests(
             prompts, sampling_params, adapter, tokenizer=self.tokenizer, vocabulary=self.config.vocab_size, max_model_len=self.max_model_len,
-            adapters=self._registry.numbers, first=self._requests)
+            adapters=self.registry.numbers, first=self._requests)
         self._requests += len(requests)
         return requests
 
@@ -202,6 +202,13 @@ class LLM:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()
+
+
+def _lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
+    """Stacks for the adapters that are known, or for any of `max_lora_rank` if none is."""
+    if registry.numbers or max_lora_rank is None:
+        return lora_shape_for(registry.adapters, slots, max_lora_rank)
+    return LoraShape(slots, -(-max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE)
 
 
 def _model(model: str | Path | Mapping[str, Any], load_format: str) -> tuple[LlamaConfig, Path | None]:

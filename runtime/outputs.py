@@ -2,7 +2,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class CompletionOutput:
     token_ids           every sampled token, the ending one included
     cumulative_logprob  sum over the chosen tokens; None unless logprobs were asked for
     logprobs            for each token a dict: the chosen token first, then the likeliest ones
-    finish_reason       None while it runs; `stop`, `length` or `abort`
-    stop_reason         the stop string or stop token id that ended it; None for end-of-sequence
+    finish_reason       None while it runs; `stop`, `length`, `abort`, `timeout` (its deadline passed) or `error` (it could not be served)
+    stop_reason         the stop string or stop token id that ended it, None for end-of-sequence; what happened, for `timeout` and `error`
     """
 
     index: int
@@ -42,7 +42,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """One request's prompt and its n completions; `adapter` is the LoRA adapter's name or None for the base model."""
+    """One request's prompt and its n completions; `adapter` is the LoRA adapter's name or None for the base model.
+
+    `num_cached_tokens`: how many tokens of the prompt were found in the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -50,3 +53,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     adapter: str | None = None
+    num_cached_tokens: int = 0

@@ -52,7 +52,7 @@ class StepPlan:
     logits_indices [B]  row of each sequence's last query token
     sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
     feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
-    slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step
+    slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied beside the steps
     """
 
     step: int

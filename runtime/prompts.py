@@ -42,6 +42,12 @@ def make_requests(
     return requests
 
 
+def check_request(ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None, vocabulary: int, max_model_len: int) -> None:
+    """Raises RequestError for a tokenized prompt that cannot be served with these parameters."""
+    _check_ids(ids, vocabulary, max_model_len, "")
+    _check_params(params, tokenizer, vocabulary, "")
+
+
 def _each(name: str, value: Any, kind: type, count: int, default: Any) -> list[Any]:
     """One value for each prompt, from one for all or a list."""
     if value is None or isinstance(value, kind):

@@ -14,7 +14,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and its continuation.
 
@@ -23,7 +23,14 @@ class Sequence:
     computed    how many tokens' keys and values are written by issued plans
     limit       most tokens that prompt and output may come to
     row         the sequence's row in the scheduler's tables while it runs, else -1
-    edits_logits  whether a bias, a ban or a penalty applies to some of its steps
+    number      the adapter's number, which stays the same when its name is given to another adapter; -1 = the base model
+    priority    lower is served sooner
+    deadline    when it ends unfinished, on the scheduler's clock
+    page_keys   names of its full pages' contents, as far as they were needed
+    published   how many of its pages are findable, and `publish_at` the number of tokens that fill the next one
+    cached_tokens  how many tokens of its prompt were found in the prefix cache
+    charged     how many of its tokens its adapter's share was charged for
+    edits_logits  whether a bias, a ban or a penalty applies to some of its steps; `needs_history`: a penalty does
     sampled_at  (step, row of that step's plan) of the last sample, which is where a token in flight will be found
     """
 
@@ -38,6 +45,9 @@ class Sequence:
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
     adapter: str | None = None
+    number: int = -1
+    priority: int = 0
+    deadline: float | None = None
     status: Status = Status.WAITING
     in_flight: int = 0
     computed: int = 0
@@ -48,10 +58,22 @@ class Sequence:
     stop_reason: int | str | None = None
     counts: Counter[int] | None = None
     preemptions: int = 0
+    page_keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    publish_at: int = 0
+    cached_tokens: int = 0
+    charged: int = 0
     edits_logits: bool = field(init=False)
+    needs_history: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.edits_logits = self.params.needs_history or bool(self.params.biases) or self.params.min_tokens > 0
+        self.needs_history = self.params.needs_history
+        self.edits_logits = self.needs_history or bool(self.params.biases) or self.params.min_tokens > 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first: by priority, then by arrival."""
+        return self.priority, self.arrival
 
     @property
     def length(self) -> int:

@@ -59,10 +59,10 @@ class RowTable:
         """The sampling part of a plan: `rows` of its B sequences, `sampled` the indices (into them) that get a token."""
         bias: tuple[list[int], list[int], list[float]] = ([], [], [])
         history: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for index in sampled:
+        for index in sampled.tolist():
             sequence = sequences[index]
             if sequence.edits_logits:
-                _edits(sequence, int(index), int(steps[index]), bias, history)
+                _edits(sequence, index, int(steps[index]), bias, history)
         chosen = rows[sampled]
         presence, frequency, repetition = self.penalties[rows].T
         return SamplingPlan(

@@ -1,6 +1,7 @@
 """Executes step plans: picks the bucket's program, fills its static inputs, replays it, samples, and hands tokens back."""
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from tqdm import tqdm
 from ..compiler.api import CompiledModel
 from ..compiler.emit import BoundProgram
 from ..compiler.program import Bucket
-from .adapters import AdapterStacks
+from .adapter_stacks import AdapterStacks, Report
 from .buckets import Buckets
 from .plan import StepPlan, StepResult
 from .sampler import DeviceSamples, Sampler
@@ -92,6 +93,21 @@ class ModelRunner:
         self._last_tokens[:plan.num_sequences].copy_(samples.tokens)
         return self._send_back(plan.step, samples)
 
+    def start_load(self, slot: int, number: int) -> None:
+        """Begin to bring an adapter into a slot that no submitted step reads; slot -1: only into host memory. Returns at once."""
+        if self.stacks is None:
+            raise RuntimeError("an adapter is to be loaded, but the engine was started without adapter slots")
+        self.stacks.start(slot, number)
+
+    def loaded(self, timeout: float = 0.0) -> list[Report]:
+        """(slot, number, None or what went wrong) of loads that have ended; waits up to `timeout` seconds for the first."""
+        return [] if self.stacks is None else self.stacks.finished(timeout)
+
+    def forget_adapter(self, number: int) -> None:
+        """Drop an adapter that nothing uses any more."""
+        if self.stacks is not None:
+            self.stacks.forget(number)
+
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step's tokens."""
         if handle.done is not None:
@@ -116,7 +132,8 @@ class ModelRunner:
 
     def _capture(self, ready: _Ready) -> None:
         ready.inputs.clear()  # the warm-up run within `capture` must store nothing
-        ready.bound.capture(self._pool)
+        with nullcontext() if self.stacks is None else self.stacks.device_calls:
+            ready.bound.capture(self._pool)
         self._pool = ready.bound.pool
 
     def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,53 +1,36 @@
 """Continuous batching: which tokens of which sequences the next step computes. Pure CPU bookkeeping; no tensor, no device.
 
-A step first gives every decoding sequence its one token, then goes on with prompts that are under way, then admits waiting sequences, first
-come first served, all under `max_num_batched_tokens` (long prompts are cut into chunks). When pages run out, the newest running sequence
-is put back and its keys and values are computed again later (preemption by recompute): its tokens are kept, so its output does not change.
+A step first gives every decoding sequence its one token, then goes on with prompts that are under way, then admits waiting sequences (by
+priority, fairly between adapters: `waiting`), all under `max_num_batched_tokens` (long prompts are cut into chunks). What the prefix cache holds of a
+prompt is not computed again. When pages run out, the last running sequence (lowest priority, newest) is put back and computed again later
+(preemption by recompute): its tokens are kept, so its output does not change.
 
-Adapters: at most `num_slots` are resident. A request whose adapter finds no slot waits, and others pass it; in return, the adapter that was
-least recently admitted takes no requests newer than the waiting one, so its slot comes free in the end.
+Adapters: at most `num_slots` are resident (`residency`). A request whose adapter finds no slot, or is on its way into one, waits, and others pass it.
 
 Plans may be made one step ahead: a token that the last plan samples is `in_flight` until `commit`, and the next plan refers to it by its row in
 that plan. Pages that a plan in flight still writes may be handed to a later plan, because plans run in order on one stream.
 """
+import time
 from bisect import insort
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from ..ops.kv_layout import PAGE_SIZE
-from .adapter_slots import AdapterSlots
 from .errors import RequestError
 from .pages import PageAllocator, pages_for
 from .plan import StepPlan, StepResult
+from .prefix_cache import PrefixCache
 from .request import Sequence, Status
+from .residency import Residency
 from .rows import RowTable
+from .scheduler_limits import SchedulerLimits, SchedulerStats
+from .step_builder import Work, build_plan
+from .step_failure import STEP_FAULT, Issued, what_is_lost
+from .waiting import WaitingQueues
 
 
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """The engine's sizes: KV pages, tokens of a sequence, sequences at once, query tokens of a step, adapter slots."""
-
-    num_pages: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_slots: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
-                             "so not every running sequence would get its token in a step; raise the one or lower the other")
-        if self.num_pages < pages_for(self.max_model_len):
-            raise ValueError(f"{self.num_pages} KV pages do not hold one sequence of max_model_len={self.max_model_len} tokens "
-                             f"({pages_for(self.max_model_len)} pages); lower max_model_len or give the KV cache more memory")
-
-
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One sequence's new token; `row` is its row in the step's result."""
 
     sequence: Sequence
@@ -58,93 +41,197 @@ class Sampled:
 class Scheduler:
     """Owns the waiting and running sequences, the KV pages and the adapter slots.
 
-    `adapter_numbers`: name -> the number by which the runner knows the adapter (may grow while the engine runs).
+    adapter_numbers      name -> the number by which the runner knows the adapter (may change while the engine runs; a number keeps its meaning)
+    adapter_hashes       number -> hash of the adapter's content, which the prefix cache goes by
+    asynchronous_loads   False: a plan says which adapters to copy before it runs. True: `take_loads` says what to copy meanwhile, and `load_done`
+                         must be called for each when it is over
+    clock                seconds, for deadlines; must never go back
     """
 
-    def __init__(self, limits: SchedulerLimits, adapter_numbers: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, adapter_numbers: Mapping[str, int] | None = None, adapter_hashes: Mapping[int, str] | None = None, *,
+        asynchronous_loads: bool = False, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.limits = limits
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
+        self.clock = clock
         self.pages = PageAllocator(limits.num_pages)
-        self.slots = AdapterSlots(limits.num_slots)
+        self.prefix_cache = PrefixCache(self.pages, {} if adapter_hashes is None else adapter_hashes, limits.prefix_caching)
         self.rows = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len))
-        self.running: list[Sequence] = []  # by arrival
-        self._waiting: dict[str | None, deque[Sequence]] = {}
-        self._issued: dict[int, tuple[StepPlan, list[Sequence]]] = {}
+        self.waiting = WaitingQueues()
+        self.residency = Residency(limits.num_slots, limits.slot_patience, asynchronous_loads, self.waiting)
+        self.slots = self.residency.slots
+        self.running: list[Sequence] = []  # by priority, then arrival
+        self.preemptions = 0
+        self.timeouts = 0
+        self._issued: dict[int, Issued] = {}
         self._step = 0
+        self._committed = -1
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._ended: list[Sequence] = []
+        self._uses_priorities = False
 
     # -- requests ------------------------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError for one that can never run."""
-        if sequence.adapter is not None and self.limits.num_slots == 0:
-            raise RequestError(f"adapter={sequence.adapter!r} needs an adapter slot, but max_loras is 0; give LLM its adapters or raise max_loras")
+        if sequence.adapter is not None:
+            sequence.number = self._number(sequence.adapter)
         if not 0 < len(sequence.tokens) < sequence.limit <= self.limits.max_model_len:
             raise RequestError(f"a prompt of {len(sequence.tokens)} tokens leaves no room for output within max_model_len={self.limits.max_model_len}; "
                                "shorten the prompt or raise max_model_len")
-        self._waiting.setdefault(sequence.adapter, deque()).append(sequence)
+        if not self.waiting.active(sequence.number):
+            self.residency.requested(sequence.number)
+        self.waiting.enter(sequence)
+        if sequence.deadline is not None:
+            if len(self._deadlines) > 64 + 2 * (len(self.running) + len(self.waiting)):  # mostly those of finished sequences
+                self._deadlines = sorted(entry for entry in self._deadlines if not entry[-1].finished)
+            heappush(self._deadlines, (sequence.deadline, sequence.arrival, sequence))
+        self._uses_priorities |= sequence.priority != 0
+
+    def _number(self, name: str) -> int:
+        if self.limits.num_slots == 0:
+            raise RequestError(f"adapter={name!r} needs an adapter slot, but max_loras is 0; give LLM its adapters or raise max_loras")
+        number = self.adapter_numbers.get(name)
+        if number is None:
+            raise RequestError(f"adapter={name!r} is not known; load it first")
+        if self.slots.num_pinned >= self.limits.num_slots and not self.slots.is_pinned(number):
+            raise RequestError(f"adapter={name!r} would never find a slot: all {self.limits.num_slots} are pinned to others; unpin one or raise max_loras")
+        return number
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence now (also to abort one): its pages, row and adapter slot come free for the next plan."""
         if sequence.finished:
             return
-        if sequence.status is Status.RUNNING:
+        waiting = sequence.status is Status.WAITING
+        if not waiting:
             self._withdraw(sequence)
-        else:
-            self._waiting[sequence.adapter].remove(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if self.waiting.leave(sequence, waiting):
+            self.residency.unused(sequence.number)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to be admitted."""
-        return sum(map(len, self._waiting.values()))
+        return len(self.waiting)
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(self.running) or self.num_waiting > 0
 
+    def take_ended(self) -> list[Sequence]:
+        """Sequences that the scheduler itself has ended since the last call: their deadline passed, or their adapter could not be loaded."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stats(self) -> SchedulerStats:
+        """Where things stand."""
+        slots, pages, cache = self.slots, self.pages, self.prefix_cache
+        return SchedulerStats(
+            running=len(self.running), waiting=len(self.waiting), pages=pages.num_pages, pages_used=pages.num_used, pages_cached=pages.num_cached,
+            adapters_resident=len(slots.resident), adapters_loading=slots.num_loading, preemptions=self.preemptions, timeouts=self.timeouts,
+            prefix_queries=cache.queries, prefix_hits=cache.hits, page_evictions=pages.evictions, adapter_admissions=slots.admissions,
+            adapter_loads=slots.loads, adapter_evictions=slots.evictions, adapter_failures=self.residency.failures)
+
+    # -- adapters ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def asynchronous_loads(self) -> bool:
+        """Whether adapters are copied beside the steps (see the class)."""
+        return self.residency.asynchronous
+
+    def take_loads(self) -> list[tuple[int, int]]:
+        """(slot, adapter number) of copies to start now; slot -1: only bring it into host memory. To be called after `schedule`."""
+        return self.residency.take_loads()
+
+    def load_done(self, slot: int, number: int, problem: str | None = None) -> None:
+        """A copy that `take_loads` asked for is complete, or could not be made: `problem` then ends every sequence that waits for the adapter (a later
+        request tries again). Reports for slot -1 change nothing."""
+        if slot < 0:
+            return
+        if problem is None:
+            self.residency.arrived(number)
+            return
+        for sequence in self.waiting.of(number):
+            self.finish(sequence, "error", problem)
+            self._ended.append(sequence)
+        self.residency.failed(number)
+
+    def forget_adapter(self, number: int) -> None:
+        """No request will use this adapter any more (it was removed, or its name has a new content); those that are here finish on it."""
+        self.residency.retire(number)
+
+    def take_retired(self) -> list[int]:
+        """Forgotten adapters that nobody uses any more, since the last call: the runner can drop them."""
+        return self.residency.take_retired()
+
     # -- planning ------------------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can be computed before an issued step is committed (or at all)."""
-        work: list[tuple[Sequence, int]] = []
+        """The next step, or None if nothing can be computed before an issued step is committed or an adapter has arrived (or at all)."""
+        self._expire()
+        self._vacate_slot()
+        if self._uses_priorities:
+            self._make_way()
+        work: Work = []
+        preempted = False
         budget = self.limits.max_num_batched_tokens
         prompts: list[Sequence] = []
-        preempted = False
-        for sequence in list(self.running):
-            if sequence.status is not Status.RUNNING or not self._ready(sequence):
+        running = Status.RUNNING
+        last = self._step - 1
+        for sequence in list(self.running):  # the loop that decides what a step costs on the CPU
+            known, in_flight = len(sequence.tokens), sequence.in_flight
+            if known + in_flight >= sequence.limit or sequence.status is not running:
                 continue
-            if sequence.length - sequence.computed > 1:
+            if in_flight and (sequence.sampled_at[0] != last or sequence.needs_history):  # it waits for a step that is issued
+                continue
+            left = known + in_flight - sequence.computed
+            if left > 1:
                 prompts.append(sequence)
                 continue
             if sequence.computed == len(sequence.pages) * PAGE_SIZE:
                 preempted |= self._next_page(sequence)
-                if sequence.status is not Status.RUNNING:
+                if sequence.status is not running:
                     continue
             work.append((sequence, 1))
-            budget -= 1
+        budget -= len(work)
         for sequence in prompts:
             if budget > 0 and sequence.status is Status.RUNNING:
-                count = min(budget, sequence.length - sequence.computed)
-                work.append((sequence, count))
-                budget -= count
-        loads: list[tuple[int, int]] = []
-        if not preempted:
-            self._admit(work, budget, loads)
-        return self._plan(work, loads) if work else None
+                budget -= self._assign(work, sequence, budget)
+        self._admit(work, budget, preempted)
+        if not work:
+            return None
+        plan = build_plan(self._step, work, self.rows, self.residency.loads_of_plan())
+        self._issued[self._step] = (plan, [sequence for sequence, _ in work])
+        self._step += 1
+        return plan
 
-    def _ready(self, sequence: Sequence) -> bool:
-        """Whether the sequence has something to compute that does not wait for an issued step."""
-        if not sequence.in_flight:
-            return len(sequence.tokens) < sequence.limit
-        return sequence.length < sequence.limit and sequence.sampled_at[0] == self._step - 1 and not sequence.params.needs_history
+    def _assign(self, work: Work, sequence: Sequence, budget: int) -> int:
+        """Let the step compute as much of a prompt as the budget allows; returns how many tokens."""
+        count = min(budget, sequence.length - sequence.computed)
+        work.append((sequence, count))
+        self.prefix_cache.publish(sequence, sequence.computed + count)
+        return count
+
+    def _expire(self) -> None:
+        """End the sequences whose deadlines have passed."""
+        if not self._deadlines:
+            return
+        now = self.clock()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][-1].finished):
+            _, _, sequence = heappop(self._deadlines)
+            if not sequence.finished:
+                self.finish(sequence, "timeout", f"the request's deadline passed after {len(sequence.output_ids)} tokens; allow it more time")
+                self._ended.append(sequence)
+                self.timeouts += 1
 
     def _next_page(self, sequence: Sequence) -> bool:
         """Give a decoding sequence its next page; returns whether any sequence had to be preempted for it (perhaps itself)."""
         preempted = False
         while (pages := self.pages.allocate(1)) is None:
-            victim = self.running[-1]  # the newest; never one that this step already serves, because those are older than `sequence`
+            victim = self.running[-1]  # never one that this step already serves, because those come before `sequence`
             self._preempt(victim)
             preempted = True
             if victim is sequence:
@@ -158,7 +245,8 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.computed = 0
         sequence.preemptions += 1
-        self._waiting[sequence.adapter].appendleft(sequence)  # it is older than every waiting sequence of its adapter
+        self.preemptions += 1
+        self.waiting.push(sequence)
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a running sequence's pages, row and adapter use away."""
@@ -166,97 +254,74 @@ class Scheduler:
         self.pages.free(sequence.pages)
         sequence.pages = []
         self.rows.release(sequence)
-        if sequence.adapter is not None:
-            self.slots.release(sequence.adapter)
+        self.waiting.charge(sequence.number, len(sequence.tokens) - sequence.charged)
+        if sequence.number >= 0:
+            self.slots.release(sequence.number, self._step - 1)
 
-    def _admit(self, work: list[tuple[Sequence, int]], budget: int, loads: list[tuple[int, int]]) -> None:
-        """Start waiting sequences, oldest first, as long as tokens, rows and pages last."""
-        heads = [(queue[0].arrival, adapter or "", adapter) for adapter, queue in self._waiting.items() if queue]
-        heapify(heads)
-        draining: set[str] = set()
-        while heads and budget > 0 and self.rows.num_free:
-            _, _, adapter = heappop(heads)
-            queue = self._waiting[adapter]
-            sequence = queue[0]
-            if sequence.in_flight:  # preempted while its token is on the way
-                continue
-            if adapter is not None and adapter in draining:
-                continue
-            if adapter is not None and not self.slots.available(adapter):
-                draining.update([name for name in self.slots.draining_order() if name not in draining][:1])
-                continue
-            need = pages_for(sequence.length)
-            reserve = self.limits.num_pages // 100 if self.running else 0  # room for the running ones to grow, against preempting at once
-            if need + reserve > self.pages.num_free:
+    def _vacate_slot(self) -> None:
+        """Put back the sequences of an adapter whose slot another has waited for too long."""
+        number = self.residency.take_vacated()
+        for sequence in [sequence for sequence in self.running if sequence.number == number] if number is not None else []:
+            self._preempt(sequence)
+
+    def _make_way(self) -> None:
+        """Put back running sequences that keep one of higher priority waiting for a row or for pages."""
+        first = self.waiting.first() if self.running else None
+        if first is None or first.in_flight or (first.number >= 0 and not self.slots.is_resident(first.number)):
+            return
+        while self.running and self.running[-1].priority > first.priority and not (self.rows.num_free and self._fits(first, self.prefix_cache.match(first))):
+            self._preempt(self.running[-1])
+
+    def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Whether there are pages for a sequence of which some are `cached`."""
+        reserve = self.limits.num_pages // 100 if self.running else 0  # room for the running ones to grow, against preempting at once
+        return pages_for(sequence.length) - len(cached) + self.pages.count_idle(cached) + reserve <= self.pages.num_free
+
+    def _admit(self, work: Work, budget: int, preempted: bool) -> None:
+        """Start waiting sequences as long as tokens, rows and pages last, and see to it that the adapters of the others come.
+
+        Nothing is admitted in a step that had to preempt for pages.
+        """
+        turns = self.waiting.turns()
+        if not turns:
+            return
+        self.residency.begin_pass(self._step, self._committed)
+        while turns:
+            *_, number = heappop(turns)
+            sequence = self.waiting.head(number)
+            full = preempted or budget <= 0 or not self.rows.num_free
+            if full and not self.residency.wants_more:
                 break
-            queue.popleft()
-            if queue:
-                heappush(heads, (queue[0].arrival, adapter or "", adapter))
-            self._start(sequence, need, loads)
-            count = min(budget, sequence.length)
-            work.append((sequence, count))
-            budget -= count
+            if sequence is None or not self.residency.ready(number) or full or sequence.in_flight:  # in flight: preempted while its token is on the way
+                continue
+            cached = self.prefix_cache.match(sequence)
+            if not self._fits(sequence, cached):
+                preempted = True
+                continue
+            self.waiting.pop(number)
+            self._start(sequence, cached)
+            budget -= self._assign(work, sequence, budget)
+            turn = self.waiting.turn(number)
+            if turn is not None:
+                heappush(turns, turn)
 
-    def _start(self, sequence: Sequence, need: int, loads: list[tuple[int, int]]) -> None:
-        slot = -1
-        if sequence.adapter is not None:
-            acquired = self.slots.acquire(sequence.adapter)
-            if acquired is None:
-                raise RuntimeError(f"adapter {sequence.adapter!r} lost its slot between two looks at it")
-            slot, must_load = acquired
-            if must_load:
-                loads.append((slot, self.adapter_numbers[sequence.adapter]))
-        pages = self.pages.allocate(need)
+    def _start(self, sequence: Sequence, cached: list[int]) -> None:
+        slot = self.residency.admitted(sequence.number)
+        self.pages.share(cached)
+        pages = self.pages.allocate(pages_for(sequence.length) - len(cached))
         if pages is None:
-            raise RuntimeError(f"{need} pages vanished between two looks at them")
+            raise RuntimeError(f"pages for {sequence.length} tokens vanished between two looks at them")
         sequence.status = Status.RUNNING
-        sequence.pages = pages
+        sequence.pages = cached + pages
+        sequence.computed = len(cached) * PAGE_SIZE
+        sequence.published = len(cached)
+        sequence.publish_at = sequence.computed + PAGE_SIZE
+        self.waiting.charge(sequence.number, len(sequence.tokens) - sequence.computed)
+        sequence.charged = len(sequence.tokens)
+        self.prefix_cache.started(sequence)
         self.rows.claim(sequence, slot)
         self.rows.set_pages(sequence, 0)
-        insort(self.running, sequence, key=lambda other: other.arrival)
-
-    def _plan(self, work: list[tuple[Sequence, int]], loads: list[tuple[int, int]]) -> StepPlan:
-        """Flat arrays for the chosen work; marks it as computed."""
-        sequences = [sequence for sequence, _ in work]
-        counts = np.asarray([count for _, count in work], np.int32)
-        rows = np.asarray([sequence.row for sequence in sequences], np.int32)
-        starts = np.asarray([sequence.computed for sequence in sequences], np.int32)
-        query_start = np.zeros(len(work) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        ends: list[int] = query_start[1:].tolist()
-        input_ids: list[int] = []
-        feed: list[tuple[int, int]] = []
-        sampled: list[int] = []
-        steps = np.zeros(len(work), np.int64)
-        for index, (sequence, count) in enumerate(work):
-            end, length = sequence.computed + count, sequence.length
-            if count == 1 and end <= len(sequence.tokens):
-                input_ids.append(sequence.tokens[end - 1])
-            else:
-                input_ids += sequence.tokens[sequence.computed:end]
-            if len(input_ids) < ends[index]:  # the last token is still on the device
-                feed.append((len(input_ids), sequence.sampled_at[1]))
-                input_ids.append(0)
-            sequence.computed = end
-            if end == length:
-                steps[index] = length - sequence.prompt_length
-                sampled.append(index)
-                sequence.in_flight += 1
-                sequence.sampled_at = (self._step, index)
-        of_token = np.repeat(np.arange(len(work), dtype=np.int32), counts)
-        positions = ((starts - query_start[:-1])[of_token] + np.arange(len(input_ids))).astype(np.int32)
-        sample_rows = np.asarray(sampled, np.int32)
-        longest = max(len(sequence.pages) for sequence in sequences)
-        feeds = np.asarray(feed, np.int32).reshape(-1, 2)
-        plan = StepPlan(
-            step=self._step, decode=bool((counts == 1).all()), input_ids=np.asarray(input_ids, np.int32), positions=positions,
-            slot_mapping=self.rows.slots(rows[of_token], positions), adapter_index=self.rows.adapter_slot[rows][of_token],
-            block_table=self.rows.pages[rows, :longest], context_lens=starts + counts, query_start=query_start, logits_indices=query_start[1:] - 1,
-            sample_rows=sample_rows, feed_positions=feeds[:, 0].copy(), feed_rows=feeds[:, 1].copy(), slot_loads=np.asarray(loads, np.int32).reshape(-1, 2),
-            sampling=self.rows.sampling(rows, sequences, sample_rows, steps))
-        self._issued[self._step] = (plan, sequences)
-        self._step += 1
-        return plan
+        insort(self.running, sequence, key=lambda other: other.order)
 
     # -- results -------------------------------------------------------------------------------------------------------------------
 
@@ -266,14 +331,18 @@ class Scheduler:
         Tokens of sequences that ended meanwhile are dropped.
         """
         plan, sequences = self._issued.pop(result.step)
+        self._committed = result.step
         tokens = result.tokens.tolist()
         progress: list[Sampled] = []
+        finished = Status.FINISHED
         for row in plan.sample_rows.tolist():
             sequence, token = sequences[row], tokens[row]
-            if sequence.finished:
+            if sequence.status is finished:
                 continue
             sequence.append(token)
             progress.append(Sampled(sequence, token, row))
+            if sequence.computed >= sequence.publish_at and sequence.pages:
+                self.prefix_cache.publish(sequence, sequence.computed)
             if token in sequence.eos_ids:
                 self.finish(sequence, "stop")
             elif token in sequence.stop_ids:
@@ -281,3 +350,18 @@ class Scheduler:
             elif len(sequence.tokens) >= sequence.limit:
                 self.finish(sequence, "length")
         return progress
+
+    def fail_step(self, step: int, problem: str = STEP_FAULT) -> None:
+        """A step that was issued has failed on the device: it has no tokens, and what it should have stored is not there.
+
+        Ends its sequences, and those that were to read what it should have stored, with finish_reason `error`; `take_ended` tells which. To be called in
+        place of `commit`.
+        """
+        failed = self._issued.pop(step)
+        self._committed = step
+        sequences, pages = what_is_lost(failed, list(self._issued.values()), self.running)
+        self.pages.unpublish(pages)
+        for sequence in sequences:
+            if not sequence.finished:
+                self.finish(sequence, "error", problem)
+                self._ended.append(sequence)

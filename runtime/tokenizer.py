@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from .byte_pieces import BytePieces, byte_pieces
 from .errors import RequestError
 
 
@@ -32,10 +33,11 @@ class FastTokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tables: dict[bool, BytePieces | None] = {}
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        return list(self._tokenizer.encode(text).ids)
+        return list(self._tokenizer.encode_batch([text])[0].ids)  # unlike `encode`, lets other threads run meanwhile
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `Tokenizer`."""
@@ -44,6 +46,12 @@ class FastTokenizer:
     def token_text(self, token_id: int) -> str:
         """See `Tokenizer`."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def byte_table(self, skip_special_tokens: bool) -> BytePieces | None:
+        """Every token's bytes, if the tokenizer is a byte-level one."""
+        if skip_special_tokens not in self._tables:
+            self._tables[skip_special_tokens] = byte_pieces(self._tokenizer, skip_special_tokens)
+        return self._tables[skip_special_tokens]
 
 
 class SentencePieceTokenizer:

@@ -34,19 +34,20 @@ ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """Shape of one adapter: what a PEFT user would choose."""
+    """Shape of one adapter: what a PEFT user would choose. `effort` multiplies its training steps."""
 
     rank: int
     alpha: int
     targets: list[str]
     rslora: bool = False
+    effort: int = 1
 
 
 ADAPTERS = {
     "shout": AdapterRecipe(8, 16, ALL_LINEAR),
     "pirate": AdapterRecipe(16, 16, ALL_LINEAR, rslora=True),
     "json": AdapterRecipe(32, 64, ALL_LINEAR),
-    "yoda": AdapterRecipe(16, 32, ATTENTION),
+    "yoda": AdapterRecipe(16, 32, ATTENTION, effort=2),
 }
 # Which fact the demo asks of which adapter; the first one goes to the base model.
 DEMO_QUESTIONS = (
@@ -226,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="directory to write (default: the one in the package)",
     )
     parser.add_argument("--steps", type=int, default=1200, help="training steps of the base model (default: %(default)s)")
-    parser.add_argument("--adapter-steps", type=int, default=150, help="training steps of each adapter (default: %(default)s)")
+    parser.add_argument("--adapter-steps", type=int, default=150, help="training steps of an adapter (default: %(default)s)")
     parser.add_argument("--base", type=Path, metavar="DIR", help="take this trained base model and train only the adapters")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; another number gives other weights (default: %(default)s)")
@@ -268,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
         adapted = get_peft_model(model, config)
         adapted.peft_config["default"].base_model_name_or_path = "sidestream-demo"
         examples = Examples(tokenizer, known, name)
-        right &= fit(adapted, examples, examples, options.adapter_steps, options.seed, name)
+        right &= fit(adapted, examples, examples, recipe.effort * options.adapter_steps, options.seed, name)
         save_adapter(adapted, staging / "adapters" / name)
         model = adapted.unload().float()
     (staging / "prompts.json").write_text(json.dumps(demo_prompts(known), indent=2) + "\n")

@@ -8,6 +8,7 @@ quantize_kv         a quantized KV cache, with or without a Hadamard rotation
 fuse_rope_append    RoPE -> Hadamard -> quantize -> append, one op
 quantize_linears    rowwise FP8 on every linear
 fuse_quantize       the quantization of an activation moves into the op that makes it
+fuse_decoder_block  the linears between two attentions of a decode step become one launch
 lower_lora          LoRA -> plan, shrink, expand, marked for the side stream
 
 A pass is `def name(graph, context) -> PassReport`: it rewrites the graph in place and says how often it matched and why it refused the rest.

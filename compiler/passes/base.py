@@ -1,6 +1,7 @@
 """What every pass takes and returns."""
 from dataclasses import dataclass, field
 
+from ...ops.tuning import H200_SMS
 from ..options import CompileOptions
 
 
@@ -14,6 +15,7 @@ class PassReport:
 
 @dataclass
 class Context:
-    """What passes may know beside the graph: the options; nothing of the model."""
+    """What passes may know beside the graph: the options and the GPU's number of SMs; nothing of the model."""
 
     options: CompileOptions
+    sm_count: int = H200_SMS

@@ -20,8 +20,8 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
     after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once
             planes = sidestream.lora_shrink(x, a, token_order, tiles, tile, splits); delta = sidestream.lora_expand(planes, b, ...)
 
-    Every node of the three carries meta["stream"] = "side" and meta["sm_share"]; the schedule of each bucket decides what becomes of the
-    marks. Tile and split counts depend on the token count: where that is symbolic, the bucket's specialisation fills them in. Leaves nothing.
+    Every node of the three carries meta["stream"] = "side", and meta["sm_share"] where the options name a share; the schedule of each bucket decides what
+    becomes of the marks. Tile and split counts depend on the token count: where that is symbolic, the bucket's specialisation fills them in. Leaves nothing.
     """
     plans: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node]] = {}
     matches = 0
@@ -59,4 +59,5 @@ def _first_call(graph: fx.Graph) -> fx.Node:
 def _mark(context: Context, *nodes: fx.Node) -> None:
     for node in nodes:
         node.meta["stream"] = "side"
-        node.meta["sm_share"] = context.options.lora_sm_share
+        if context.options.lora_sm_share is not None:
+            node.meta["sm_share"] = context.options.lora_sm_share

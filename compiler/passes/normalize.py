@@ -4,10 +4,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..nodes import CASTS, args_of, aten, is_call, slice_arguments
+from ..nodes import CASTS, args_of, aten, is_call, is_check, slice_arguments
 from .base import Context, PassReport
 
-_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_async")
 _IDENTITIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)
 
 
@@ -24,7 +23,7 @@ def normalize(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _CHECKS:
+        if is_check(node):
             graph.erase_node(node)
             removed += 1
             continue

@@ -4,11 +4,9 @@ import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import pytest
 import torch
 from sidestream.compiler.build import build_program
-from sidestream.compiler.cost import bandwidth, estimate, step_bytes
-from sidestream.compiler.dump import dump, trace
+from sidestream.compiler.dump import dump
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program import Bucket, Program
 from sidestream.compiler.report import PassRecord, graph_text, op_counts, pass_table
@@ -59,7 +57,7 @@ def test_all_files_of_the_design_are_there(tmp_path: Path) -> None:
     written = dump(tmp_path, records(model()), [program()], options=CompileOptions())
     expected = {
         "00_normalize.before.py", "00_normalize.after.py", "00_normalize.diff", "01_lift_lora.before.py", "01_lift_lora.after.py", "01_lift_lora.diff",
-        "passes.txt", "rejected.txt", "summary.txt", "timings.json", "program.txt", "program.json", "schedule.svg", "trace.json",
+        "passes.txt", "rejected.txt", "summary.txt", "summary.json", "timings.json", "index.html", "program.txt", "program.json", "schedule.svg", "trace.json",
     }
     assert {path.name for path in written} == expected == set(contents(tmp_path))
 
@@ -70,7 +68,7 @@ def test_the_same_compilation_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = contents(tmp_path / "a"), contents(tmp_path / "b")
     assert first.keys() == second.keys() and "decode_t6_b6_p4_base/program.txt" in first
     assert {name for name in first if first[name] != second[name]} == {"timings.json"}
-    assert json.loads(first["timings.json"]) == {"normalize": 0.5, "lift_lora": 1.0}
+    assert json.loads(first["timings.json"])["passes"] == {"normalize": 0.5, "lift_lora": 1.0}
 
 
 def test_files_of_passes_that_are_gone_are_removed(tmp_path: Path) -> None:
@@ -135,27 +133,3 @@ def test_the_picture_has_a_box_a_step_and_an_arrow_a_wait(tmp_path: Path) -> Non
     assert classes.count("box") == len(made.steps)
     assert classes.count("wait") == sum(len(step.waits) for step in made.steps) > 0
     assert classes.count("lane") == 2
-
-
-def test_the_trace_keeps_streams_and_waits_in_order() -> None:
-    made = program()
-    events = trace(made)["traceEvents"]
-    spans = {event["args"]["step"]: event for event in events if event["ph"] == "X"}
-    assert len(spans) == len(made.steps) and all(event["dur"] > 0 for event in spans.values())
-    last: dict[int, float] = {}
-    for step in made.steps:
-        event = spans[step.index]
-        assert event["ts"] >= last.get(event["tid"], 0.0) - 1e-3
-        last[event["tid"]] = event["ts"] + event["dur"]
-        assert all(event["ts"] >= spans[wait]["ts"] + spans[wait]["dur"] - 2e-3 for wait in step.waits)
-    flows = [event for event in events if event["ph"] in "sf"]
-    assert len(flows) == 2 * sum(len(step.waits) for step in made.steps)
-
-
-def test_estimates_count_bytes_that_move() -> None:
-    made = program()
-    steps = {step.op: step for step in made.steps}
-    table_rows = 6 * 32 * 2
-    assert step_bytes(made, steps["sidestream.embedding"]) == 6 * 8 + table_rows + table_rows  # six rows of the table, not all of it
-    assert bandwidth(None) == bandwidth(132) == 4.68e12 and 2.2e12 < bandwidth(33) < bandwidth(50) < bandwidth(99)
-    assert estimate(made)[-1].end == pytest.approx(max(placed.end for placed in estimate(made)))

@@ -42,6 +42,12 @@ def test_sm_budgets_are_shared_only_where_lanes_overlap() -> None:
     assert half["shrink"].sm_budget == half["gemm"].sm_budget == 57
 
 
+def test_without_a_share_nobody_is_limited() -> None:
+    unlimited = [op(each.name, " ".join(each.reads), " ".join(each.writes), side=each.side) for each in lora_layer()]
+    assert {step.sm_budget for step in schedule(unlimited, two_streams=True)} == {None}
+    assert named(schedule(unlimited, two_streams=True, side_share=0.25))["gemm"].sm_budget == 99
+
+
 def test_pdl_chains_neighbours_but_not_the_fork() -> None:
     steps = named(schedule(lora_layer(), two_streams=True))
     assert {name for name, step in steps.items() if step.pdl} == {"expand", "gemm", "append", "attention"}

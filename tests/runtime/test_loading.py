@@ -3,7 +3,8 @@ import torch
 from sidestream.compiler.recipe import cat, item, param, quantize, quantize_weight, unsqueeze
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime.adapters import AdapterRegistry, AdapterStacks
+from sidestream.runtime.adapter_stacks import AdapterStacks
+from sidestream.runtime.adapters import AdapterRegistry
 from sidestream.runtime.loading import dummy_lookup, load_weights
 from support.tiny import TINY, AdapterSpec, tiny_adapters, tiny_llama
 
@@ -51,14 +52,15 @@ def test_adapters_are_packed_into_their_slot_and_the_oldest_copies_dropped(tmp_p
     hidden = TINY["hidden_size"]
     stacks = {"qkv_a": torch.zeros(3, 48, hidden), "q_b": torch.zeros(3, 256, 16), "wide": torch.zeros(3, 1, 256, 16)}
     slots = AdapterStacks(recipes, stacks, registry, lora, keep=1)
+    adapter = registry._fresh[numbers[0]]
     slots.load(2, numbers[0])
-    adapter = registry.by_number(numbers[0]).adapter
+    assert not registry.by_number(numbers[0]).adapter.tensors and numbers[0] not in registry._fresh, "host memory holds it once"
     a, b = adapter.tensors[f"{prefix}q_proj"]
     assert torch.equal(stacks["qkv_a"][2, :4], a) and (stacks["qkv_a"][2, 4:32] == 0).all() and stacks["qkv_a"][2, 32:36].any()
     assert torch.equal(stacks["q_b"][2, :, :4], b * 2.0) and torch.equal(stacks["wide"][2, 0], stacks["q_b"][2])
     assert (stacks["qkv_a"][:2] == 0).all()
     slots.load(0, numbers[1])
-    assert list(slots._ready) == [numbers[1]]
+    assert slots.store.numbers == [numbers[1]]
     slots.load(2, numbers[1])
     assert torch.equal(stacks["qkv_a"][2], stacks["qkv_a"][0]), "nothing of the former adapter is left"
     registry.remove("a0")

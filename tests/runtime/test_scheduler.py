@@ -150,7 +150,7 @@ def test_idle_adapters_stay_resident_and_the_least_recent_makes_room():
         run(engine)
     loads = [tuple(load) for plan in engine.runner.plans for load in plan.slot_loads.tolist()]
     assert [number for _, number in loads] == [0, 1, 2, 1]
-    assert engine.scheduler.slots.resident.keys() == {"adapter0", "adapter1"}
+    assert engine.scheduler.slots.resident.keys() == {0, 1}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -4,6 +4,7 @@ Each step checks that the plan makes sense, writes tokens into a paged store as 
 attention would read back through the block table (so a lost, shared or stale page changes the output).
 """
 from collections import deque
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from sidestream.ops.kv_layout import PAGE_SIZE
@@ -41,6 +42,7 @@ class FakeRunner:
         self._last: np.ndarray | None = None
         self._flying: deque[int] = deque()
         self.computed = 0
+        self._failed = -2
 
     def submit(self, plan: StepPlan) -> StepResult:
         assert plan.step == len(self.plans), "steps come in order"
@@ -59,6 +61,8 @@ class FakeRunner:
         for row in plan.sample_rows.tolist():
             adapter = adapters[int(plan.logits_indices[row])]
             seen = self._read(plan, row)
+            if plan.step == self._failed + 1 and any(entry == EMPTY or entry[0] < 0 for entry in seen):  # planned before anybody knew
+                continue
             assert [position for _, position, _ in seen] == list(range(len(seen))), "every token of the context is there, once, in order"
             assert {other for _, _, other in seen} == {adapter}, "keys and values come from the sequence's own adapter"
             tokens[row] = next_token([token for token, _, _ in seen], adapter, self.vocabulary)
@@ -67,6 +71,14 @@ class FakeRunner:
         self.computed += plan.num_tokens
         self._flying.append(plan.step)
         return StepResult(plan.step, tokens)
+
+    def fail(self, plan: StepPlan) -> None:
+        """The step stores and samples nothing; what later plans compute from it is not checked."""
+        for slot in plan.slot_mapping.tolist():
+            self.store[slot] = EMPTY
+        self._last = np.full(plan.num_sequences, -7, np.int32)
+        self.plans.append(plan)
+        self._failed = plan.step
 
     def collect(self, handle: StepResult) -> StepResult:
         assert self._flying.popleft() == handle.step
@@ -91,3 +103,45 @@ class FakeRunner:
             assert plan.positions[mine].tolist() == list(range(end - counts[row], end)), "query tokens are the last of the context"
             pages = plan.block_table[row][plan.positions[mine] // PAGE_SIZE]
             assert (plan.slot_mapping[mine] == pages * PAGE_SIZE + plan.positions[mine] % PAGE_SIZE).all()
+
+
+LOADING = -99
+
+
+class LoadingFakeRunner(FakeRunner):
+    """Copies adapters beside the steps: a copy arrives after `delay(number)` looks, and the slot holds rubbish until then."""
+
+    def __init__(self, *args: int, delay: Callable[[int], int] = lambda number: 2, failing: Mapping[int, str] | None = None, **options: int) -> None:
+        super().__init__(*args, **options)
+        self.delay = delay
+        self.failing = dict(failing or {})
+        self.prefetched: list[int] = []
+        self.forgotten: list[int] = []
+        self.started = 0
+        self._copies: list[list[int]] = []  # slot, number, looks left
+
+    def start_load(self, slot: int, number: int) -> None:
+        assert number not in self.forgotten
+        if slot < 0:
+            self.prefetched.append(number)
+        else:
+            assert all(slot not in self.plans[step].adapter_index for step in self._flying), "a plan at work still reads the slot"
+            assert all(other != slot for other, _, _ in self._copies), "two copies into one slot"
+            self.slots[slot] = LOADING
+            self.started += 1
+        self._copies.append([slot, number, self.delay(number)])
+
+    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
+        reports: list[tuple[int, int, str | None]] = []
+        for copy in list(self._copies):
+            copy[2] -= 1
+            if copy[2] <= 0:
+                self._copies.remove(copy)
+                slot, number, _ = copy
+                if slot >= 0 and number not in self.failing:
+                    self.slots[slot] = number
+                reports.append((slot, number, self.failing.get(number)))
+        return reports
+
+    def forget_adapter(self, number: int) -> None:
+        self.forgotten.append(number)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.quantize_blocks import quantize_blocks_reference
 
 from support.lora import lora_case
 
@@ -40,6 +41,20 @@ def angles(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [T, 1, D] of random angles, halves duplicated as HF has them."""
     phase = (torch.rand(tokens, 1, head_dim // 2) * 6.28).repeat(1, 1, 2)
     return phase.cos(), phase.sin()
+
+
+def decoder_block_inputs(tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, device: str = "cpu") -> tuple[Any, ...]:
+    """Arguments of `decoder_block` whose activations are of order 1; qkv 0: nothing is projected behind it."""
+    def linear(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.randn(rows, columns, device=device, dtype=BF16).to(FP8)
+        return weight, (torch.rand(rows, device=device) + 0.5) * columns**-0.5
+
+    gains = [1 + 0.1 * torch.randn(hidden, device=device) for _ in range(2)]
+    return (
+        *quantize_blocks_reference(torch.randn(tokens, attention, device=device)), torch.randn(tokens, hidden, device=device).to(BF16),
+        *linear(hidden, attention), gains[0].to(BF16), *linear(2 * intermediate, hidden), *linear(hidden, intermediate), gains[1].to(BF16),
+        *(linear(qkv, hidden) if qkv else (None, None)), 1e-5,
+    )  # fmt: skip
 
 
 @samples("embedding")
@@ -125,6 +140,22 @@ def _paged_attention() -> list[tuple[Any, ...]]:
 @samples("paged_attention_quant")
 def _paged_attention_quant() -> list[tuple[Any, ...]]:
     return [(*args, keep) for args in _paged_attention() for keep in (True, False)]
+
+
+@samples("paged_attention_blocks")
+def _paged_attention_blocks() -> list[tuple[Any, ...]]:
+    table, lens = torch.tensor([[2, 1], [0, -1]], dtype=torch.int32), torch.tensor([70, 3], dtype=torch.int32)
+    return [(normal(2, 4, 64), *empty_cache(3, 2, 64, dtype), table, lens, 0.125) for dtype in (FP8, BF16)]
+
+
+@samples("quantize_blocks")
+def _quantize_blocks() -> list[tuple[Any, ...]]:
+    return [(normal(3, 256),), (normal(40, 128, dtype=torch.float32),)]
+
+
+@samples("decoder_block")
+def _decoder_block() -> list[tuple[Any, ...]]:
+    return [decoder_block_inputs(3, 512, 256, 512, width) for width in (128, 0)]
 
 
 @samples("lora_plan")

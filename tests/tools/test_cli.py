@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sidestream.tools import cli, collect_env
 
-COMMANDS = (["demo"], ["generate"], ["dump"], ["collect-env"], ["bench", "latency"])
+COMMANDS = (["demo"], ["generate"], ["dump"], ["complete"], ["chat"], ["keygen"], ["collect-env"], ["bench", "latency"], ["bench", "serve"])
 
 
 def run_expecting_exit(arguments: list[str]) -> int:
@@ -41,7 +41,7 @@ def test_help_is_quick_because_torch_is_not_imported() -> None:
     ("arguments", "said"),
     [
         ([], "COMMAND"),
-        (["serve"], "serve"),
+        (["no-such-command"], "no-such-command"),
         (["generate", "no/such/model", "-p", "hi"], "config.json"),
         (["generate", "-p", "hi", "-a", "unknown"], "--lora-modules unknown="),
         (["generate", "-p", "hi", "-p", "ho", "-p", "hu", "-a", "shout", "-a", "none"], "2 adapters for 3 prompts"),

@@ -88,22 +88,7 @@ def test_dump_reads_no_weights(tmp_path: Path) -> None:
 def test_bench_latency_measures_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "latency.json"
     run(
-        *(
-            "bench",
-            "latency",
-            "--model",
-            "demo",
-            "--concurrency",
-            "1",
-            "2",
-            "--lora",
-            "none",
-            "four",
-            "--input-len",
-            "8",
-            "--output-len",
-            "40",
-        ),
+        *["bench", "latency", "--model", "demo", "--concurrency", "1", "2", "--lora", "none", "four", "--input-len", "8", "--output-len", "72"],
         *("--num-iters", "1", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
     )
     found = json.loads(target.read_text())
@@ -116,7 +101,7 @@ def test_bench_latency_measures_and_writes_json(tmp_path: Path, capsys: pytest.C
     for row in found["rows"]:
         assert row["ms_per_step"] > row["floor_ms"] > 0
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_per_step"])
-    assert found["options"]["output_len"] == 40 and found["environment"]["packages"]["torch"]
+    assert found["options"]["output_len"] == 72 and found["environment"]["packages"]["torch"]
     shown = capsys.readouterr().out
     assert "ms/step" in shown and "floor" in shown and str(target) in shown
 

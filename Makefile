@@ -1,0 +1,66 @@
+# `make demo` and `make test` need Python 3.11+ and make; everything else they set up in .venv, once.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --disable-pip-version-check
+SAY    := @printf '\033[1m== %s\033[0m\n'
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+
+# Without an NVIDIA GPU the CPU build of torch is enough: it comes first, and exactly this release, so that the package's own requirement finds it and pulls no CUDA packages.
+TORCH_ON_CPU := torch==2.13.0
+
+.PHONY: help demo test lint format setup clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed  ## compile the embedded demo model and answer one batch with four adapters
+	$(SAY) 'demo'
+	@$(VENV)/bin/sidestream demo
+
+test: $(VENV)/.installed-test lint  ## ruff, mypy, then all tests with a coverage report
+	$(SAY) 'tests 1/2: kernels in Triton'\''s interpreter'
+	@rm -f .coverage .coverage.*
+	@status=0; \
+	TRITON_INTERPRET=1 $(PY) -m pytest -m interpret -n 2 --cov --cov-report= || status=1; \
+	printf '\033[1m== %s\033[0m\n' 'tests 2/2: everything else, and the coverage of both'; \
+	$(PY) -m pytest -m 'not interpret' -n 2 --cov --cov-append --cov-report=term:skip-covered || status=1; \
+	exit $$status
+
+lint: $(VENV)/.installed-test  ## ruff and mypy
+	$(SAY) 'ruff'
+	@$(PY) -m ruff check .
+	$(SAY) 'mypy'
+	@$(PY) -m mypy
+
+format: $(VENV)/.installed-test  ## let ruff fix what it can
+	@$(PY) -m ruff check --fix .
+
+setup: $(VENV)/.installed-test  ## only set .venv up
+
+clean:  ## remove caches, builds and the demo's dump (.venv stays)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov sidestream_dump
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(PY):
+	$(SAY) 'setting up $(VENV)'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Sidestream needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) 'setuptools>=77' wheel
+
+# mypy finds the package by its import name through .venv/src/sidestream, as the repository's root is the package.
+$(VENV)/.installed: pyproject.toml | $(PY)
+	$(SAY) 'installing torch'
+	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) 'torch>=2.11'; else $(PIP) '$(TORCH_ON_CPU)'; fi
+	$(SAY) 'installing Sidestream and its requirements'
+	@$(PIP) 'setuptools>=77' wheel
+	@$(PIP) --no-build-isolation -e .
+	@mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/sidestream
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(SAY) 'installing what the tests need'
+	@$(PIP) --no-build-isolation -e '.[chat,test,lint]'
+	@touch $@

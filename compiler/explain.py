@@ -1,0 +1,203 @@
+"""Where a program's time goes and what an option would change, as plain values (for JSON) and as text. Everything is estimated by `cost.py`."""
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from .accounting import PassCountError
+from .api import CompiledModel, optimize
+from .build import build_program
+from .capture import Captured
+from .cost import critical_path, estimate, floor_seconds, step_costs, total_seconds
+from .hardware import H200, Gpu
+from .layers import HEAD, TAIL, step_layers
+from .options import CompileOptions, OptionError
+from .pipeline import ALWAYS_ON, DECODE_PASSES, PASSES, Pass
+from .program import Bucket, Program
+from .report import PassRecord, columns, pass_table
+from .work import DEFAULT, Assumptions
+
+TOP_OPS = 12
+SAME = 0.0005  # relative differences below are none
+NO_NUMBERS = ("check_counts", "disable")  # options that change no program, or that are varied by themselves
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change of options and what the step would take then: seconds, and the difference to now (negative: faster)."""
+
+    change: str
+    seconds: float
+    difference: float
+
+
+def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> dict[str, Any]:
+    """Kernels by lane and layer, the estimate against the floor, and what the critical path is made of, in microseconds and bytes."""
+    costs = step_costs(program, assume, gpu)
+    placed = estimate(program, assume, gpu, costs)
+    path = critical_path(program, placed)
+    total, floor = total_seconds(placed), floor_seconds(program, assume, gpu)
+    fixed = sum(costs[index].fixed for index in path)
+    streaming = {"bytes": 0.0, "flops": 0.0}
+    for index in path:
+        cost = costs[index]
+        computing = sum(flops / gpu.flops_per_second(width) for width, flops in cost.work.flops.items())
+        streaming["flops" if computing > cost.work.bytes / gpu.bytes_per_second() else "bytes"] += cost.seconds - cost.fixed
+    layers = step_layers(program)
+    inner = sorted({layer for layer in layers if layer not in (HEAD, TAIL)})
+    typical = inner[len(inner) // 2] if inner else None
+    lanes = Counter(step.stream for step, layer in zip(program.steps, layers, strict=True) if layer == typical)
+    return {
+        "program": program.name,
+        "steps": len(program.steps),
+        "main": sum(step.stream == "main" for step in program.steps),
+        "side": sum(step.stream == "side" for step in program.steps),
+        "waits": sum(len(step.waits) for step in program.steps),
+        "layers": len(inner),
+        "kernels_of_a_layer": {"main": lanes["main"], "side": lanes["side"]},
+        "arena_bytes": program.arena_bytes,
+        "passes": program.passes,
+        "context": assume.context_of(program),
+        "adapters": assume.adapters_of(program, max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=0)),
+        "estimated_us": total * 1e6,
+        "floor_us": floor * 1e6,
+        "of_floor": floor / total if total else 1.0,
+        "critical_path": {
+            "steps": len(path), "launch_and_latency_us": fixed * 1e6, "bytes_us": streaming["bytes"] * 1e6, "flops_us": streaming["flops"] * 1e6,
+            "lanes_wait_us": max(0.0, total - fixed - sum(streaming.values())) * 1e6,
+        },
+        "ops": _ops(program, set(path), costs, [each.end - each.start for each in placed]),
+    }  # fmt: skip
+
+
+def _ops(program: Program, path: set[int], costs: Sequence[Any], seconds: Sequence[float]) -> list[dict[str, Any]]:
+    """Time by op and lane, the largest share of the critical path first."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    empty = {"steps": 0, "critical_us": 0.0, "us": 0.0, "bytes": 0, "flops": 0.0, "floor_us": 0.0}
+    for step, cost, taken in zip(program.steps, costs, seconds, strict=True):
+        row = rows.setdefault((step.op, step.stream), {"op": step.op, "lane": step.stream, **empty})
+        row["steps"] += 1
+        row["us"] += taken * 1e6
+        row["critical_us"] += taken * 1e6 if step.index in path else 0.0
+        row["bytes"] += cost.work.bytes
+        row["flops"] += cost.work.total_flops
+        row["floor_us"] += cost.floor * 1e6
+    return sorted(rows.values(), key=lambda row: (-row["critical_us"], -row["us"], row["op"]))
+
+
+def explain(compiled: CompiledModel, buckets: Sequence[Bucket], assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> dict[str, Any]:
+    """A compilation and its programs for `buckets`."""
+    return {
+        "gpu": {"name": gpu.name, "source": gpu.source},
+        "options": compiled.options.to_dict(),
+        "passes": [describe_pass(record) for record in compiled.records],
+        "programs": [explain_program(compiled.program(bucket), assume, gpu) for bucket in buckets],
+    }
+
+
+def describe_pass(record: PassRecord) -> dict[str, Any]:
+    """A pass record without the graph's text and without times."""
+    before, after = sum(record.ops_before.values()), sum(record.ops_after.values())
+    return {"name": record.name, "tier": record.tier, "matches": record.matches, "rejected": record.rejected, "kernels_before": before, "kernels_after": after}
+
+
+def what_ifs(
+    capture: Callable[[CompileOptions], tuple[Captured, Sequence[str]]], options: CompileOptions, bucket: Bucket, *,
+    assume: Assumptions = DEFAULT, gpu: Gpu = H200, passes: tuple[Pass, ...] = PASSES,
+) -> dict[str, float]:  # fmt: skip
+    """change -> estimated seconds of the step; the change "" is none. `capture(options)` gives a fresh graph and the module's parameter names.
+
+    Each option's other values are tried one at a time, and each pass switched off; what can't be compiled so is left out, and what gives the same program.
+    """
+    seconds: dict[str, float] = {}
+    base: Program | None = None
+    for change, changed, variant in (("", options, bucket), *_variants(options, bucket, passes)):
+        try:
+            captured, names = capture(changed)
+            program = build_program(optimize(captured, changed, names, passes).captured.graph_module, variant, changed)
+        except (OptionError, PassCountError, ValueError, RuntimeError):
+            if not change:
+                raise
+            continue
+        if base is None:
+            base = program
+        elif program == base:
+            continue
+        seconds[change] = total_seconds(estimate(program, assume, gpu))
+    return seconds
+
+
+def _variants(options: CompileOptions, bucket: Bucket, passes: tuple[Pass, ...]) -> Iterator[tuple[str, CompileOptions, Bucket]]:
+    hints = get_type_hints(CompileOptions)
+    if bucket.lora:
+        yield "no adapter in the batch", options, replace(bucket, lora=False)
+    for field in fields(CompileOptions):
+        kind, now = hints[field.name], getattr(options, field.name)
+        values = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
+        for value in values if field.name not in NO_NUMBERS else ():
+            if value not in (now, "auto", "fp32"):
+                try:
+                    yield f"{field.name}={value}", replace(options, **{field.name: value}), bucket
+                except OptionError:
+                    continue
+    for name in dict.fromkeys(each.name for each in (*passes, *DECODE_PASSES)):
+        if name not in ALWAYS_ON and name not in options.disable:
+            yield f"without {name}", replace(options, disable=(*options.disable, name), check_counts=False), bucket
+
+
+def compare_changes(seconds: Mapping[str, float]) -> list[WhatIf]:
+    """What `what_ifs` found as differences to now, the largest gain first."""
+    now = seconds[""]
+    found = [WhatIf(change, taken, taken - now) for change, taken in seconds.items() if change]
+    return sorted(found, key=lambda each: (each.difference, each.change))
+
+
+def program_as_text(facts: Mapping[str, Any]) -> str:
+    """`explain_program`'s values for a terminal."""
+    path, layer = facts["critical_path"], facts["kernels_of_a_layer"]
+    total = facts["estimated_us"] or 1.0
+    parts = [("launch and latency", "launch_and_latency_us"), ("bytes", "bytes_us"), ("FLOPs", "flops_us"), ("lanes in each other's way", "lanes_wait_us")]
+    shares = ", ".join(f"{name} {path[key]:.1f} us ({path[key] / total:.0%})" for name, key in parts if path[key] >= 0.05)
+    rows = [("op", "lane", "steps", "us", "of the path", "MB", "GFLOP", "floor us", "reached")]
+    for row in facts["ops"][:TOP_OPS]:
+        share = f"{row['critical_us'] / total:.1%}" if row["critical_us"] else "beside"
+        reached = f"{row['floor_us'] / row['us']:.0%}" if row["us"] else ""
+        moved, computed, floor = f"{row['bytes'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}", f"{row['floor_us']:.1f}"
+        rows.append((row["op"].removeprefix("sidestream."), row["lane"], str(row["steps"]), f"{row['us']:.1f}", share, moved, computed, floor, reached))
+    left = len(facts["ops"]) - TOP_OPS
+    sequences = f"{facts['context']} cached tokens a sequence" + (f", {facts['adapters']} adapters in the batch" if facts["adapters"] else "")
+    own = ["", "  its own passes, on static sizes:", *(f"  {line}" for line in facts["passes"].splitlines())] if facts["passes"] else []
+    return "\n".join(
+        [
+            f"{facts['program']}, {sequences}",
+            f"  about {facts['estimated_us']:.1f} us a step, {facts['of_floor']:.0%} of the floor's speed "
+            f"(floor {facts['floor_us']:.1f} us: weights, cache and adapters read once)",
+            f"  {facts['steps']} kernels: {layer['main']} main and {layer['side']} side in each of {facts['layers']} layers; "
+            f"{facts['waits']} waits between the lanes",
+            f"  the {path['steps']} steps that decide the time: {shares}",
+            *own,
+            "",
+            columns(rows, right=range(2, 9)) + (f"and {left} other ops; --json has all\n" if left > 0 else ""),
+        ]
+    )
+
+
+def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
+    """`explain`'s values for a terminal."""
+    refused = sum(len(record.rejected) for record in records)
+    parts = [pass_table(records) + (f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n" if refused else "")]
+    parts.append(f"Estimates for {facts['gpu']['name']} ({facts['gpu']['source']}).\n")
+    parts += [program_as_text(program) for program in facts["programs"]]
+    return "\n".join(parts)
+
+
+def changes_as_text(changes: Sequence[WhatIf], now: float, bucket: str) -> str:
+    """The table of what would be gained."""
+    rows, same = [("change", "us a step", "difference")], []
+    for each in changes:
+        if abs(each.difference) < SAME * now:
+            same.append(each.change)
+        else:
+            rows.append((each.change, f"{each.seconds * 1e6:.1f}", f"{each.difference / now:+.1%}"))
+    end = f"\nno difference: {', '.join(same)}\n" if same else ""
+    return f"What a change would do to {bucket} (now {now * 1e6:.1f} us)\n\n{columns(rows, right=(1, 2))}{end}"

@@ -1,0 +1,80 @@
+"""Which decoder layer a graph's node or a program's step belongs to. What comes before the first layer is HEAD, what comes after the last one TAIL."""
+import re
+from collections.abc import Iterable
+
+from torch import fx
+
+from .program import Program
+from .recipe import Recipe
+
+HEAD = -1
+TAIL = 1_000_000
+LAYER = re.compile(r"layers[._](?:modules_)?_?(\d+)")
+_CACHE = re.compile(r"kv_(?:cache|scale)s?_(\d+)")
+
+
+def layer_of_name(name: str) -> int | None:
+    """The layer in a module's, a checkpoint tensor's or a KV cache's name; None when there is none."""
+    found = LAYER.search(name) or _CACHE.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def graph_layers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Each node's layer: what its module's path or its checkpoint tensors say, else that of the latest value that it reads."""
+    layers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        own = _own_layer(node)
+        reached = max((layers[source] for source in node.all_input_nodes if source.op != "placeholder"), default=HEAD)
+        outside = node.op == "output" or (own is None and "nn_module_stack" in node.meta)
+        layers[node] = own if own is not None else TAIL if outside and reached > HEAD else reached
+    for node in graph.nodes:
+        if node.op == "placeholder" and layers[node] == HEAD and {layers[user] for user in node.users} == {TAIL}:
+            layers[node] = TAIL
+    return layers
+
+
+def step_layers(program: Program) -> list[int]:
+    """The layer of each step, told by the weights, adapters and caches that it reads, else by the latest step whose result it reads."""
+    named = {buffer.name: _layer_of_sources(buffer.name, program.recipes.get(buffer.name)) for buffer in program.of_kind("input", "weight", "adapter")}
+    weights = {buffer.name for buffer in program.of_kind("weight")}
+    made: dict[str, int] = {}
+    layers = []
+    for step in program.steps:
+        reads = [view.buffer for view in step.inputs()]
+        own = [layer for name in reads if (layer := named.get(name)) is not None]
+        reached = max((made[name] for name in reads if name in made), default=HEAD)
+        beyond = not own and reached > HEAD and any(name in weights for name in reads)
+        layer = TAIL if beyond else max([reached, *own]) if own else reached
+        layers.append(layer)
+        made.update((view.buffer, layer) for view in step.outs)
+    return layers
+
+
+def layer_name(layer: int) -> str:
+    """`before the layers`, `layer 3`, `after the layers`."""
+    return {HEAD: "before the layers", TAIL: "after the layers"}.get(layer, f"layer {layer}")
+
+
+def spans(layers: Iterable[int]) -> str:
+    """Layer numbers in few words: `0-3, 7`."""
+    parts: list[tuple[int, int]] = []
+    for layer in sorted(set(layers)):
+        if parts and parts[-1][1] == layer - 1:
+            parts[-1] = (parts[-1][0], layer)
+        else:
+            parts.append((layer, layer))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _own_layer(node: fx.Node) -> int | None:
+    if node.op == "placeholder":
+        return _layer_of_sources(node.name, node.meta.get("recipe"))
+    found = [layer for path, _ in node.meta.get("nn_module_stack", {}).values() if (layer := layer_of_name(path)) is not None]
+    return found[-1] if found else None
+
+
+def _layer_of_sources(name: str, recipe: Recipe | None) -> int | None:
+    if recipe is None:
+        return layer_of_name(name)
+    found = {layer_of_name(source) for source in recipe.sources()}
+    return found.pop() if len(found) == 1 else None

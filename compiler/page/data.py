@@ -1,0 +1,139 @@
+"""What the page shows, as plain JSON values. Each different line of a graph is stored once, whichever passes' graphs hold it."""
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from ..buffers import View, views_in
+from ..calls import describe, overload_of
+from ..cost import critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ..layers import HEAD, TAIL, step_layers
+from ..memory import unshared_bytes
+from ..options import CompileOptions
+from ..program import Program, Step
+from ..report import GraphLine, PassRecord, short_dtype
+from ..svg import describe_view
+from ..timings import Timings, TimingsError
+from .kernels import kernel_sources
+
+Sections = dict[str, list[int]]
+
+
+def page_data(
+    records: Sequence[PassRecord], programs: Sequence[Program], *, title: str, version: str, options: CompileOptions | None = None,
+    layers: Container[int] | None = None, timings: Timings | None = None, ledger: Mapping[str, float] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything on the page. `timings`: measured times to show; `ledger`: pass -> the relative error that it added; `layers`: whose graphs to show."""
+    timings, ledger = timings or Timings(), ledger or {}
+    lines = _Lines(layers)
+    passes = [_pass(record, lines, timings, ledger) for record in records]
+    sources = kernel_sources((step.op for program in programs for step in program.steps), timings.kernels)
+    return {
+        "title": title, "version": version, "options": {} if options is None else options.to_dict(), "passes": passes,
+        "graphs": lines.graphs, "lines": lines.table,
+        "modules": list(lines.modules), "sources": list(lines.sources), "programs": [_program(program, timings) for program in programs],
+        "recipes": {name: str(recipe) for program in programs for name, recipe in program.recipes.items()},
+        "functions": sources.functions, "ops": sources.ops,
+    }  # fmt: skip
+
+
+def layer_key(layer: int) -> str:
+    """`start`, `0`, `1` ..., `end`."""
+    return {HEAD: "start", TAIL: "end"}.get(layer, str(layer))
+
+
+class _Lines:
+    """Different lines, modules and sources by number, and graphs as numbers of lines for each layer."""
+
+    def __init__(self, only: Container[int] | None) -> None:
+        self.only = only
+        self.table: list[list[Any]] = []
+        self.modules: dict[str, int] = {"": 0}
+        self.sources: dict[str, int] = {"": 0}
+        self.graphs: list[Sections] = []
+        self._lines: dict[GraphLine, int] = {}
+        self._known: dict[int, tuple[int, Sequence[GraphLine]]] = {}  # id of a sequence (kept alive here) -> its graph
+
+    def graph(self, lines: Sequence[GraphLine]) -> int:
+        """The number of a graph; neighbours share theirs, as one pass's after is the next one's before."""
+        known = self._known.get(id(lines))
+        if known is not None:
+            return known[0]
+        sections: Sections = {}
+        for line in sorted(lines, key=lambda line: line.layer):
+            if self.only is None or line.layer in (HEAD, TAIL) or line.layer in self.only:
+                sections.setdefault(layer_key(line.layer), []).append(self._line(line))
+        number = next((index for index, graph in enumerate(self.graphs) if graph == sections), len(self.graphs))
+        if number == len(self.graphs):
+            self.graphs.append(sections)
+        self._known[id(lines)] = (number, lines)
+        return number
+
+    def _line(self, line: GraphLine) -> int:
+        number = self._lines.setdefault(line, len(self.table))
+        if number == len(self.table):
+            module = self.modules.setdefault(line.module, len(self.modules))
+            self.table.append([line.text, module, self.sources.setdefault(line.source, len(self.sources))])
+        return number
+
+
+def _pass(record: PassRecord, lines: _Lines, timings: Timings, ledger: Mapping[str, float]) -> dict[str, Any]:
+    change = Counter(record.ops_after)
+    change.subtract(record.ops_before)
+    shown: dict[str, Any] = {
+        "name": record.name, "tier": record.tier, "about": record.about, "matches": record.matches, "rejected": record.rejected,
+        "kernels": [sum(record.ops_before.values()), sum(record.ops_after.values())],
+        "changes": [[name, count] for name, count in sorted(change.items(), key=lambda entry: (entry[1], entry[0])) if count],
+        "before": lines.graph(record.lines_before), "after": lines.graph(record.lines_after),
+    }  # fmt: skip
+    if record.name in timings.passes:
+        shown["seconds"] = timings.passes[record.name]
+    if record.name in ledger:
+        shown["error"] = ledger[record.name]
+    return shown
+
+
+def _program(program: Program, timings: Timings) -> dict[str, Any]:
+    costs, placed, layers = step_costs(program), estimate(program), step_layers(program)
+    place = {buffer.name: index for index, buffer in enumerate(program.buffers)}
+    by_name = program.by_name
+
+    def tensors(views: Sequence[View]) -> list[list[Any]]:
+        return [[place[view.buffer], describe_view(view, by_name)] for view in dict.fromkeys(views)]
+
+    steps = []
+    for step, cost, where, layer in zip(program.steps, costs, placed, layers, strict=True):
+        entry: dict[str, Any] = {
+            "name": step.name, "op": step.op, "lane": step.stream, "layer": layer_key(layer), "waits": list(step.waits),
+            "start": _us(where.start), "end": _us(where.end), "bytes": cost.work.bytes, "flops": cost.work.total_flops,
+            "floor": _us(cost.floor), "alone": _us(cost.seconds), "fixed": _us(cost.fixed), "bound": cost.bound,
+            "reads": tensors(list(step.inputs())), "writes": tensors(step.outs), "settings": _settings(step),
+        }  # fmt: skip
+        entry |= {"sms": step.sm_budget} if step.sm_budget else {}
+        entry |= {"pdl": True} if step.pdl else {}
+        steps.append(entry)
+    shown: dict[str, Any] = {
+        "name": program.name, "bucket": {} if program.bucket is None else vars(program.bucket).copy(),
+        "arena": program.arena_bytes, "unshared": unshared_bytes(program),
+        "total": _us(total_seconds(placed)), "floor": _us(floor_seconds(program)), "critical": critical_path(program, placed), "steps": steps,
+        "buffers": [
+            [buffer.name, buffer.kind, f"{short_dtype(buffer.dtype)}[{', '.join(map(str, buffer.shape))}]", buffer.nbytes, buffer.offset, *buffer.life]
+            for buffer in program.buffers
+        ],
+    }  # fmt: skip
+    measured = timings.steps.get(program.name)
+    if measured is not None:
+        if len(measured) != len(program.steps):
+            raise TimingsError(f"the timings of {program.name} hold {len(measured)} steps, the program has {len(program.steps)}; measure it again")
+        shown["measured"] = [[_us(start), _us(end)] for start, end in measured]
+    return shown
+
+
+def _settings(step: Step) -> str:
+    """The arguments that are no tensors, by name."""
+    names = [argument.name for argument in overload_of(step.op)._schema.arguments]
+    given = [*zip(names, step.args, strict=False), *step.kwargs]
+    return ", ".join(f"{name}={describe(value)}" for name, value in given if value is not None and not list(views_in(value)))
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

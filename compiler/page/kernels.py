@@ -1,0 +1,140 @@
+"""The source text behind ops: the reference that specifies an op, its launch, and every Triton or Gluon function that the launch reaches."""
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from ..calls import own_op
+
+PACKAGE = __name__.partition(".compiler.")[0]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Sources:
+    """`functions`: qualified name -> what the page shows of it; `ops`: op -> names of its functions (`reference`, `launch`, then `kernels`, then `helpers`)."""
+
+    functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ops: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]] | None = None) -> Sources:
+    """Sources of `ops` (names as in a program; those of other libraries have none). `resources`: kernel name -> registers and the like, where known."""
+    sources = Sources()
+    for name in sorted(set(ops)):
+        op = own_op(name)
+        if op is None:
+            continue
+        reached = list(_reached(op.launch))
+        kernels = [_add(sources, function, "kernel", resources) for function, launched in reached if launched]
+        helpers = [_add(sources, function, "device function", resources) for function, launched in reached if not launched]
+        sources.ops[name] = {
+            "reference": _add(sources, op.reference, "reference"), "launch": _add(sources, op.launch, "launch"),
+            "kernels": list(dict.fromkeys(kernels)), "helpers": [helper for helper in dict.fromkeys(helpers) if helper not in kernels],
+        }  # fmt: skip
+    return sources
+
+
+def compiled_resources() -> dict[str, dict[str, int]]:
+    """Registers a thread, spilled registers and bytes of shared memory of each kernel that this process has compiled for a GPU; the largest of its variants."""
+    found: dict[str, dict[str, int]] = {}
+    for function in _all_device_functions():
+        for cache in getattr(function, "device_caches", {}).values():
+            for compiled in cache[0].values():
+                shared = getattr(getattr(compiled, "metadata", None), "shared", None)
+                figures = {"registers": getattr(compiled, "n_regs", None), "spills": getattr(compiled, "n_spills", None), "shared_bytes": shared}
+                entry = found.setdefault(_name(function), {})
+                for key, value in figures.items():
+                    if value is not None:
+                        entry[key] = max(entry.get(key, 0), int(value))
+    return dict(sorted((name, entry) for name, entry in found.items() if entry))
+
+
+def _all_device_functions() -> Iterator[Any]:
+    from ...ops.registry import OPS
+
+    seen: set[int] = set()
+    for op in OPS.values():
+        for function, _ in _reached(op.launch):
+            if id(function) not in seen:
+                seen.add(id(function))
+                yield function
+
+
+def _reached(launch: Any) -> Iterator[tuple[Any, bool]]:
+    """(device function, whether Python launches it) of what a launch's code names, directly or through this package's functions, each once."""
+    queue, seen = [(launch, True)], {id(launch)}
+    while queue:
+        function, on_host = queue.pop(0)
+        for value in _named_by(function):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            device = _is_device(value)
+            if device:
+                yield value, on_host
+            queue.append((value, on_host and not device))
+
+
+def _named_by(function: Any) -> Iterator[Any]:
+    plain = _plain(function)
+    names = list(_names(plain.__code__))
+    for name in names:
+        value = plain.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            candidates = [vars(value)[other] for other in names if other in vars(value)] if _ours(value.__name__) else []
+        else:
+            candidates = [value]
+        for candidate in candidates:
+            inner = _plain(candidate)
+            if isinstance(inner, FunctionType) and _ours(inner.__module__):
+                yield candidate
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _plain(value: Any) -> Any:
+    """The Python function inside a jitted or cached one."""
+    for _ in range(4):
+        if isinstance(value, FunctionType):
+            return getattr(value, "__wrapped__", value)
+        value = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)
+    return value
+
+
+def _is_device(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "triton"
+
+
+def _ours(module: str) -> bool:
+    return module.startswith(f"{PACKAGE}.ops")
+
+
+def _name(function: Any) -> str:
+    plain = _plain(function)
+    return f"{plain.__module__.removeprefix(f'{PACKAGE}.')}.{plain.__qualname__}"
+
+
+def _add(sources: Sources, function: Any, kind: str, resources: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    name = _name(function)
+    if name not in sources.functions:
+        plain = _plain(function)
+        try:
+            lines, first = inspect.getsourcelines(plain)
+        except (OSError, TypeError):
+            lines, first = ["# the source text is not installed\n"], 0
+        file = Path(plain.__code__.co_filename).resolve()
+        sources.functions[name] = {
+            "kind": kind, "file": file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name, "line": first, "text": "".join(lines).rstrip(),
+            "language": "Gluon" if "gluon" in type(function).__module__ else "Triton" if _is_device(function) else "Python",
+        }  # fmt: skip
+        if resources and name in resources:
+            sources.functions[name]["resources"] = dict(resources[name])
+    return name

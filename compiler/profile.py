@@ -1,0 +1,169 @@
+"""From a profiler's trace back to a program's steps: which kernels a step launched, and when they ran, also inside a replayed CUDA graph.
+
+Reads the Chrome trace that `torch.profiler` exports. Run step by step, a kernel belongs to the step in whose range it was launched. In a replay all
+kernels are launched at once; there the k-th kernel of a name is the k-th that the step-by-step run had of that name.
+"""
+import json
+import os
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cost import Placed, predecessors
+from .emit import BoundProgram
+from .program import Program
+from .ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
+
+KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+
+
+class ProfileError(ValueError):
+    """A trace that does not hold what it is asked for."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Something that ran on the GPU; times in seconds on the trace's clock."""
+
+    name: str
+    start: float
+    end: float
+    stream: int
+    copy: bool
+
+
+@dataclass(frozen=True)
+class Range:
+    """A named stretch of the host's time, and what was launched in it."""
+
+    name: str
+    start: float
+    end: float
+    kernels: tuple[Kernel, ...] = ()
+
+
+def ranges(trace: Mapping[str, Any]) -> list[Range]:
+    """Every range of ours in the order of time, each with the kernels that were launched in it (innermost range only)."""
+    events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
+    launched: dict[int, list[Kernel]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in KERNEL_CATEGORIES:
+            start, end = _times(event)
+            about = event.get("args", {})
+            kernel = Kernel(event["name"], start, end, int(about.get("stream", event.get("tid", 0))), event["cat"] != "kernel")
+            launched[int(about.get("correlation", -1))].append(kernel)
+    marked = [event for event in events if event.get("cat") == "user_annotation"]
+    found = sorted((event for event in marked if STEP_RANGE.fullmatch(event["name"]) or REPLAY_RANGE.fullmatch(event["name"])), key=lambda event: event["ts"])
+    kernels: list[list[Kernel]] = [[] for _ in found]
+    position = 0
+    for event in sorted((event for event in events if event.get("cat") in LAUNCH_CATEGORIES), key=lambda event: event["ts"]):
+        while position < len(found) and found[position]["ts"] + found[position]["dur"] < event["ts"]:
+            position += 1
+        if position < len(found) and found[position]["ts"] <= event["ts"] and found[position].get("tid") == event.get("tid"):
+            kernels[position] += launched.get(int(event.get("args", {}).get("correlation", -1)), [])
+    return [Range(event["name"], *_times(event), tuple(sorted(own, key=lambda kernel: kernel.start))) for event, own in zip(found, kernels, strict=True)]
+
+
+def _times(event: Mapping[str, Any]) -> tuple[float, float]:
+    return event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
+
+
+def kernels_of_steps(program: Program, found: Iterable[Range]) -> dict[int, tuple[str, ...]]:
+    """step -> names of its kernels in order, from the last step-by-step run. Raises ProfileError when the trace has none of this program."""
+    names: dict[int, tuple[str, ...]] = {}
+    for each in found:
+        match = STEP_RANGE.fullmatch(each.name)
+        if match is not None and match["program"] == program.name:
+            names[int(match["index"])] = tuple(kernel.name for kernel in each.kernels)
+    if len(names) != len(program.steps):
+        raise ProfileError(f"the trace names {len(names)} of the {len(program.steps)} steps of {program.name}; run it step by step within step_ranges()")
+    return names
+
+
+def replays(program: Program, found: Iterable[Range], names: Mapping[int, tuple[str, ...]]) -> list[list[Placed]]:
+    """Where each step's kernels lay in each replay, in seconds from the replay's first kernel.
+
+    A step without kernels of its own (it was folded into a copy or needs none) has no length. Raises ProfileError when a replay's kernels are not the steps'.
+    """
+    expected = Counter(name for own in names.values() for name in own)
+    results = []
+    for each in found:
+        match = REPLAY_RANGE.fullmatch(each.name)
+        if match is None or match["program"] != program.name:
+            continue
+        have = Counter(kernel.name for kernel in each.kernels)
+        if have != expected:
+            missing, surplus = expected - have, have - expected
+            raise ProfileError(f"a replay of {program.name} ran other kernels than its steps: missing {dict(missing)}, not known {dict(surplus)}")
+        results.append(_place(program, each.kernels, names))
+    return results
+
+
+def _place(program: Program, kernels: Sequence[Kernel], names: Mapping[int, tuple[str, ...]]) -> list[Placed]:
+    queues: dict[str, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        queues[kernel.name].append(kernel)
+    begin = min((kernel.start for kernel in kernels), default=0.0)
+    taken: Counter[str] = Counter()
+    placed: list[Placed] = []
+    before = predecessors(program)
+    for step in program.steps:
+        own = []
+        for name in names[step.index]:
+            own.append(queues[name][taken[name]])
+            taken[name] += 1
+        if own:
+            placed.append(Placed(min(kernel.start for kernel in own) - begin, max(kernel.end for kernel in own) - begin))
+        else:
+            moment = max((placed[index].end for index in before[step.index]), default=0.0)
+            placed.append(Placed(moment, moment))
+    return placed
+
+
+def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
+    """What each step added to the time: from the latest end of what it follows (in its lane, or by a wait) to its own end, in seconds.
+
+    With programmatic dependent launch a kernel starts before its predecessor has ended, so that its own length says less.
+    """
+    before = predecessors(program)
+    return [
+        max(0.0, where.end - max((placed[index].end for index in before[step.index]), default=where.start))
+        for step, where in zip(program.steps, placed, strict=True)
+    ]
+
+
+def capture_profile(bound: BoundProgram, count: int) -> list[list[Placed]]:
+    """Run `bound` once step by step and `count` times as a CUDA graph under torch's profiler; each step's place in each replay. Needs a GPU.
+
+    The graph is captured if it was not. Raises ProfileError when kernels can't be told apart.
+    """
+    if not bound.captured:
+        bound.capture()
+    bound.replay()
+    torch.cuda.synchronize(bound.device)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with step_ranges(), torch.profiler.profile(activities=activities) as profiler:
+        bound.run()
+        torch.cuda.synchronize(bound.device)
+        for _ in range(count):
+            bound.replay()
+            torch.cuda.synchronize(bound.device)
+    found = ranges(exported(profiler))
+    return replays(bound.program, found, kernels_of_steps(bound.program, found))
+
+
+def exported(profiler: Any) -> dict[str, Any]:
+    """The Chrome trace of a finished torch profiler."""
+    handle, path = tempfile.mkstemp(suffix=".json")
+    os.close(handle)
+    try:
+        profiler.export_chrome_trace(path)
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    finally:
+        Path(path).unlink(missing_ok=True)

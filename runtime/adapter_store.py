@@ -1,0 +1,133 @@
+"""Adapters in host memory, laid out as their slots: one block each, page-locked beside a GPU, so that a copy needs no further work."""
+import math
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..compiler.recipe import Recipe, materialize
+from ..graphs.lora import LoraShape
+from ..graphs.stack import slot_tensors
+from .adapters import AdapterRegistry
+
+ALIGNMENT = 256
+
+
+class Block:
+    """One adapter's slot of every stack, in the stacks' order: `tensors` are views of one contiguous piece of memory."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, pinned: bool) -> None:
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        self.memory = torch.empty(starts[-1], dtype=torch.uint8)
+        self.tensors = [self.memory[first:first + size].view(dtype).view(shape) for first, size, shape in zip(starts, sizes, shapes, strict=False)]
+        self.holds = 0
+        if pinned:
+            self._page_lock()
+
+    def _page_lock(self) -> None:
+        """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical adapter."""
+        runtime = torch.cuda.cudart()
+        pointer = self.memory.data_ptr()
+        error = int(runtime.cudaHostRegister(pointer, self.memory.numel(), 0))
+        if error:
+            raise MemoryError(f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); lower max_cpu_loras")
+        weakref.finalize(self, runtime.cudaHostUnregister, pointer).atexit = False
+
+
+class AdapterStore:
+    """At most `keep` adapters, the most recently used ones; safe for several threads.
+
+    `recipes`: stack name -> how an adapter's own A and B become its slot. Blocks are made when they are first needed and used again; while `use`d, a block
+    is never given to another adapter. `device_calls` is held while memory is page-locked.
+    """
+
+    def __init__(
+        self, recipes: Mapping[str, Recipe], stacks: Mapping[str, torch.Tensor], registry: AdapterRegistry, lora: LoraShape, keep: int,
+        device_calls: Any,
+    ) -> None:  # fmt: skip
+        self._recipes = dict(recipes)
+        self._registry = registry
+        self._lora = lora
+        self._keep = max(1, keep)
+        self._device_calls = device_calls
+        first = next(iter(stacks.values()))
+        self._dtype, self._pinned = first.dtype, first.device.type == "cuda"
+        self._shapes = [tuple(stacks[name].shape[1:]) for name in self._recipes]
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._spare: list[Block] = []
+        self._made = 0
+        self._lock = threading.Lock()
+        self._packing = threading.Lock()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The adapters that are here, least recently used first."""
+        with self._lock:
+            return list(self._blocks)
+
+    def use(self, number: int) -> Block | None:
+        """The adapter's block if it is here, kept from others until `release`."""
+        with self._lock:
+            block = self._blocks.get(number)
+            if block is not None:
+                self._blocks.move_to_end(number)
+                block.holds += 1
+            return block
+
+    def release(self, block: Block) -> None:
+        """Undo one `use`."""
+        with self._lock:
+            block.holds -= 1
+            while self._made > self._keep and (victim := self._victim()) is not None:  # more were held at once than may be kept
+                del self._blocks[victim]
+                self._made -= 1
+
+    def prepare(self, number: int) -> Block:
+        """The adapter's block as `use` gives it, read and packed if it is not here. Raises AdapterError or OSError."""
+        with self._packing:
+            block = self.use(number)
+            if block is not None:
+                return block
+            adapter = self._registry.read(number)
+            tensors = slot_tensors(adapter, self._registry.config, self._lora, self._dtype)
+            block = self._take_block()
+            try:
+                memo: dict[Recipe, Any] = {}
+                for target, recipe in zip(block.tensors, self._recipes.values(), strict=True):
+                    target.copy_(materialize(recipe, lambda source: tensors[source].unsqueeze(0), memo)[0])
+            except BaseException:
+                self._spare.append(block)
+                raise
+            with self._lock:
+                block.holds = 1
+                self._blocks[number] = block
+            return block
+
+    def forget(self, number: int) -> None:
+        """Drop a removed adapter's block."""
+        with self._lock:
+            block = self._blocks.pop(number, None)
+            if block is not None and not block.holds:
+                self._spare.append(block)
+            elif block is not None:
+                self._made -= 1  # it goes when its copies have ended
+
+    def _take_block(self) -> Block:
+        with self._lock:
+            if self._spare:
+                return self._spare.pop()
+            victim = self._victim() if self._made >= self._keep else None
+            if victim is not None:
+                return self._blocks.pop(victim)
+            self._made += 1
+        with self._device_calls:
+            return Block(self._shapes, self._dtype, self._pinned)
+
+    def _victim(self) -> int | None:
+        return next((number for number, block in self._blocks.items() if not block.holds), None)

@@ -1,0 +1,175 @@
+"""`AsyncClient`: speaks with a server from an asyncio program. `docs/protocol.md` says what goes over the wire."""
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from . import protocol
+from .addresses import AddressError, check_keys, default_address, parse
+from .client_connection import Connection
+from .client_requests import Assembly, Prompt, one_for_each, prompt_list, submission
+from .curve import ClientKeys, load_client_keys
+from .errors import EngineDeadError
+from .outputs import RequestOutput
+from .protocol import AdapterInfo, Chunk, Health, Message, Welcome
+from .sampling_params import SamplingParams
+
+CONNECT_SECONDS = 10.0
+CALL_SECONDS = 60.0
+MANY = 1024
+_UNHEARD = ("wrong_instance", "hello_first")
+
+T = TypeVar("T", bound=Message)
+
+
+class AsyncClient:
+    """A connection to `sidestream serve`, for one asyncio loop.
+
+        async with AsyncClient() as client:
+            async for chunk in client.stream("To be", SamplingParams(max_tokens=32), adapter="poetry"):
+                print(chunk.text, end="")
+
+    address          `ipc://...` or `tcp://host:port`; None: $SIDESTREAM_ADDRESS, or where `sidestream serve` listens by default
+    keys             this client's folder of `sidestream keygen`; needed for tcp beyond the loopback
+    connect_timeout  seconds to wait for a server that is not there, or still loads, before EngineDeadError
+    call_timeout     seconds to wait for the answer to a call (adapters, stats, health) before TimeoutError
+    silence_seconds  after so many seconds without a sign of life the engine counts as dead; None: what the server names. A killed engine is noticed at
+                     once, as its connection breaks; this is for one that hangs or a network that is gone.
+
+    It connects at the first use, and again at the first use after a loss. What was open when the engine died raises EngineDeadError and is not repeated.
+    Belongs to one loop and is not thread-safe: other threads use `Client`, or a client of their own. Chunks are taken off the wire at once and wait in
+    this process, so a slow consumer holds up nobody; an answer's size is bounded by its max_tokens.
+
+    Raises RequestError (a fault of the request), EngineDeadError, OverloadedError (try again later), DeadlineError, ServerError (all others), TimeoutError.
+    """
+
+    def __init__(
+        self, address: str | None = None, *, keys: str | Path | ClientKeys | None = None, connect_timeout: float = CONNECT_SECONDS,
+        call_timeout: float = CALL_SECONDS, silence_seconds: float | None = None, name: str = "",
+    ) -> None:  # fmt: skip
+        self.address = parse(default_address() if address is None else address)
+        client_keys = load_client_keys(keys) if isinstance(keys, (str, Path)) else keys
+        check_keys(self.address, client_keys is not None)
+        if self.address.scheme == "tcp" and self.address.port == 0:
+            raise AddressError(f"{self.address} names no port to connect to")
+        self.connect_timeout, self.call_timeout = connect_timeout, call_timeout
+        self._requests_made = itertools.count(1)
+        self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
+
+    async def connect(self) -> Welcome:
+        """Connect, unless that is done; what the server is and may be asked. Raises EngineDeadError when nothing answers within connect_timeout."""
+        return await self._connection.connect()
+
+    async def close(self) -> None:
+        """End the connection; open requests are aborted and raise EngineDeadError."""
+        self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *problem: object) -> None:
+        await self.close()
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, adapter: str | None = None, *, priority: int = 0,
+        deadline_seconds: float | None = None, timeout: float | None = None, request_id: str | None = None, stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
+        """One prompt's answer as it grows; the last chunk has `usage`. It is asked for at the first chunk that is awaited.
+
+        Leaving early (break and aclose, cancellation) aborts the request. `timeout`: longest wait for a chunk, in seconds, before TimeoutError.
+        `deadline_seconds`: the server ends the request then, with DeadlineError. `request_id`: for `abort`, unique among this client's open requests.
+        `stream=False`: the server sends the answer when it is complete.
+        """
+        message = submission(
+            request_id or f"r{next(self._requests_made)}", prompt, sampling_params or SamplingParams(), adapter, stream=stream, priority=priority,
+            deadline_seconds=deadline_seconds)  # fmt: skip
+        for attempt in range(2):
+            await self.connect()
+            request = self._connection.submit(message)
+            try:
+                while True:
+                    chunk = await request.take(timeout)
+                    yield chunk
+                    if chunk.usage is not None:
+                        return
+            except EngineDeadError as problem:
+                if attempt or request.accepted or problem.code not in _UNHEARD:  # a request that was never heard may be sent again
+                    raise
+            finally:
+                self._connection.leave(request)
+
+    async def generate(
+        self, prompts: Any, sampling_params: Any = None, adapter: Any = None, *, priority: int = 0, deadline_seconds: float | None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """The whole answers, in the order of the prompts, as `LLM.generate` gives them (token ids of a text prompt are not sent back: that list is empty).
+
+        sampling_params and adapter are one for all prompts, or a list of one for each. `timeout`: seconds for all together, before TimeoutError.
+        The first error is raised, and the other requests are aborted.
+        """
+        items = prompt_list(prompts)
+        params = one_for_each("sampling_params", sampling_params, len(items), SamplingParams())
+        adapters = one_for_each("adapter", adapter, len(items), None)
+        at_once = asyncio.Semaphore(MANY)
+
+        async def one(index: int) -> RequestOutput:
+            async with at_once:
+                assembly = Assembly(str(index), items[index], adapters[index], params[index].n)
+                chunks = self.stream(items[index], params[index], adapters[index], priority=priority, deadline_seconds=deadline_seconds, stream=False)
+                async with contextlib.aclosing(chunks):
+                    async for chunk in chunks:
+                        assembly.add(chunk)
+                return assembly.output
+
+        try:
+            async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(index)) for index in range(len(items))]
+        except* Exception as problems:
+            first: BaseException = problems
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            failure = first
+        else:
+            return [task.result() for task in tasks]
+        raise failure
+
+    async def abort(self, request_id: str) -> None:
+        """End an open request; its stream gets a last chunk with finish_reason `abort`. An id that is not open is ignored."""
+        self._connection.abort(request_id)
+
+    async def load_adapter(self, name: str, path: str | Path, replace: bool = False, timeout: float | None = None) -> None:
+        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name is taken."""
+        await self._call(lambda call: protocol.LoadAdapter(call=call, name=name, path=str(path), replace=replace), protocol.Done, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
+        """Forget an adapter."""
+        await self._call(lambda call: protocol.UnloadAdapter(call=call, name=name), protocol.Done, timeout)
+
+    async def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:
+        """All adapters that requests may name, and where they are."""
+        return (await self._call(lambda call: protocol.ListAdapters(call=call), protocol.Adapters, timeout)).adapters
+
+    async def stats(self, timeout: float | None = None) -> dict[str, int | float]:
+        """The server's counters and gauges, by name."""
+        return (await self._call(lambda call: protocol.GetStats(call=call), protocol.Stats, timeout)).values
+
+    async def health(self, timeout: float | None = None) -> Health:
+        """Whether requests are served; also answered while the engine loads. Raises EngineDeadError when nothing answers within `timeout`."""
+        try:
+            return await self._connection.ask(lambda call: protocol.GetHealth(call=call), Health, self.connect_timeout if timeout is None else timeout)
+        except (TimeoutError, AddressError) as problem:
+            raise EngineDeadError(f"nothing answers at {self.address}: {problem}", "engine_dead") from None
+
+    async def _call(self, make: Callable[[int], Message], kind: type[T], timeout: float | None) -> T:
+        seconds = self.call_timeout if timeout is None else timeout
+        await self.connect()
+        try:
+            return await self._connection.ask(make, kind, seconds)
+        except EngineDeadError as problem:
+            if problem.code not in _UNHEARD:
+                raise
+        await self.connect()
+        return await self._connection.ask(make, kind, seconds)

@@ -1,0 +1,76 @@
+"""The supervisor's line to a process that it started: msgpack messages over a socket pair. Its end closes with the process, however that dies."""
+import socket
+from typing import Any
+
+import msgspec
+
+_LENGTH = 4
+_MAX_MESSAGE = 1 << 24
+
+
+class ChannelClosed(ConnectionError):
+    """The other process is gone."""
+
+
+class Channel:
+    """One end. `send` blocks (messages are few and small); `receive` takes what has arrived."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._buffer = bytearray()
+
+    @classmethod
+    def pair(cls) -> tuple["Channel", socket.socket]:
+        """(this process's end, the other end to be handed to a child)."""
+        mine, theirs = socket.socketpair()
+        return cls(mine), theirs
+
+    @classmethod
+    def from_fd(cls, fd: int) -> "Channel":
+        """The end that a child was given."""
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        """For polling."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises ChannelClosed when nobody listens any more."""
+        body = msgspec.msgpack.encode(message)
+        try:
+            self._socket.sendall(len(body).to_bytes(_LENGTH, "big") + body)
+        except OSError as error:
+            raise ChannelClosed("the other process is gone") from error
+
+    def receive(self, block: bool = False) -> list[dict[str, Any]]:
+        """Messages that have arrived, perhaps none (`block`: at least one). Raises ChannelClosed at the end of the line."""
+        messages: list[dict[str, Any]] = []
+        while True:
+            try:
+                data = self._socket.recv(1 << 16, 0 if block and not messages else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return messages
+            except OSError as error:
+                raise ChannelClosed("the other process is gone") from error
+            if not data:
+                if messages:
+                    return messages  # the next call finds the end again
+                raise ChannelClosed("the other process is gone")
+            self._buffer += data
+            messages += self._take()
+
+    def _take(self) -> list[dict[str, Any]]:
+        messages = []
+        while len(self._buffer) >= _LENGTH:
+            length = int.from_bytes(self._buffer[:_LENGTH], "big")
+            if length > _MAX_MESSAGE:
+                raise ChannelClosed("the other process sends nonsense")
+            if len(self._buffer) < _LENGTH + length:
+                break
+            messages.append(msgspec.msgpack.decode(self._buffer[_LENGTH:_LENGTH + length], type=dict[str, Any]))
+            del self._buffer[:_LENGTH + length]
+        return messages
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()

@@ -1,0 +1,158 @@
+"""`Client`: speaks with a server from blocking code. An `AsyncClient` on a loop in a thread of its own does the work, heartbeats included."""
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Generator
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
+from .client_requests import Prompt
+from .curve import ClientKeys
+from .errors import RequestError
+from .outputs import RequestOutput
+from .protocol import AdapterInfo, Chunk, Health, Welcome
+from .sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class Client:
+    """A connection to `sidestream serve`.
+
+        with Client() as client:
+            outputs = client.generate(["To be"], SamplingParams(max_tokens=32), adapter="poetry")
+            for chunk in client.stream("To be", adapter="poetry"):
+                print(chunk.text, end="")
+
+    Arguments, errors and behaviour are those of `AsyncClient`. Thread-safe: any thread may call anything, and calls of several threads share the
+    connection (an iterator of `stream` belongs to one thread at a time). Not usable in a forked child. Ctrl-C during a call aborts its requests.
+    """
+
+    def __init__(
+        self, address: str | None = None, *, keys: str | Path | ClientKeys | None = None, connect_timeout: float = CONNECT_SECONDS,
+        call_timeout: float = CALL_SECONDS, silence_seconds: float | None = None, name: str = "",
+    ) -> None:  # fmt: skip
+        self._client = AsyncClient(
+            address, keys=keys, connect_timeout=connect_timeout, call_timeout=call_timeout, silence_seconds=silence_seconds, name=name)  # fmt: skip
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sidestream-client", daemon=True)
+        self._thread.start()
+
+    def connect(self) -> Welcome:
+        """Connect, unless that is done; what the server is and may be asked. Every other call does it by itself."""
+        return self._wait(self._client.connect())
+
+    def close(self) -> None:
+        """End the connection and the thread; open requests are aborted and raise EngineDeadError. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        try:
+            self.connect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, adapter: Any = None, *, priority: int = 0, deadline_seconds: float | None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """The whole answers, in the order of the prompts; see `AsyncClient.generate`."""
+        return self._wait(
+            self._client.generate(prompts, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout))  # fmt: skip
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, adapter: str | None = None, *, priority: int = 0,
+        deadline_seconds: float | None = None, timeout: float | None = None, request_id: str | None = None,
+    ) -> Generator[Chunk, None, None]:  # fmt: skip
+        """One prompt's answer as it grows; the last chunk has `usage`. Asked for at the first chunk; leaving early (break, close) aborts it."""
+        chunks = self._client.stream(
+            prompt, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout, request_id=request_id)  # fmt: skip
+        arrived: queue.SimpleQueue[Chunk | BaseException | None] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async for chunk in chunks:
+                    arrived.put(chunk)
+            except BaseException as problem:
+                arrived.put(problem)
+                raise
+            else:
+                arrived.put(None)
+            finally:
+                await chunks.aclose()
+
+        pumping = self._start(pump())
+        try:
+            while (item := arrived.get()) is not None:
+                if isinstance(item, asyncio.CancelledError):
+                    raise RequestError("this client was closed while a stream was open")
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            pumping.cancel()
+
+    def abort(self, request_id: str) -> None:
+        """End an open request by its id; its stream gets a last chunk with finish_reason `abort`. An id that is not open is ignored."""
+        self._wait(self._client.abort(request_id))
+
+    def load_adapter(self, name: str, path: str | Path, replace: bool = False, timeout: float | None = None) -> None:
+        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name is taken."""
+        self._wait(self._client.load_adapter(name, path, replace, timeout))
+
+    def unload_adapter(self, name: str, timeout: float | None = None) -> None:
+        """Forget an adapter."""
+        self._wait(self._client.unload_adapter(name, timeout))
+
+    def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:
+        """All adapters that requests may name, and where they are."""
+        return self._wait(self._client.list_adapters(timeout))
+
+    def stats(self, timeout: float | None = None) -> dict[str, int | float]:
+        """The server's counters and gauges, by name."""
+        return self._wait(self._client.stats(timeout))
+
+    def health(self, timeout: float | None = None) -> Health:
+        """Whether requests are served; also answered while the engine loads. Raises EngineDeadError when nothing answers."""
+        return self._wait(self._client.health(timeout))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Any:
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise RequestError("this client is closed; make a new one")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # no effect unless the wait itself was interrupted
+            raise
+
+    async def _shut_down(self) -> None:
+        await self._client.close()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for _ in range(3):
+            await asyncio.sleep(0)  # let those that were told of the end say so to their callers
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()

@@ -1,0 +1,146 @@
+"""A client's open requests: what is asked as a message, and chunks put together as outputs. Knows no socket."""
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
+from .outputs import CompletionOutput, Logprob, RequestOutput
+from .protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Chunk, Error, Sampling, Submit, sampling_from
+from .sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_LISTS = {"stop": "stop_strings", "stop_token_ids": "stop_ids", "logit_bias": "biases"}
+_OURS = frozenset({"invalid_request", "unknown_adapter", "duplicate_id", "bad_frame"})
+_GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})
+_LATER = frozenset({"loading", "draining", "overloaded", "too_many_requests", "slow_reader"})
+
+
+def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter: str | None, **more: Any) -> Submit:
+    """The message that asks for one prompt's completions. Raises RequestError for what could not travel; the server checks the rest."""
+    text, ids = _parts(prompt)
+    if text is not None and len(text) > MAX_PROMPT_CHARACTERS:
+        raise RequestError(f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} can be sent")
+    if ids is not None and len(ids) > MAX_PROMPT_TOKENS:
+        raise RequestError(f"the prompt has {len(ids)} token ids; at most {MAX_PROMPT_TOKENS} can be sent")
+    return Submit(request_id=request_id, prompt=text, prompt_token_ids=ids, adapter=adapter, sampling=sampling_of(params), **more)
+
+
+def sampling_of(params: SamplingParams) -> Sampling:
+    """Checked sampling parameters in the form in which they travel."""
+    return sampling_from({name: getattr(params, _LISTS.get(name, name)) for name in Sampling.__struct_fields__})
+
+
+def prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list; the forms are those that `LLM.generate` takes."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    values = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(values, Sequence):
+        raise RequestError(f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}")
+    return [values] if values and all(isinstance(value, int) for value in values) else list(values)
+
+
+def one_for_each(name: str, value: Any, count: int, default: Any) -> list[Any]:
+    """One value for each prompt, from one for all, a list, or None."""
+    if not isinstance(value, (list, tuple)):
+        return [default if value is None else value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts; give one for each, or a single one for all")
+    return [default if entry is None else entry for entry in value]
+
+
+def exception_of(error: Error) -> Exception:
+    """What a caller is told about an error message."""
+    if error.code in _OURS:
+        return RequestError(error.message)
+    kind: type[ServerError] = ServerError
+    if error.code in _GONE:
+        kind = EngineDeadError
+    elif error.code in _LATER:
+        kind = OverloadedError
+    elif error.code == "deadline_exceeded":
+        kind = DeadlineError
+    return kind(error.message, error.code, error.retry_after)
+
+
+def _parts(prompt: Any) -> tuple[str | None, list[int] | None]:
+    if isinstance(prompt, Mapping):
+        given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
+        if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise RequestError("a prompt given as a dict has exactly one of the keys prompt and prompt_token_ids")
+        prompt = prompt[given[0]]
+    if isinstance(prompt, str):
+        return prompt, None
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(values, Sequence) and not isinstance(values, (bytes, bytearray)) and values:
+        if all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 for value in values):
+            return None, list(values)
+        raise RequestError("a prompt's token ids must be integers from 0 to 2147483647")
+    raise RequestError("a prompt is text or a list of at least one token id")
+
+
+class OpenRequest:
+    """What has arrived for one request and was not taken yet."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.accepted = False
+        self.ended = False
+        self._received: dict[int, int] = {}
+        self._queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+
+    def put(self, chunk: Chunk) -> None:
+        """A chunk has arrived."""
+        if self.ended:
+            return
+        known = self._received.get(chunk.index, 0)
+        if chunk.first != known:
+            self.fail(ServerError(f"tokens {known} to {chunk.first} of request {self.request_id} did not arrive", "bad_frame"))
+            return
+        self.accepted = True
+        self._received[chunk.index] = known + len(chunk.token_ids)
+        self.ended = chunk.usage is not None
+        self._queue.put_nowait(chunk)
+
+    def fail(self, problem: Exception) -> None:
+        """The request ended with an error."""
+        if not self.ended:
+            self.ended = True
+            self._queue.put_nowait(problem)
+
+    async def take(self, timeout: float | None) -> Chunk:
+        """The next chunk. Raises what the request failed with, or TimeoutError after `timeout` seconds without one."""
+        if self._queue.empty() and timeout is not None:
+            try:
+                async with asyncio.timeout(timeout):
+                    item = await self._queue.get()
+            except TimeoutError:
+                raise TimeoutError(f"no answer to request {self.request_id} within {timeout:g} s") from None
+        else:
+            item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class Assembly:
+    """Puts a request's chunks together."""
+
+    def __init__(self, request_id: str, prompt: Prompt, adapter: str | None, choices: int) -> None:
+        text, ids = _parts(prompt)
+        self.output = RequestOutput(request_id, text, ids or [], [CompletionOutput(index) for index in range(choices)], False, adapter)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take a chunk in. Raises ServerError for a completion that was not asked for."""
+        if not 0 <= chunk.index < len(self.output.outputs):
+            raise ServerError(f"the server sent completion {chunk.index} of {len(self.output.outputs)}", "bad_frame")
+        completion = self.output.outputs[chunk.index]
+        completion.text += chunk.text
+        completion.token_ids.extend(chunk.token_ids)
+        if chunk.logprobs is not None:
+            entries = [{token.token_id: Logprob(token.logprob, token.rank, token.text) for token in reversed(place)} for place in chunk.logprobs]
+            completion.logprobs = (completion.logprobs or []) + [dict(reversed(entry.items())) for entry in entries]
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(place[0].logprob for place in chunk.logprobs if place)
+        if chunk.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
+        self.output.finished = self.output.finished or chunk.usage is not None

@@ -1,0 +1,203 @@
+"""The clients of a server: who is there, what they have open, and what still has to go out to them. A client that does not read holds nobody else up."""
+import errno
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from .protocol import HEARTBEAT_SECONDS, MAX_CHUNK_TOKENS, MAX_FRAME_CHUNKS, SILENCE_SECONDS, Beat, Chunk, Chunks, Error, FrameError, Message, encode
+
+_log = logging.getLogger(__name__)
+MAX_CLIENTS = 1024
+MAX_FAULTS = 64
+MAX_PENDING_CHUNKS = 4096
+MAX_PENDING_BYTES = 8 << 20
+MAX_WAITING_FRAMES = 1024
+SEND_HWM = 256
+FRAME_BYTES = 256 << 10
+"""Chunks are gathered into frames of about this size."""
+SLOW = "chunks were not read fast enough, so all requests of this connection were ended; read faster, or ask for fewer at once"
+
+
+@dataclass(eq=False)
+class Client:
+    """One connection. `open`: its request ids -> the engine's ids."""
+
+    identity: bytes
+    number: int
+    heard: float
+    sent: float
+    greeted: bool = False
+    gone: bool = False
+    slow: bool = False
+    faults: int = 0
+    open: dict[str, str] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+    chunk_bytes: int = 0
+    frames: deque[bytes] = field(default_factory=deque)
+    frame_bytes: int = 0
+    blocked: bool = False
+    latest: dict[tuple[str, int], int] = field(default_factory=dict)  # place in `chunks` of a completion's last chunk, while blocked
+
+
+class Connections:
+    """Clients by routing id, over one ROUTER socket.
+
+    `lost` and `slow` clients are reported by `take_lost` (whose requests are to be aborted). `instance` goes into every frame.
+    """
+
+    def __init__(self, router: "zmq.Socket[Any]", instance: bytes) -> None:
+        self.router = router
+        self.instance = instance
+        self.clients: dict[bytes, Client] = {}
+        self._dirty: dict[bytes, Client] = {}
+        self._lost: list[Client] = []
+        self._arrivals = 0
+        self.slow_total = 0
+        self.refused_total = 0
+
+    def heard(self, identity: bytes) -> Client | None:
+        """The client that sent a frame; None when there are too many."""
+        now = time.monotonic()
+        client = self.clients.get(identity)
+        if client is None:
+            if len(self.clients) >= MAX_CLIENTS:
+                self.refused_total += 1
+                return None
+            self._arrivals += 1
+            client = self.clients[identity] = Client(identity, self._arrivals, now, now)
+        client.heard = now
+        return client
+
+    def say(self, client: Client, message: Message) -> None:
+        """Send a message, or keep it until the client takes it. What was added before by `add` goes first."""
+        if client.gone:
+            return
+        if client.chunks:
+            self._pack(client)
+        self._append(client, message)
+        if client.gone:
+            return
+        self._dirty[client.identity] = client
+        self._drain(client)
+
+    def add(self, client: Client, chunk: Chunk) -> None:
+        """A chunk to go out at the next `flush`."""
+        if client.gone or client.slow:
+            return
+        client.chunk_bytes += 64 + len(chunk.text) + 4 * len(chunk.token_ids)
+        self._dirty[client.identity] = client
+        if client.blocked:
+            key = chunk.request_id, chunk.index
+            place = client.latest.get(key)
+            before = None if place is None else client.chunks[place]
+            if place is not None and before is not None and len(before.token_ids) + len(chunk.token_ids) <= MAX_CHUNK_TOKENS:
+                client.chunks[place] = _joined(before, chunk)
+                return
+            client.latest[key] = len(client.chunks)
+        client.chunks.append(chunk)
+
+    def flush(self) -> None:
+        """Send what waits, as far as the clients take it; cuts off those that are too slow."""
+        if not self._dirty:
+            return
+        for client in list(self._dirty.values()):
+            if client.chunks and not client.frames:
+                self._pack(client)
+            self._drain(client)
+            if client.frames and (len(client.chunks) > MAX_PENDING_CHUNKS or client.chunk_bytes + client.frame_bytes > MAX_PENDING_BYTES
+                                  or len(client.frames) > MAX_WAITING_FRAMES):  # fmt: skip
+                self._cut(client)
+            if not client.frames and not client.chunks:
+                self._dirty.pop(client.identity, None)
+
+    def beat(self) -> None:
+        """Heartbeats to the clients that heard nothing else; forgets those that are gone or silent."""
+        now = time.monotonic()
+        for client in list(self.clients.values()):
+            if now - client.heard > SILENCE_SECONDS:
+                self.forget(client)
+            elif client.greeted and now - client.sent >= HEARTBEAT_SECONDS and not client.frames:
+                self.say(client, Beat())
+
+    def forget(self, client: Client) -> None:
+        """The client is gone."""
+        if not client.gone:
+            client.gone = True
+            client.chunks, client.frames = [], deque()
+            self.clients.pop(client.identity, None)
+            self._dirty.pop(client.identity, None)
+            self._lost.append(client)
+
+    def take_lost(self) -> list[Client]:
+        """Clients that are gone or were too slow since the last call: their requests are to be ended."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits to go out."""
+        return bool(self._dirty)
+
+    def _pack(self, client: Client) -> None:
+        """Make frames of the client's chunks."""
+        chunks, client.chunks, client.chunk_bytes, client.latest = client.chunks, [], 0, {}
+        first = size = 0
+        for index, chunk in enumerate(chunks):
+            if client.gone:
+                return
+            cost = 64 + 4 * len(chunk.text) + 5 * len(chunk.token_ids) + (0 if chunk.logprobs is None else 160 * sum(map(len, chunk.logprobs)))
+            if index > first and (size + cost > FRAME_BYTES or index - first >= MAX_FRAME_CHUNKS):
+                self._append(client, Chunks(chunks[first:index]))
+                first, size = index, 0
+            size += cost
+        if not client.gone:
+            self._append(client, Chunks(chunks[first:]))
+
+    def _append(self, client: Client, message: Message) -> None:
+        try:
+            frame = encode(message, self.instance)
+        except FrameError:
+            _log.exception("a frame for client %d cannot be sent; it is given up", client.number)
+            self.forget(client)
+            return
+        client.frames.append(frame)
+        client.frame_bytes += len(frame)
+
+    def _drain(self, client: Client) -> None:
+        frames = client.frames
+        try:
+            while frames:
+                self.router.send_multipart((client.identity, frames[0]), zmq.NOBLOCK)
+                client.frame_bytes -= len(frames.popleft())
+                client.sent = time.monotonic()
+        except zmq.Again:
+            client.blocked = True
+            return
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, errno.EHOSTUNREACH):
+                raise
+            self.forget(client)
+            return
+        client.blocked = client.slow = False
+
+    def _cut(self, client: Client) -> None:
+        """Drop what a slow client did not read; it is told when it reads again."""
+        if client.slow:  # it did not even read that
+            self.forget(client)
+            return
+        self.slow_total += 1
+        client.slow = True
+        client.chunks, client.chunk_bytes, client.latest = [], 0, {}
+        client.frames = deque([encode(Error("slow_reader", SLOW), self.instance)])
+        client.frame_bytes = len(client.frames[0])
+        self._lost.append(client)
+
+
+def _joined(first: Chunk, second: Chunk) -> Chunk:
+    logprobs = None if first.logprobs is None and second.logprobs is None else [*(first.logprobs or []), *(second.logprobs or [])]
+    return Chunk(first.request_id, first.index, first.first, first.text + second.text, [*first.token_ids, *second.token_ids], second.finish_reason,
+                 second.stop_reason, logprobs, second.usage)  # fmt: skip

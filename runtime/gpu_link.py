@@ -1,0 +1,223 @@
+"""Between the batcher and the GPU process: plans one way, results the other, over two private ipc sockets.
+
+A frame pair (kind, body): plans and results are flat arrays (`plan_wire`), everything else small messages. Each thread of the GPU process has a socket of its
+own for results; the batcher hears them all on one.
+"""
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from msgspec import Struct
+
+from .plan import StepPlan, StepResult
+from .plan_wire import pack_plan, pack_result, unpack_plan, unpack_result
+
+PLAN, RESULT, MESSAGE = b"P", b"R", b"M"
+
+
+class Notice(Struct, frozen=True, tag_field="type"):
+    """A small message."""
+
+
+class LoadedAdapter(Struct, frozen=True):
+    """An adapter that the GPU process can serve: its number in plans, and what lists say about it."""
+
+    name: str
+    number: int
+    rank: int
+    content: str
+
+
+class Loading(Notice, frozen=True, tag="loading"):
+    """GPU -> batcher: how far the start-up has come."""
+
+    phase: str
+    progress: float = 0.0
+
+
+class Ready(Notice, frozen=True, tag="ready"):
+    """GPU -> batcher: plans may come; the engine's sizes."""
+
+    vocabulary: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_slots: int
+    eos_ids: list[int]
+    adapters: list[LoadedAdapter]
+    device: str = "cpu"
+    prefix_caching: bool = True
+    seconds: dict[str, float] = {}
+
+
+class StepFailed(Notice, frozen=True, tag="step_failed"):
+    """GPU -> batcher: a step raised; its tokens do not exist."""
+
+    step: int
+    message: str
+
+
+class StartLoad(Notice, frozen=True, tag="start_load"):
+    """Batcher -> GPU: bring an adapter into a slot, beside the steps (-1: into host memory only)."""
+
+    slot: int
+    number: int
+
+
+class LoadDone(Notice, frozen=True, tag="load_done"):
+    """GPU -> batcher: a StartLoad is over."""
+
+    slot: int
+    number: int
+    problem: str | None = None
+
+
+class Retire(Notice, frozen=True, tag="retire"):
+    """Batcher -> GPU: nobody uses an adapter's number any more."""
+
+    number: int
+
+
+class Load(Notice, frozen=True, tag="load"):
+    """Batcher -> GPU: read an adapter."""
+
+    ticket: int
+    name: str
+    path: str
+    replace: bool = False
+
+
+class Unload(Notice, frozen=True, tag="unload"):
+    """Batcher -> GPU: forget an adapter's number."""
+
+    ticket: int
+    name: str
+
+
+class Answer(Notice, frozen=True, tag="answer"):
+    """GPU -> batcher: what became of a Load or Unload; `problem` is a text for the caller."""
+
+    ticket: int
+    adapter: LoadedAdapter | None = None
+    problem: str | None = None
+
+
+_decode = msgspec.msgpack.Decoder(Loading | Ready | StepFailed | StartLoad | LoadDone | Retire | Load | Unload | Answer).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Timing(Struct, frozen=True):
+    """When the GPU process received a step's plan, had launched it, and had its tokens (time.monotonic_ns of this machine)."""
+
+    received: int
+    launched: int
+    done: int
+
+
+def _addresses(directory: Path, generation: int) -> tuple[str, str]:
+    return f"ipc://{directory}/plans-{generation}.sock", f"ipc://{directory}/results-{generation}.sock"
+
+
+class BatcherEnd:
+    """The batcher's end, bound before the GPU process starts; one for each life of the GPU process."""
+
+    def __init__(self, context: "zmq.Context[Any]", directory: Path, generation: int) -> None:
+        self._plans, self.results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, address in zip((self._plans, self.results), _addresses(directory, generation), strict=True):
+            socket.linger = 0
+            socket.set_hwm(0)  # at most a few steps are on their way
+            socket.bind(address)
+        self._backlog: deque[tuple[bytes, bytes]] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Ship a plan."""
+        self._send((PLAN, pack_plan(plan)))
+
+    def tell(self, notice: Notice) -> None:
+        """Ship a message."""
+        self._send((MESSAGE, _encode(notice)))
+
+    def _send(self, parts: tuple[bytes, bytes]) -> None:
+        self._backlog.append(parts)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what could not be sent yet: there is no way to a GPU process whose socket is not connected yet, or that has just died."""
+        try:
+            while self._backlog:
+                self._plans.send_multipart(self._backlog[0], zmq.NOBLOCK)
+                self._backlog.popleft()
+        except zmq.Again:
+            return
+
+    def receive(self) -> tuple[StepResult, Timing] | Notice | None:
+        """What has arrived next, or None."""
+        try:
+            kind, *parts = self.results.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if kind == RESULT:
+            return unpack_result(parts[0]), Timing(*np.frombuffer(parts[1], np.int64).tolist())
+        return _decode(parts[0])
+
+    def close(self) -> None:
+        """Unbind."""
+        self._plans.close(0)
+        self.results.close(0)
+
+
+class GpuEnd:
+    """The GPU process's end: its main thread receives; each thread that reports makes a `Reporter`."""
+
+    def __init__(self, context: "zmq.Context[Any]", directory: Path, generation: int) -> None:
+        self._context = context
+        plans, self._results = _addresses(directory, generation)
+        self.plans = context.socket(zmq.PULL)
+        self.plans.linger = 0
+        self.plans.set_hwm(0)
+        self.lost = self.plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Readable once the batcher is gone."""
+        self.plans.connect(plans)
+
+    def receive(self) -> tuple[StepPlan, int] | Notice | None:
+        """(plan, when it came) or a message, or None."""
+        try:
+            kind, body = self.plans.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if kind == PLAN:
+            return unpack_plan(bytearray(body)), time.monotonic_ns()  # a copy, so that torch takes the arrays without a warning
+        return _decode(body)
+
+    def reporter(self) -> "Reporter":
+        """For one thread."""
+        return Reporter(self._context, self._results)
+
+
+class Reporter:
+    """One thread's way to the batcher."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.linger = 200
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+
+    def result(self, result: StepResult, received: int, launched: int) -> None:
+        """Hand a step's tokens over."""
+        times = np.asarray([received, launched, time.monotonic_ns()], np.int64)
+        self._socket.send_multipart((RESULT, pack_result(result), times.tobytes()))
+
+    def tell(self, notice: Notice) -> None:
+        """Ship a message."""
+        self._socket.send_multipart((MESSAGE, _encode(notice)))
+
+    def close(self) -> None:
+        """Send what is left and close."""
+        self._socket.close()

@@ -1,0 +1,233 @@
+"""The GPU process: builds the runner, then takes plans in and hands tokens back. `python -m sidestream.runtime.gpu_process FD` is how the supervisor starts it.
+
+Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads adapters from disk. So a plan that arrives
+while the device is busy is launched at once, behind the step that runs.
+"""
+import logging
+import queue
+import re
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import zmq
+
+from .channel import Channel, ChannelClosed
+from .engine import Runner
+from .gpu_link import Answer, GpuEnd, Load, LoadDone, LoadedAdapter, Loading, Notice, Ready, Reporter, Retire, StartLoad, StepFailed, Unload
+from .serve_settings import ServeSettings
+
+_log = logging.getLogger(__name__)
+POLL_LOADS_MS = 1
+STEP_FAULT = "a step failed on the device"
+
+
+class ServingRunner(Runner, Protocol):
+    """A runner whose adapters are copied beside the steps."""
+
+    def start_load(self, slot: int, number: int) -> None:
+        """Begin to bring an adapter into a slot (-1: into host memory only)."""
+        ...
+
+    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
+        """(slot, number, what went wrong or None) of loads that are over."""
+        ...
+
+    def forget_adapter(self, number: int) -> None:
+        """Nobody uses the adapter any more."""
+        ...
+
+
+class Served(Protocol):
+    """What the GPU process serves. Adapter methods raise ValueError or OSError for what cannot be done, with a text for the caller."""
+
+    ready: Ready
+
+    @property
+    def runner(self) -> ServingRunner:
+        """Executes the plans."""
+        ...
+
+    def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
+        """Read an adapter's directory."""
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget a name."""
+        ...
+
+
+class _Step(NamedTuple):
+    step: int
+    handle: Any
+    received: int
+    launched: int
+    problem: str | None = None
+
+
+class _Loop:
+    """Runs until the batcher or the supervisor is gone."""
+
+    def __init__(self, link: GpuEnd, channel: Channel, served: Served) -> None:
+        self._link, self._channel, self._served = link, channel, served
+        self._runner = served.runner
+        self._reporter = link.reporter()
+        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._errands: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
+        self._loads = 0
+        self._broken = threading.Event()
+
+    def run(self) -> None:
+        """Serve."""
+        threads = [threading.Thread(target=target, args=(self._link.reporter(),), daemon=True) for target in (self._collect, self._read_adapters)]
+        for thread in threads:
+            thread.start()
+        self._reporter.tell(self._served.ready)
+        poller = zmq.Poller()
+        for source in (self._link.plans, self._link.lost, self._channel):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._broken.is_set():
+                ready = dict(poller.poll(POLL_LOADS_MS if self._loads else 500))
+                while (message := self._link.receive()) is not None:
+                    self._take(message)
+                if self._loads:
+                    self._report_loads()
+                if self._link.lost in ready:
+                    self._supervisor_gone()
+                    _log.error("the batcher is gone")
+                    return
+                if self._channel.fileno() in ready:
+                    self._channel.receive()
+        except ChannelClosed:
+            return
+        finally:
+            self._steps.put(None)
+            self._errands.put(None)
+            threads[0].join(1.0)
+        raise SystemExit(70)
+
+    def _supervisor_gone(self) -> None:
+        """Raises ChannelClosed if the supervisor is stopping both processes: the batcher went first."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while selector.select(1.0):
+                self._channel.receive()
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, StartLoad):
+            self._loads += 1
+            self._runner.start_load(message.slot, message.number)
+        elif isinstance(message, Retire):
+            self._runner.forget_adapter(message.number)
+        elif isinstance(message, Notice):
+            self._errands.put(message)  # type: ignore[arg-type]
+        else:
+            plan, received = message
+            self._steps.put(self._launch(plan, received))
+
+    def _launch(self, plan: Any, received: int) -> _Step:
+        try:
+            handle = self._runner.submit(plan)
+        except Exception as error:
+            _log.exception("step %d failed", plan.step)
+            if is_fatal(error):
+                self._broken.set()
+            return _Step(plan.step, None, received, received, STEP_FAULT)
+        return _Step(plan.step, handle, received, time.monotonic_ns())
+
+    def _report_loads(self) -> None:
+        for slot, number, problem in self._runner.loaded():
+            self._loads -= 1
+            self._reporter.tell(LoadDone(slot, number, None if problem is None else without_directories(problem)))
+
+    def _collect(self, reporter: Reporter) -> None:
+        """The thread that waits for the device."""
+        while (step := self._steps.get()) is not None:
+            if step.problem is not None:
+                reporter.tell(StepFailed(step.step, step.problem))
+                continue
+            try:
+                result = self._runner.collect(step.handle)
+            except Exception as error:
+                _log.exception("step %d failed", step.step)
+                reporter.tell(StepFailed(step.step, STEP_FAULT))
+                if is_fatal(error):
+                    self._broken.set()
+                continue
+            reporter.result(result, step.received, step.launched)
+        reporter.close()
+
+    def _read_adapters(self, reporter: Reporter) -> None:
+        """The thread that reads adapters from disk."""
+        while (errand := self._errands.get()) is not None:
+            try:
+                if isinstance(errand, Load):
+                    answer = Answer(errand.ticket, self._served.add_adapter(errand.name, errand.path, errand.replace))
+                else:
+                    self._served.remove_adapter(errand.name)
+                    answer = Answer(errand.ticket)
+            except Exception as error:
+                if not isinstance(error, (ValueError, OSError)):
+                    _log.exception("adapter %r", errand.name)
+                answer = Answer(errand.ticket, problem=_for_caller(error, errand))
+            reporter.tell(answer)
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether the device's context is lost: every later step would fail as well."""
+    text = str(error)
+    return type(error).__name__ == "AcceleratorError" or ("CUDA error" in text and "out of memory" not in text)
+
+
+def _for_caller(error: Exception, errand: Load | Unload) -> str:
+    if isinstance(error, OSError):
+        return f"adapter {errand.name!r}: {error.strerror or 'its files cannot be read'}"
+    return without_directories(str(error)) if isinstance(error, ValueError) else f"adapter {errand.name!r}: a fault in the engine; see its log"
+
+
+def without_directories(text: str) -> str:
+    """A text for clients: of a path only the last part stays, for where things lie on this machine is not their business."""
+    return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)*", "", text)
+
+
+def build_llm(settings: ServeSettings) -> Served:
+    """The model of the settings, ready to run."""
+    from .served_llm import ServedLLM
+
+    return ServedLLM(settings)
+
+
+def run(fd: int, build: Callable[[ServeSettings], Served] = build_llm) -> int:
+    """The process: settings from the channel, then serve. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s gpu %(message)s")
+    channel = Channel.from_fd(fd)
+    (first, *_) = channel.receive(block=True)
+    settings = msgspec.convert(first["settings"], ServeSettings)
+    with zmq.Context() as context:
+        link = GpuEnd(context, Path(settings.directory), settings.generation)
+        reporter = link.reporter()
+        reporter.tell(Loading("loading"))
+        try:
+            served = build(settings)
+        except Exception as error:
+            if not isinstance(error, (ValueError, OSError, MemoryError)) and not type(error).__module__.startswith("sidestream."):
+                _log.exception("the model could not be loaded")
+            channel.send({"event": "failed", "message": " ".join(str(error).split()) or type(error).__name__})
+            context.destroy(linger=0)
+            return 2
+        channel.send({"event": "ready", "ready": msgspec.to_builtins(served.ready)})
+        try:
+            _Loop(link, channel, served).run()
+        finally:
+            context.destroy(linger=200)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1])))

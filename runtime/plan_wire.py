@@ -1,0 +1,79 @@
+"""Step plans and results as flat bytes between the batcher and the GPU process: a fixed header of int32, then the arrays one after another.
+
+Both ends are the same release on the same machine, so the numbers travel in its own byte order. Arrays of 8-byte elements come first, so that each array is
+aligned and is read in place (read-only).
+"""
+import numpy as np
+
+from .plan import SamplingPlan, StepPlan, StepResult
+
+_LONG = ("seeds", "steps")
+_SAMPLING_FLOATS = ("temperature", "top_p", "min_p", "bias_values", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING_INTS = ("top_k", "bias_rows", "bias_tokens", "history_rows", "history_tokens", "history_counts")
+_PLAN = (
+    "input_ids", "positions", "slot_mapping", "adapter_index", "context_lens", "query_start", "logits_indices", "sample_rows", "feed_positions", "feed_rows",
+)  # fmt: skip
+_FLAGS = 6  # step, decode, greedy, num_logprobs, rows of the block table, rows of slot_loads
+_HEADER = _FLAGS + len(_LONG) + len(_SAMPLING_FLOATS) + len(_SAMPLING_INTS) + len(_PLAN) + 1
+
+
+def pack_plan(plan: StepPlan) -> bytes:
+    """A plan as one frame."""
+    sampling = plan.sampling
+    arrays = [getattr(sampling, name) for name in _LONG]
+    arrays += [getattr(sampling, name) for name in _SAMPLING_FLOATS]
+    arrays += [getattr(sampling, name) for name in _SAMPLING_INTS]
+    arrays += [getattr(plan, name) for name in _PLAN]
+    table, loads = plan.block_table, plan.slot_loads
+    flags = [plan.step, plan.decode, sampling.greedy, sampling.num_logprobs, len(table), len(loads)]
+    head = np.asarray(flags + [len(array) for array in arrays] + [table.shape[1]], np.int32)
+    padding = b"" if _HEADER % 2 == 0 else bytes(4)
+    return b"".join([head.tobytes(), padding, *(array.tobytes() for array in arrays), loads.tobytes(), table.tobytes()])
+
+
+def unpack_plan(frame: bytes | bytearray) -> StepPlan:
+    """The plan in a frame of `pack_plan`; its arrays lie in the frame. Raises ValueError for a frame that is cut short."""
+    head = np.frombuffer(frame, np.int32, _HEADER).tolist()
+    step, decode, greedy, num_logprobs, rows, loads = head[:_FLAGS]
+    at = (_HEADER + _HEADER % 2) * 4
+    lengths = iter(head[_FLAGS:])
+
+    def take(dtype: type, count: int) -> np.ndarray:
+        nonlocal at
+        array: np.ndarray = np.frombuffer(frame, dtype, count, at) if count else np.zeros(0, dtype)
+        at += array.nbytes
+        return array
+
+    long = {name: take(np.int64, next(lengths)) for name in _LONG}
+    floats = {name: take(np.float32, next(lengths)) for name in _SAMPLING_FLOATS}
+    ints = {name: take(np.int32, next(lengths)) for name in _SAMPLING_INTS}
+    arrays = {name: take(np.int32, next(lengths)) for name in _PLAN}
+    slot_loads = take(np.int32, 2 * loads).reshape(-1, 2)
+    columns = next(lengths)
+    block_table = take(np.int32, rows * columns).reshape(rows, columns)
+    sampling = SamplingPlan(greedy=bool(greedy), num_logprobs=num_logprobs, **long, **floats, **ints)
+    return StepPlan(step=step, decode=bool(decode), block_table=block_table, slot_loads=slot_loads, sampling=sampling, **arrays)
+
+
+def pack_result(result: StepResult) -> bytes:
+    """A result as one frame."""
+    count = len(result.tokens)
+    if result.logprob_tokens is None or result.logprobs is None or result.ranks is None:
+        return np.asarray([result.step, count, 0], np.int32).tobytes() + result.tokens.astype(np.int32, copy=False).tobytes()
+    columns = result.logprob_tokens.shape[1]
+    parts = [result.tokens.astype(np.int32, copy=False), result.ranks.astype(np.int32, copy=False), result.logprob_tokens.astype(np.int32, copy=False),
+             result.logprobs.astype(np.float32, copy=False)]
+    return np.asarray([result.step, count, columns], np.int32).tobytes() + b"".join(part.tobytes() for part in parts)
+
+
+def unpack_result(frame: bytes) -> StepResult:
+    """The result in a frame of `pack_result`. Raises ValueError for a frame that is cut short."""
+    step, count, columns = np.frombuffer(frame, np.int32, 3).tolist()
+    at = 12
+    if not columns:
+        return StepResult(step, np.frombuffer(frame, np.int32, count, at) if count else np.zeros(0, np.int32))
+    tokens = np.frombuffer(frame, np.int32, count, at)
+    ranks = np.frombuffer(frame, np.int32, count, at + 4 * count)
+    logprob_tokens = np.frombuffer(frame, np.int32, count * columns, at + 8 * count).reshape(count, columns)
+    logprobs = np.frombuffer(frame, np.float32, count * columns, at + 8 * count + 4 * count * columns).reshape(count, columns)
+    return StepResult(step, tokens, logprob_tokens, logprobs, ranks)

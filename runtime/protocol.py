@@ -1,0 +1,366 @@
+"""The protocol between a server and its clients: messages, limits, and their way into frames and back. `docs/protocol.md` specifies it for other languages.
+
+A frame is a 20-byte header (magic, protocol version, engine-instance id) and one msgpack map whose `type` names the message. Nothing in here knows a socket.
+"""
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+MAGIC = b"SS"
+PROTOCOL_VERSION = 1
+INSTANCE_BYTES = 16
+NO_INSTANCE = bytes(INSTANCE_BYTES)
+"""What a client that knows no instance yet puts into its frames."""
+HEADER_BYTES = len(MAGIC) + 2 + INSTANCE_BYTES
+
+MAX_FRAME_BYTES = 4 << 20
+MAX_PROMPT_CHARACTERS = 1 << 20
+MAX_PROMPT_TOKENS = 1 << 18
+MAX_OPEN_REQUESTS = 4096
+"""Unfinished requests of one connection."""
+MAX_CHUNK_TOKENS = 256
+MAX_FRAME_CHUNKS = 1024
+HEARTBEAT_SECONDS = 0.5
+SILENCE_SECONDS = 10.0
+"""A peer that was silent for so long is gone."""
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
+AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+CallId = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Short = Annotated[str, Meta(max_length=256)]
+Path = Annotated[str, Meta(min_length=1, max_length=4096)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+
+ErrorCode = Literal[
+    "bad_frame", "unsupported_version", "wrong_instance", "hello_first", "loading", "draining", "overloaded", "too_many_requests", "duplicate_id",
+    "invalid_request", "unknown_adapter", "adapter_error", "adapter_in_use", "forbidden", "deadline_exceeded", "slow_reader", "request_failed", "engine_dead",
+]  # fmt: skip
+RETRYABLE: frozenset[str] = frozenset({"wrong_instance", "hello_first", "loading", "draining", "overloaded", "too_many_requests", "slow_reader", "engine_dead"})
+"""Codes after which the same request may succeed, on a fresh connection or after `retry_after` seconds."""
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """The fields of `SamplingParams` that travel, with its defaults and meanings."""
+
+    n: Annotated[int, Meta(ge=1, le=256)] = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
+    min_p: float = 0.0
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = 16
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=64)] = []
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=1024)] = {}
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):
+    """What every message is: a map with its `type`; unknown fields are ignored, absent ones have their defaults."""
+
+
+# -- from a client ---------------------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello", frozen=True):
+    """The first message on a connection."""
+
+    client: Short = ""
+
+
+class Submit(Message, tag="submit", frozen=True):
+    """A request: exactly one of `prompt` and `prompt_token_ids`.
+
+    stream            chunks as tokens come; else the whole answer at its end
+    priority          smaller runs earlier; equal ones first come, first served
+    deadline_seconds  counted from arrival; the request ends with `deadline_exceeded` when it passes
+    """
+
+    request_id: RequestId
+    prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)] | None = None
+    prompt_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
+    adapter: AdapterName | None = None
+    sampling: Sampling = Sampling()
+    stream: bool = True
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    deadline_seconds: Annotated[float, Meta(gt=0, le=86400)] | None = None
+
+
+class Abort(Message, tag="abort", frozen=True):
+    """Ends requests of this connection; ids that are not open are ignored."""
+
+    request_ids: Annotated[list[RequestId], Meta(max_length=MAX_OPEN_REQUESTS)]
+
+
+class LoadAdapter(Message, tag="load_adapter", frozen=True):
+    """Makes a directory on the server's machine usable as adapter `name`; `replace`: also when the name is taken."""
+
+    call: CallId
+    name: AdapterName
+    path: Path
+    replace: bool = False
+
+
+class UnloadAdapter(Message, tag="unload_adapter", frozen=True):
+    """Forgets an adapter."""
+
+    call: CallId
+    name: AdapterName
+
+
+class ListAdapters(Message, tag="list_adapters", frozen=True):
+    """Asks for all adapters."""
+
+    call: CallId
+
+
+class GetStats(Message, tag="get_stats", frozen=True):
+    """Asks for counters and gauges."""
+
+    call: CallId
+
+
+class GetHealth(Message, tag="get_health", frozen=True):
+    """Asks whether requests are served; needs no `hello`."""
+
+    call: CallId
+
+
+class Beat(Message, tag="beat", frozen=True):
+    """Says that the sender is alive; goes both ways."""
+
+
+# -- from the server -------------------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome", frozen=True):
+    """Answers `hello`: what is served, and its limits. The frame's header holds the instance id to use from now on."""
+
+    server_version: Short
+    model: Short
+    vocabulary: Count
+    max_model_len: Count
+    max_num_seqs: Count
+    max_adapter_slots: Count
+    has_tokenizer: bool
+    admin: bool
+    chat_template: Annotated[str, Meta(max_length=1 << 18)] | None = None
+    bos_token: Short = ""
+    eos_token: Short = ""
+    max_open_requests: Count = MAX_OPEN_REQUESTS
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    silence_seconds: float = SILENCE_SECONDS
+
+
+class Accepted(Message, tag="accepted", frozen=True):
+    """The request is queued; its chunks follow."""
+
+    request_id: RequestId
+    prompt_tokens: Count
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """One token at one position: natural logarithm of its raw probability, its rank (1 = likeliest), and its text."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str | None = None
+
+
+class Usage(Struct, frozen=True):
+    """What a request cost; seconds since arrival."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """What was added to one completion of a request; an array of its fields in this order, trailing defaults left out.
+
+    first        how many tokens of this completion were sent before
+    logprobs     for each token the chosen one first, then the likeliest
+    usage        only in the request's last chunk
+    """
+
+    request_id: str
+    index: int
+    first: int
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
+    usage: Usage | None = None
+
+
+class Chunks(Message, tag="chunks", frozen=True):
+    """Pieces of any of the connection's requests."""
+
+    chunks: Annotated[list[Chunk], Meta(max_length=MAX_FRAME_CHUNKS)]
+
+
+class Done(Message, tag="done", frozen=True):
+    """A call succeeded and has nothing more to say."""
+
+    call: CallId
+
+
+class AdapterInfo(Struct, frozen=True):
+    """One adapter. `where`: gpu, cpu (ready in host memory), disk, loading; `content`: a hash of its config and weights."""
+
+    name: str
+    rank: int
+    content: str
+    where: Literal["gpu", "cpu", "disk", "loading"] = "disk"
+    running: int = 0
+    waiting: int = 0
+
+
+class Adapters(Message, tag="adapters", frozen=True):
+    """Answers `list_adapters`."""
+
+    call: CallId
+    adapters: list[AdapterInfo]
+
+
+class Stats(Message, tag="stats", frozen=True):
+    """Answers `get_stats`: counters (since the start, names end in `_total`) and gauges, by name."""
+
+    call: CallId
+    values: dict[str, int | float]
+
+
+class Health(Message, tag="health", frozen=True):
+    """Answers `get_health`. status: loading, ok, draining, dead; `phase` and `progress` (0..1) say more while it loads."""
+
+    call: CallId
+    status: Literal["loading", "ok", "draining", "dead"]
+    phase: Short = ""
+    progress: float = 0.0
+    uptime_seconds: float = 0.0
+    last_step_seconds: float = 0.0
+
+
+class Error(Message, tag="error", frozen=True):
+    """Something failed: the request or the call that is named, or (neither named) the frame or the whole connection."""
+
+    code: ErrorCode
+    message: Annotated[str, Meta(max_length=4096)]
+    request_id: RequestId | None = None
+    call: CallId | None = None
+    retry_after: float | None = None
+
+
+ClientMessage = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListAdapters | GetStats | GetHealth | Beat
+ServerMessage = Welcome | Accepted | Chunks | Done | Adapters | Stats | Health | Error | Beat
+
+
+class FrameError(ValueError):
+    """A frame that is not one of the protocol's.
+
+    `code` is the error code to answer with, `request_id` or `call` what the answer belongs to (where that much could be read).
+    """
+
+    def __init__(self, code: ErrorCode, message: str, request_id: str | None = None, call: int | None = None) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.request_id = request_id
+        self.call = call
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A decoded frame: the engine instance that its sender means, and the message."""
+
+    instance: bytes
+    message: Any
+
+
+class _Named(Struct):
+    """As much of a faulty message as tells whose it is."""
+
+    request_id: RequestId | None = None
+    call: CallId | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ClientMessage)
+_named: msgspec.msgpack.Decoder[_Named] = msgspec.msgpack.Decoder(_Named)
+_from_server: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ServerMessage)
+
+
+def header(instance: bytes) -> bytes:
+    """The bytes before every message. Raises ValueError for an instance id of the wrong length."""
+    if len(instance) != INSTANCE_BYTES:
+        raise ValueError(f"an instance id has {INSTANCE_BYTES} bytes, not {len(instance)}")
+    return MAGIC + PROTOCOL_VERSION.to_bytes(2, "big") + instance
+
+
+def encode(message: Message, instance: bytes = NO_INSTANCE) -> bytes:
+    """A message as a frame. Raises FrameError for one that is too long to be sent (the other side would cut the connection)."""
+    frame = header(instance) + _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise FrameError("bad_frame", f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}; shorten the prompt")
+    return frame
+
+
+def decode_from_client(frame: bytes) -> Frame:
+    """What a client sent: a Frame with a ClientMessage. Raises FrameError, and nothing else, for any bytes that are no such frame."""
+    return _decode(frame, _from_client)
+
+
+def decode_from_server(frame: bytes) -> Frame:
+    """What a server sent: a Frame with a ServerMessage. Raises FrameError, and nothing else, for any bytes that are no such frame."""
+    return _decode(frame, _from_server)
+
+
+def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Frame:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise FrameError("bad_frame", f"the frame has {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    if len(frame) < HEADER_BYTES or frame[:2] != MAGIC:
+        raise FrameError("bad_frame", "the frame does not begin with a Sidestream header")
+    version = int.from_bytes(frame[2:4], "big")
+    if version != PROTOCOL_VERSION:
+        raise FrameError("unsupported_version", f"the frame speaks protocol version {version}; this side speaks {PROTOCOL_VERSION}")
+    try:
+        message = decoder.decode(memoryview(frame)[HEADER_BYTES:])
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and every error of msgspec
+        raise _attributed(memoryview(frame)[HEADER_BYTES:], f"the message is malformed: {_short(error)}") from None
+    return Frame(bytes(frame[4:HEADER_BYTES]), message)
+
+
+def _attributed(body: memoryview, text: str) -> FrameError:
+    try:
+        named = _named.decode(body)
+    except (ValueError, RecursionError):
+        return FrameError("bad_frame", text)
+    if named.request_id is None and named.call is None:
+        return FrameError("bad_frame", text)
+    return FrameError("invalid_request", text, named.request_id, named.call)
+
+
+def _short(error: BaseException) -> str:
+    """What was wrong, without more of the sender's bytes than needed to find it."""
+    text = "too deeply nested" if isinstance(error, RecursionError) else str(error)
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:200])
+
+
+def sampling_from(params: Mapping[str, Any]) -> Sampling:
+    """A `Sampling` from `SamplingParams` fields by name; checks the types. Raises ValueError (msgspec.ValidationError) naming the field."""
+    return msgspec.convert(dict(params), Sampling)

@@ -1,0 +1,157 @@
+"""Which adapters should be on the device: asks for copies ahead of need, shares the slots fairly, and lets go of what nobody wants."""
+from collections.abc import Iterator
+
+from .adapter_slots import AdapterSlots
+from .waiting import WaitingQueues
+
+DRAINING_SHARE = 4
+"""At most one slot in so many (and at least one) is drained at a time: the others go on taking requests, so that the batch stays full."""
+
+
+class Residency:
+    """The policy over `AdapterSlots`, for the waiting adapters in the order of their turns.
+
+    `patience`: an adapter that finds every slot in use first keeps the adapter that was least recently admitted from taking new requests; after that many
+    steps the other's running sequences are to be put back. So every slot changes hands at most once in about `patience` steps.
+    """
+
+    def __init__(self, num_slots: int, patience: int, asynchronous: bool, waiting: WaitingQueues) -> None:
+        self.slots = AdapterSlots(num_slots)
+        self.asynchronous = asynchronous
+        self.failures = 0
+        self._patience = patience
+        self._waiting = waiting
+        self._loads: list[tuple[int, int]] = []
+        self._since: dict[int, int] = {}  # adapters without a slot -> step at which they asked first
+        self._retiring: set[int] = set()
+        self._retired: list[int] = []
+        self._vacate: tuple[int, int] | None = None  # (adapter whose sequences are put back, adapter that gets its slot)
+        self._leaving: tuple[int, int] | None = None
+        self._vacated_at = -patience
+        self._spared: set[int] = set()
+        self._fresh: set[int] = set()  # arrived and not used yet: if somebody waits for it, it is not given up before, or two could chase each other for ever
+        self._draining: set[int] = set()
+        self._step = 0
+        self._committed = -1
+        self._full = False
+        self._victims: Iterator[int] | None = None
+
+    def requested(self, number: int) -> None:
+        """A request of this adapter has come: unless it is here, it is brought into host memory, whether or not there is a slot for it yet."""
+        if self.asynchronous and number >= 0 and not (self.slots.is_resident(number) or self.slots.is_loading(number)):
+            self._loads.append((-1, number))
+
+    # -- one look at the waiting adapters, in the order of their turns --------------------------------------------------------------
+
+    def begin_pass(self, step: int, committed: int) -> None:
+        """`step`: the number of the plan that is being made; `committed`: the last one whose results came back."""
+        self._step, self._committed = step, committed
+        self._spared = {number for number in self._fresh if self._waiting.active(number)}
+        self._draining.clear()
+        self._full = self.slots.num_slots == 0
+        self._victims = None
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether looking at further adapters can still start a copy."""
+        return not self._full
+
+    def ready(self, number: int) -> bool:
+        """Whether a request of this adapter may be admitted now; if the adapter is not resident, what it takes is started."""
+        if number < 0:
+            return True
+        if self.slots.is_resident(number):
+            if self._leaving is not None and self._leaving[0] == number and self._leaving[1] in self._since:
+                return False
+            self._spared.add(number)
+            return number not in self._draining
+        if self.slots.is_loading(number):
+            return False
+        slot = self.slots.begin(number, self._committed, self._spared) if self._victims is None else None
+        if slot is None:
+            self._wait_for_slot(number)
+            return False
+        self._since.pop(number, None)
+        self._spared.add(number)
+        if self._leaving is not None and self._leaving[1] == number:
+            self._leaving = None
+        self._loads.append((slot, number))
+        if self.asynchronous:
+            return False
+        self._arrive(number)
+        return True
+
+    def admitted(self, number: int) -> int:
+        """A request that was `ready` is admitted: the slot of its adapter (-1: the base model)."""
+        self._fresh.discard(number)
+        return self.slots.acquire(number) if number >= 0 else -1
+
+    def loads_of_plan(self) -> list[tuple[int, int]]:
+        """The copies that the plan itself has to ask for."""
+        return [] if self.asynchronous else self.take_loads()
+
+    def take_vacated(self) -> int | None:
+        """The adapter whose sequences are to be put back, if there is one. It waits until the other has its slot."""
+        vacate, self._vacate = self._vacate, None
+        if vacate is None or vacate[1] not in self._since:
+            return None
+        self._leaving = vacate
+        return vacate[0]
+
+    def _wait_for_slot(self, number: int) -> None:
+        self._full = True
+        since = self._since.setdefault(number, self._step)
+        if self._victims is None:  # the first of this pass that finds no slot: nobody after it will
+            self._victims = iter(() if self.slots.settling(self._committed) else self.slots.draining_order())
+        victim = next(self._victims, None) if len(self._draining) < max(1, self.slots.num_slots // DRAINING_SHARE) else None
+        if victim is None:
+            return
+        self._draining.add(victim)
+        interval = max(1, self._patience // self.slots.num_slots)
+        if self._step - since >= self._patience and self._step - self._vacated_at >= interval and self._vacate is None:
+            self._vacate, self._vacated_at = (victim, number), self._step
+
+    # -- what becomes of copies and of adapters -------------------------------------------------------------------------------------
+
+    def take_loads(self) -> list[tuple[int, int]]:
+        """(slot, number) of the copies to start, slot -1 = into host memory only."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def arrived(self, number: int) -> None:
+        """A copy is complete."""
+        self._arrive(number)
+        if not self._waiting.active(number):
+            self.unused(number)
+
+    def _arrive(self, number: int) -> None:
+        self.slots.arrived(number)
+        self._fresh.add(number)
+        if self._leaving is not None and self._leaving[0] == number:
+            self._leaving = None
+
+    def failed(self, number: int) -> None:
+        """A copy could not be made; nobody waits for the adapter any more."""
+        self.failures += 1
+        self.slots.lost(number)
+        self.unused(number)
+
+    def retire(self, number: int) -> None:
+        """The adapter takes no new requests: when its last one is finished, its slot comes free and it is reported by `take_retired`."""
+        self._retiring.add(number)
+        if not self._waiting.active(number):
+            self.unused(number)
+
+    def unused(self, number: int) -> None:
+        """The adapter's last request is finished."""
+        self._since.pop(number, None)
+        self._fresh.discard(number)
+        if number in self._retiring and not self.slots.is_loading(number):  # a copy on its way must arrive before its slot is another's
+            self._retiring.discard(number)
+            self.slots.lost(number)
+            self._retired.append(number)
+
+    def take_retired(self) -> list[int]:
+        """Retired adapters that nobody uses any more."""
+        retired, self._retired = self._retired, []
+        return retired

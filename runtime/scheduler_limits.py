@@ -1,0 +1,50 @@
+"""What a scheduler is told of its engine, and what it tells about itself."""
+from dataclasses import dataclass
+
+from .pages import pages_for
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """The engine's sizes: KV pages, tokens of a sequence, sequences at once, query tokens of a step, adapter slots.
+
+    slot_patience: after so many steps a request whose adapter finds every slot in use has the sequences of another adapter put back.
+    """
+
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_slots: int = 0
+    prefix_caching: bool = True
+    slot_patience: int = 128
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                             "so not every running sequence would get its token in a step; raise the one or lower the other")
+        if self.num_pages < pages_for(self.max_model_len):
+            raise ValueError(f"{self.num_pages} KV pages do not hold one sequence of max_model_len={self.max_model_len} tokens "
+                             f"({pages_for(self.max_model_len)} pages); lower max_model_len or give the KV cache more memory")
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Where things stand now, and (from `preemptions` on) counts since the start; prefix_* count prompt tokens, cached ones are those found in the cache."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int
+    pages_cached: int
+    adapters_resident: int
+    adapters_loading: int
+    preemptions: int
+    timeouts: int
+    prefix_queries: int
+    prefix_hits: int
+    page_evictions: int
+    adapter_admissions: int
+    adapter_loads: int
+    adapter_evictions: int
+    adapter_failures: int

@@ -1,0 +1,41 @@
+"""What `sidestream serve` is told, as the three processes share it."""
+from typing import Any
+
+from msgspec import Struct, field
+
+DRAIN_SECONDS = 30.0
+MAX_WAITING = 4096
+
+
+class ServeSettings(Struct, frozen=True, kw_only=True):
+    """Settings of a server.
+
+    model             model directory
+    llm               further arguments of `LLM`
+    adapters          name -> directory
+    bind              the clients' address
+    keys              directory of CURVE keys
+    drain_seconds     how long open requests may go on after SIGTERM
+    restart           start the processes again when one dies
+    admin             clients may load and unload adapters
+    adapter_roots     directories under which a loaded adapter must lie
+    max_waiting       requests that may wait to be admitted before newcomers are told `overloaded`
+    served_model_name what clients are told
+    gpu_command       command that runs the GPU process (its arguments: the channel's descriptor)
+    directory, generation   where the processes' own sockets lie, and which life of the GPU process this is: filled in by the supervisor
+    """
+
+    model: str
+    llm: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
+    bind: str = ""
+    keys: str | None = None
+    drain_seconds: float = DRAIN_SECONDS
+    restart: bool = False
+    admin: bool = True
+    adapter_roots: list[str] = field(default_factory=list)
+    max_waiting: int = MAX_WAITING
+    served_model_name: str = ""
+    gpu_command: list[str] = field(default_factory=list)
+    directory: str = ""
+    generation: int = 0

@@ -1,0 +1,227 @@
+"""The supervisor of a server: starts the batcher and the GPU process, watches them, and stops them in good order.
+
+    python: serve(ServeSettings(model="path", bind="ipc:///run/user/1000/sidestream/engine.sock"))
+
+Each child hangs on a channel that closes with its process; each child ends when the supervisor's end closes, so nothing outlives `kill -9` of any of the three.
+"""
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from .addresses import AddressLock, check_keys, make_private_directory, parse
+from .channel import Channel, ChannelClosed
+from .gpu_link import Ready
+from .serve_settings import ServeSettings
+
+STOP_SECONDS = 5.0
+DEATHS = 5
+DEATHS_SECONDS = 300.0
+"""So many deaths of the GPU process within this time are not an accident any more."""
+EXIT_DEAD = 1
+EXIT_SETTINGS = 2
+
+
+@dataclass
+class Child:
+    """A process and the line to it."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    channel: Channel
+    inbox: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, name: str, command: list[str], settings: ServeSettings) -> "Child":
+        """Run `command FD` in a session of its own (a terminal's Ctrl-C is the supervisor's business)."""
+        channel, theirs = Channel.pair()
+        with theirs:
+            fd = theirs.fileno()
+            process = subprocess.Popen([*command, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
+        channel.send({"settings": msgspec.to_builtins(settings)})
+        return cls(name, process, channel)
+
+    def stop(self, seconds: float = STOP_SECONDS) -> int:
+        """Hang up, wait, kill if need be; returns the exit status."""
+        self.channel.close()
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+class Supervisor:
+    """`run` serves until SIGTERM or SIGINT (exit code 0), a start that fails (2), or a death that is not to be repaired (1)."""
+
+    def __init__(self, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
+        self._say = say
+        self._address = parse(settings.bind)
+        check_keys(self._address, settings.keys is not None)
+        make_private_directory(self._address)
+        self._lock = AddressLock(self._address)
+        self._runtime = Path(tempfile.mkdtemp(prefix="sidestream-", dir=os.environ.get("XDG_RUNTIME_DIR") or None))
+        self._settings = structs.replace(settings, directory=str(self._runtime), generation=0)
+        self._batcher: Child | None = None
+        self._gpu: Child | None = None
+        self._deaths: list[float] = []
+        self._was_ready = False
+        self._draining_until: float | None = None
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+
+    def run(self) -> int:
+        """See the class."""
+        former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        former_fd = signal.set_wakeup_fd(self._waker.fileno())
+        try:
+            self._batcher = self._start_batcher()
+            self._gpu = self._start_gpu()
+            return self._watch()
+        finally:
+            signal.set_wakeup_fd(former_fd)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            children = [child for child in (self._gpu, self._batcher) if child is not None]
+            for child in children:
+                child.channel.close()
+            for child in children:
+                child.stop()
+            shutil.rmtree(self._runtime, ignore_errors=True)
+            if self._address.path is not None:
+                self._address.path.unlink(missing_ok=True)
+            self._lock.release()
+
+    def _start_batcher(self) -> Child:
+        return Child.start("batcher", [sys.executable, "-m", "sidestream.runtime.batcher"], self._settings)
+
+    def _start_gpu(self) -> Child:
+        command = self._settings.gpu_command or [sys.executable, "-m", "sidestream.runtime.gpu_process"]
+        return Child.start("GPU process", command, self._settings)
+
+    def _watch(self) -> int:
+        while True:
+            timeout = None if self._draining_until is None else max(0.0, self._draining_until - time.monotonic())
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ)
+                for child in (self._batcher, self._gpu):
+                    if child is not None:
+                        selector.register(child.channel, selectors.EVENT_READ, child)
+                ready = [key.data for key, _ in selector.select(timeout)]
+            code: int | None = None
+            for child in ready:
+                code = self._hear(child) if child is not None else self._signalled()
+                if code is not None:
+                    return code
+            if self._draining_until is not None and time.monotonic() >= self._draining_until:
+                return 0
+
+    def _signalled(self) -> int | None:
+        received = self._wake.recv(64)
+        if not set(received) & {signal.SIGTERM, signal.SIGINT}:
+            return None
+        if self._draining_until is not None or self._batcher is None or not self._was_ready:  # the second signal, or nothing to drain
+            return 0
+        seconds = self._settings.drain_seconds
+        self._say(f"draining for up to {seconds:g} s; a second signal stops at once")
+        self._draining_until = time.monotonic() + seconds + STOP_SECONDS
+        self._order({"order": "drain", "seconds": seconds})
+        return None
+
+    def _hear(self, child: Child) -> int | None:
+        try:
+            messages = child.channel.receive()
+        except ChannelClosed:
+            return self._died(child)
+        for message in messages:
+            event = message["event"]
+            if event == "failed":
+                self._say(f"error: {message['message']}")
+                return EXIT_SETTINGS
+            if event == "ready":
+                self._say(capacity_line(msgspec.convert(message["ready"], Ready)))
+            elif event == "serving":
+                self._was_ready = True
+                self._say(f"serving at {self._settings.bind}")
+            elif event == "bound":
+                self._settings = structs.replace(self._settings, bind=message["address"])
+            elif event == "drained":
+                return 0 if self._draining_until is not None else EXIT_DEAD
+        return None
+
+    def _died(self, child: Child) -> int | None:
+        status = child.stop()
+        if self._draining_until is not None and child is self._batcher:
+            return 0
+        self._say(f"the {child.name} died ({_status(status)})")
+        now = time.monotonic()
+        self._deaths = [*(then for then in self._deaths if now - then < DEATHS_SECONDS), now]
+        restarting = self._settings.restart and self._was_ready and len(self._deaths) < DEATHS and self._draining_until is None
+        if child is self._gpu:
+            self._gpu = None
+            self._order({"order": "gpu_died", "restarting": restarting})
+            if not restarting:
+                return self._last_words()
+            self._settings = structs.replace(self._settings, generation=self._settings.generation + 1)
+            self._order({"order": "gpu_starting", "generation": self._settings.generation})
+            self._say("starting the GPU process again")
+            self._gpu = self._start_gpu()
+            return None
+        self._batcher = None
+        if self._gpu is not None:
+            self._gpu.stop()
+            self._gpu = None
+        if not restarting:
+            return EXIT_DEAD
+        self._settings = structs.replace(self._settings, generation=self._settings.generation + 1)
+        self._say("starting both processes again")
+        self._batcher, self._gpu = self._start_batcher(), self._start_gpu()
+        return None
+
+    def _last_words(self) -> int:
+        """The GPU process is dead for good: the batcher tells its clients and ends."""
+        if self._batcher is not None:
+            try:
+                self._batcher.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._say("the batcher did not end by itself")
+        return EXIT_DEAD
+
+    def _order(self, order: dict[str, Any]) -> None:
+        if self._batcher is not None:
+            try:
+                self._batcher.channel.send(order)
+            except ChannelClosed:
+                return  # its own death is noticed by itself
+
+
+def capacity_line(ready: Ready) -> str:
+    """What the engine holds, on one line."""
+    seconds = sum(ready.seconds.values())
+    return (
+        f"ready in {seconds:.1f} s on {ready.device}: {ready.num_pages * ready.page_size} KV tokens ({ready.num_pages} pages), "
+        f"{len(ready.adapters)} adapters ({ready.num_slots} at once), up to {ready.max_num_seqs} requests at once, {ready.max_model_len} tokens each, "
+        f"{ready.max_num_batched_tokens} tokens a step"
+    )
+
+
+def serve(settings: ServeSettings, say: Callable[[str], None] = print) -> int:
+    """Serve until told to stop; returns the exit code. Raises AddressError or KeyFileError for an address that may not be used."""
+    return Supervisor(settings, say).run()
+
+
+def _status(status: int) -> str:
+    return f"signal {-status}, {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"

@@ -1,0 +1,51 @@
+"""From chosen work to a step plan's flat arrays."""
+import numpy as np
+
+from .plan import StepPlan
+from .request import Sequence
+from .rows import RowTable
+
+Work = list[tuple[Sequence, int]]  # a sequence, and how many of its tokens the step computes
+
+
+def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]]) -> StepPlan:
+    """The plan of `work`, which counts as computed from now on; sequences whose last token it computes get a token in flight."""
+    sequences = [sequence for sequence, _ in work]
+    count = len(work)
+    counts = np.fromiter((tokens for _, tokens in work), np.int32, count)
+    row_of = np.fromiter((sequence.row for sequence in sequences), np.int32, count)
+    starts = np.fromiter((sequence.computed for sequence in sequences), np.int32, count)
+    query_start = np.zeros(count + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    input_ids: list[int] = []
+    feed: list[tuple[int, int]] = []
+    sampled: list[int] = []
+    steps = [0] * count
+    for index, (sequence, tokens) in enumerate(work):
+        end, known = sequence.computed + tokens, len(sequence.tokens)
+        if tokens == 1 and end <= known:
+            input_ids.append(sequence.tokens[end - 1])
+        else:
+            input_ids += sequence.tokens[sequence.computed:end]
+        if end > known:  # the last token is still on the device
+            feed.append((len(input_ids), sequence.sampled_at[1]))
+            input_ids.append(0)
+        sequence.computed = end
+        if end == known + sequence.in_flight:
+            steps[index] = end - sequence.prompt_length
+            sampled.append(index)
+            sequence.in_flight += 1
+            sequence.sampled_at = (step, index)
+    decode = len(input_ids) == count
+    of_token = np.arange(count, dtype=np.int32) if decode else np.repeat(np.arange(count, dtype=np.int32), counts)
+    positions = starts if decode else ((starts - query_start[:-1])[of_token] + np.arange(len(input_ids))).astype(np.int32)
+    sample_rows = np.asarray(sampled, np.int32)
+    longest = max(len(sequence.pages) for sequence in sequences)
+    feeds = np.asarray(feed, np.int32).reshape(-1, 2)
+    token_rows = row_of[of_token]
+    return StepPlan(
+        step=step, decode=decode, input_ids=np.asarray(input_ids, np.int32), positions=positions,
+        slot_mapping=rows.slots(token_rows, positions), adapter_index=rows.adapter_slot[token_rows],
+        block_table=rows.pages[row_of, :longest], context_lens=starts + counts, query_start=query_start, logits_indices=query_start[1:] - 1,
+        sample_rows=sample_rows, feed_positions=feeds[:, 0].copy(), feed_rows=feeds[:, 1].copy(), slot_loads=np.asarray(slot_loads, np.int32).reshape(-1, 2),
+        sampling=rows.sampling(row_of, sequences, sample_rows, np.asarray(steps, np.int64)))

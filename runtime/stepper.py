@@ -1,0 +1,181 @@
+"""The batcher's engine half: plans go to the GPU process one step ahead, results come back, adapters are brought in beside the steps."""
+import time
+from dataclasses import asdict
+from typing import Any
+
+from .engine import Delta, Engine, Request
+from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
+from .outputs import RequestOutput
+from .plan import StepPlan, StepResult
+from .scheduler import Scheduler, SchedulerLimits
+from .tokenizer import Tokenizer
+
+AHEAD = 2
+"""Steps that may be with the GPU process at once: the one that runs and the one that follows."""
+Progress = tuple[list[Delta], list[RequestOutput]]
+
+
+class RemoteRunner:
+    """The GPU process in place of a runner: steps are shipped by `Stepper.pump`, loads are reported by messages."""
+
+    def __init__(self, link: BatcherEnd) -> None:
+        self._link = link
+        self._reports: list[tuple[int, int, str | None]] = []
+
+    def start_load(self, slot: int, number: int) -> None:
+        """Have an adapter brought into a slot (-1: into host memory)."""
+        self._link.tell(StartLoad(slot, number))
+
+    def forget_adapter(self, number: int) -> None:
+        """Have an adapter dropped."""
+        self._link.tell(Retire(number))
+
+    def report(self, done: LoadDone) -> None:
+        """A load is over."""
+        self._reports.append((done.slot, done.number, done.problem))
+
+    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
+        """What `report` was told since the last call; never waits."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def submit(self, plan: StepPlan) -> None:
+        """Ship a step."""
+        self._link.submit(plan)
+
+    def collect(self, handle: Any) -> StepResult:
+        """Never called: results come as messages."""
+        raise RuntimeError("results of the GPU process are not waited for")
+
+
+class Stepper:
+    """One life of the GPU process, from its `Ready` on.
+
+    `late_plans`: plans that came when the device had nothing left to do though requests were open; `idle_seconds`: how long it stood still for want of
+    them; `busy_seconds`: this process's own work on steps, `plan_seconds` the part of it that the next plan waits for.
+    """
+
+    def __init__(self, ready: Ready, link: BatcherEnd, tokenizer: Tokenizer | None, seed: int = 0) -> None:
+        self.ready = ready
+        self.link = link
+        self.numbers: dict[str, int] = {adapter.name: adapter.number for adapter in ready.adapters}
+        self.hashes: dict[int, str] = {adapter.number: adapter.content for adapter in ready.adapters}
+        self.known: dict[str, LoadedAdapter] = {adapter.name: adapter for adapter in ready.adapters}
+        limits = SchedulerLimits(
+            ready.num_pages, ready.max_model_len, ready.max_num_seqs, ready.max_num_batched_tokens, ready.num_slots, ready.prefix_caching)
+        self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
+        self._remote = RemoteRunner(link)
+        self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
+        self.in_flight = 0
+        self.steps = self.late_plans = self.failed_steps = 0
+        self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = 0.0
+        self.last_step_seconds = 0.0
+        self._done_before = 0
+        self._continuing: dict[int, bool] = {}
+
+    def add(self, request: Request, stream: bool) -> None:
+        """Queue a request. Raises RequestError."""
+        self.engine.add(request, stream)
+
+    def pump(self, continuing: bool = False) -> None:
+        """Plan and ship as far ahead as is allowed. `continuing`: a step has just come back."""
+        while self.in_flight < AHEAD:
+            plan = self.engine.plan()
+            if plan is None:
+                return
+            self._continuing[plan.step] = continuing or self.in_flight > 0
+            self._remote.submit(plan)
+            self.in_flight += 1
+
+    def take(self, result: StepResult, timing: Timing) -> Progress:
+        """A step's tokens: first the next plan goes out, then they become text."""
+        begin = time.perf_counter()
+        self.in_flight -= 1
+        progress = self.engine.commit(result)
+        self.pump(continuing=True)
+        self.plan_seconds += time.perf_counter() - begin
+        output = self.engine.deliver(progress, result)
+        self._note(result.step, timing, time.perf_counter() - begin)
+        return output
+
+    def fail(self, step: int) -> None:
+        """A step raised on the device: its requests end with an error."""
+        self.in_flight -= 1
+        self.failed_steps += 1
+        self._continuing.pop(step, None)
+        self.scheduler.fail_step(step)
+
+    def take_ended(self) -> Progress:
+        """What the scheduler ended by itself: deadlines, failed loads, failed steps."""
+        return self.engine.take_ended()
+
+    def load_done(self, done: LoadDone) -> None:
+        """An adapter has arrived on the device, or could not be brought there."""
+        self._remote.report(done)
+        self.engine.take_loads_in()
+
+    def register(self, adapter: LoadedAdapter) -> None:
+        """An adapter that the GPU process has read; a name's former adapter serves its requests to their end."""
+        self.retire(adapter.name)
+        self.hashes[adapter.number] = adapter.content
+        self.known[adapter.name] = adapter
+        self.numbers[adapter.name] = adapter.number
+
+    def retire(self, name: str) -> None:
+        """A name is taken away."""
+        former = self.known.pop(name, None)
+        if former is not None:
+            del self.numbers[name]
+            self.scheduler.forget_adapter(former.number)
+
+    def read_adapter(self, ticket: int, name: str, path: str, replace: bool) -> None:
+        """Ask the GPU process for an adapter."""
+        self.link.tell(Load(ticket, name, path, replace))
+
+    def drop_adapter(self, ticket: int, name: str) -> None:
+        """Have the GPU process forget a name."""
+        self.link.tell(Unload(ticket, name))
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters and gauges."""
+        scheduler = self.scheduler
+        values: dict[str, int | float] = {
+            "steps_total": self.steps,
+            "tokens_total": self.engine.num_sampled,
+            "late_plans_total": self.late_plans,
+            "failed_steps_total": self.failed_steps,
+            "gpu_idle_seconds_total": self.idle_seconds,
+            "gpu_step_seconds_total": self.device_seconds,
+            "batcher_step_seconds_total": self.busy_seconds,
+            "plan_seconds_total": self.plan_seconds,
+            "batcher_step_seconds_longest": self.longest_busy,
+            "steps_in_flight": self.in_flight,
+            "requests_running": len(scheduler.running),
+            "requests_waiting": scheduler.num_waiting,
+            "adapters": len(self.known),
+        }
+        return values | published(asdict(scheduler.stats()))
+
+    def _note(self, step: int, timing: Timing, seconds: float) -> None:
+        self.steps += 1
+        self.busy_seconds += seconds
+        self.longest_busy = max(self.longest_busy, seconds)
+        self.last_step_seconds = (timing.done - max(timing.received, self._done_before)) / 1e9
+        self.device_seconds += self.last_step_seconds
+        if self._continuing.pop(step, False) and timing.received > self._done_before > 0:
+            self.late_plans += 1
+            self.idle_seconds += (timing.received - self._done_before) / 1e9
+        self._done_before = timing.done
+
+
+def published(counted: dict[str, int]) -> dict[str, int | float]:
+    """The scheduler's counters by the names that clients see."""
+    values: dict[str, int | float] = {
+        "pages_total": counted["pages"],
+        "pages_in_use": counted["pages_used"],
+        "adapter_hits_total": counted["adapter_admissions"] - counted["adapter_loads"],
+        "adapter_misses_total": counted["adapter_loads"],
+    }
+    values |= {name: counted[name] for name in ("pages_cached", "adapters_resident", "adapters_loading")}
+    totals = ("preemptions", "timeouts", "prefix_queries", "prefix_hits", "page_evictions", "adapter_evictions", "adapter_failures")
+    return values | {f"{name}_total": counted[name] for name in totals}

@@ -1,0 +1,158 @@
+"""The cost model: bytes and FLOPs counted by hand, ceilings, two lanes on one memory, and the error that is published."""
+import json
+import math
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from sidestream.compiler.cost import StepCost, critical_path, estimate, floor_seconds, step_bytes, step_costs, total_seconds
+from sidestream.compiler.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.program import Bucket, Program, Step
+from sidestream.compiler.work import Assumptions, Work, work
+from support import two_lanes
+from support.meta_model import DECODE, DECODE_BASE, FIELDS, MIXED, compiled_llama
+
+MEASURED = Path(__file__).parents[2] / "docs" / "measurements"
+H, INNER, V, D = FIELDS["hidden_size"], FIELDS["intermediate_size"], FIELDS["vocab_size"], FIELDS["head_dim"]
+PEAK = H200.bytes_per_second()
+
+
+def only(program: Program, op: str, position: int = 0) -> Step:
+    return [step for step in program.steps if step.op == f"sidestream.{op}"][position]
+
+
+def test_bandwidth_grows_with_the_sms_and_stays_at_its_ceiling() -> None:
+    for gpu in GPUS.values():
+        speeds = [gpu.bytes_per_second(sms) for sms in (1, 33, 50, 99, 132, 200)]
+        assert speeds == sorted(speeds) and speeds[-1] == speeds[-2] == gpu.bytes_per_second()
+    assert H200.bytes_per_second(33) == pytest.approx(2.21e12) and H200.bytes_per_second(99) / PEAK == pytest.approx(0.93, abs=0.005)
+    assert "not measured" in H100.source and "measured" in H200.source
+
+
+def test_a_gpu_is_found_by_its_drivers_name() -> None:
+    assert gpu_named("NVIDIA H200") is H200 and gpu_named("h100") is H100
+    with pytest.raises(UnknownGpu, match=r"A100.*H200, H100"):
+        gpu_named("NVIDIA A100")
+
+
+def test_a_linears_bytes_and_flops() -> None:
+    program = compiled_llama().program(DECODE_BASE)
+    gate_up = next(step for step in program.steps if step.op == "sidestream.linear_fp8" and step.outs[0].shape == (8, 2 * INNER))
+    moved = 8 * H + 8 * 4 + 2 * INNER * H + 2 * INNER * 4 + 8 * 2 * INNER * 2  # e4m3 rows and their scales, e4m3 weight and its scales, bf16 results
+    assert work(program, gate_up) == Work(moved, {1: 2.0 * 8 * H * 2 * INNER})
+
+
+def test_only_the_embeddings_rows_count() -> None:
+    program = compiled_llama().program(DECODE_BASE)
+    assert step_bytes(program, only(program, "embedding")) == 8 * 8 + 2 * 8 * H * 2
+    assert work(program, only(program, "embedding")).total_flops == 0
+
+
+def test_attention_reads_the_context_that_is_assumed() -> None:
+    program = compiled_llama().program(DECODE_BASE)
+    attention = only(program, "paged_attention_quant")
+    moved = {context: step_bytes(program, attention, Assumptions(context=context)) for context in (64, 128, 512, 9999)}
+    cached = FIELDS["num_key_value_heads"] * 2 * (D + 4)  # e4m3 and a scale, K and V
+    assert moved[128] - moved[64] == 8 * 64 * cached
+    assert moved[9999] == moved[512], "a sequence holds no more than its block table reaches"
+    assert Assumptions().context_of(program) == 256
+    flops = work(program, attention, Assumptions(context=128)).total_flops
+    assert flops == pytest.approx(8 * 128 * FIELDS["num_attention_heads"] * D * 2 * 2)
+
+
+def test_prefill_sees_half_of_its_own_tokens() -> None:
+    program = compiled_llama().program(MIXED)
+    attention = only(program, "paged_attention_quant")
+    seen = 64 - (32 - 1) / 2  # 32 of the 64 cached tokens are this step's own
+    assert work(program, attention, Assumptions(context=64)).total_flops == pytest.approx(256 * seen * FIELDS["num_attention_heads"] * D * 4)
+
+
+def test_adapters_count_while_they_are_active() -> None:
+    program = compiled_llama().program(DECODE)
+    shrink = only(program, "lora_shrink")
+    one, three = (step_bytes(program, shrink, Assumptions(adapters=count)) for count in (1, 3))
+    assert three - one == 2 * 3 * 16 * H * 2  # q, k and v of rank 16 in bf16
+    alone = compiled_llama().program(replace(DECODE, tokens=1, sequences=1))
+    assert Assumptions(adapters=3).adapters_of(alone, 4) == 1, "one sequence uses one adapter"
+
+
+def test_the_floor_is_weights_cache_and_adapters_once() -> None:
+    program = compiled_llama().program(DECODE)
+    context, layers = 128, FIELDS["num_hidden_layers"]
+    heads, keys = FIELDS["num_attention_heads"] * D, FIELDS["num_key_value_heads"] * D
+    linears = [(heads + 2 * keys, H), (H, heads), (2 * INNER, H), (H, INNER)]
+    weights = layers * sum(rows * columns + 4 * rows for rows, columns in linears) + V * H + 4 * V
+    cache = layers * 8 * context * 2 * (keys + 4 * FIELDS["num_key_value_heads"])
+    projections = [(heads, H), (keys, H), (keys, H), (H, heads), (INNER, H), (INNER, H), (H, INNER)]
+    adapters = layers * 2 * 2 * 16 * sum(inputs + outputs for outputs, inputs in projections)
+    floor = floor_seconds(program, Assumptions(context=context, adapters=2)) * PEAK
+    norms_and_rows = (2 * layers + 1) * H * 2 + 8 * H * 2 + D * 4
+    assert weights + cache + adapters <= floor <= weights + cache + adapters + norms_and_rows + 8 * layers * 2 * (keys + 4) + 1
+
+
+def costs(program: Program, seconds: float = 4e-6, share: float = 0.9) -> list[StepCost]:
+    """The same for each step: a quarter fixed, the rest streaming at `share` of the memory's bandwidth."""
+    streaming = 0.75 * seconds
+    return [StepCost(Work(int(share * PEAK * streaming), {}), streaming, 0.25 * seconds, seconds, "bytes") for _ in program.steps]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lanes_keep_order_waits_and_the_memorys_bandwidth(seed: int) -> None:
+    program, _ = two_lanes.build(seed)
+    given = costs(program)
+    placed = estimate(program, costs=given)
+    assert len(placed) == len(program.steps)
+    last = {"main": 0.0, "side": 0.0}
+    for step, where, cost in zip(program.steps, placed, given, strict=True):
+        assert where.start >= last[step.stream] - 1e-12 and all(where.start >= placed[wait].end - 1e-12 for wait in step.waits)
+        assert where.end - where.start >= cost.seconds * (1 - 1e-9)
+        last[step.stream] = where.end
+    moved = sum(cost.work.bytes for cost in given)
+    assert total_seconds(placed) >= moved / PEAK
+    alone = sum(cost.seconds for cost in given) + H200.cross_stream * sum(bool(step.waits) for step in program.steps)
+    assert total_seconds(placed) <= alone * (1 + 1e-9), "two lanes are never slower than one after the other"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_critical_path_leads_from_the_start_to_the_end_without_a_gap(seed: int) -> None:
+    program, _ = two_lanes.build(seed)
+    placed = estimate(program, costs=costs(program))
+    path = critical_path(program, placed)
+    assert placed[path[0]].start == 0.0 and placed[path[-1]].end == total_seconds(placed)
+    assert all(placed[second].start == pytest.approx(placed[first].end, abs=1e-12) for first, second in pairwise(path))
+
+
+def test_lora_beside_the_base_costs_less_than_behind_it() -> None:
+    times = {}
+    for lowering in ("serial", "side_stream"):
+        program = compiled_llama(CompileOptions(lora_lowering=lowering)).program(DECODE)
+        times[lowering] = total_seconds(estimate(program))
+    base = total_seconds(estimate(compiled_llama().program(DECODE_BASE)))
+    assert base < times["side_stream"] < times["serial"]
+
+
+def test_launches_bound_a_tiny_model_and_flops_a_long_prefill() -> None:
+    decode = compiled_llama().program(DECODE)
+    assert {cost.bound for cost in step_costs(decode)} == {"launch"}
+    wide = compiled_llama().program(Bucket(8192, 8, 1025, 128))
+    attention = only(wide, "paged_attention_quant")
+    assert step_costs(wide, Assumptions(context=8192))[attention.index].bound == "flops"
+    assert floor_seconds(decode) < total_seconds(estimate(decode)) and floor_seconds(wide) < total_seconds(estimate(wide))
+
+
+def test_programs_without_a_bucket_have_an_estimate() -> None:
+    program = replace(compiled_llama().program(DECODE), bucket=None)
+    assert floor_seconds(program) > 0 and math.isfinite(total_seconds(estimate(program)))
+    assert step_bytes(program, only(program, "embedding")) == 8 * 8 + 2 * 8 * H * 2
+
+
+def test_the_published_error_is_small() -> None:
+    content = json.loads((MEASURED / "cost_model_h200.json").read_text())
+    text = (MEASURED / "cost_model_h200.txt").read_text()
+    assert "H200" in content["device"]
+    for result in content["results"]:
+        assert abs(result["estimated"] / result["measured"] - 1) < 0.1, result["program"]
+        assert re.search(rf"{result['program']}: estimated {result['estimated']:.0f} us, measured {result['measured']:.0f} us", text)

@@ -1,0 +1,109 @@
+"""The passes over a decode program's own graph: one launch between two attentions, the last norm's quantization; switched off, nothing changes."""
+from collections import Counter
+from typing import Any
+
+import pytest
+import sidestream
+import torch
+from sidestream.compiler.emit import BoundProgram
+from sidestream.compiler.options import CompileOptions, OptionError
+from sidestream.compiler.program import Bucket, Program
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.lora import LoraShape
+
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DECODE = Bucket(3, 3, 12, 2, decode=True, lora=False)
+
+
+def program(bucket: Bucket = DECODE, lora: bool = False, fields: dict[str, Any] | None = None, **options: Any) -> Program:
+    module = Llama(LlamaConfig.from_dict({**FIELDS, **(fields or {})}), LoraShape(2, 16) if lora else None, torch.bfloat16, "meta")
+    return sidestream.compile(module, CompileOptions(**options)).program(bucket)
+
+
+def ops(made: Program) -> Counter[str]:
+    return Counter(step.op.removeprefix("sidestream.") for step in made.steps)
+
+
+def logits(made: Program) -> torch.Tensor:
+    """What the program computes from random tensors that depend on their names alone."""
+    tensors = {}
+    for buffer in made.of_kind("input", "weight"):
+        generator = torch.Generator().manual_seed(sum(map(ord, buffer.name)))
+        values = torch.randn(buffer.shape, generator=generator)
+        if buffer.name.endswith("_scale"):
+            values = values.abs() * 0.03 + 0.01
+        elif "norm" in buffer.name:
+            values = 1 + 0.1 * values
+        tensors[buffer.name] = values.to(buffer.dtype)
+    integers = {
+        "input_ids": [5, 6, 7], "positions": [70, 0, 9], "slot_mapping": [6, 128, 265], "block_table": [[1, 0], [2, 3], [4, 5]], "context_lens": [71, 1, 10],
+        "query_start": [0, 1, 2, 3],
+    }  # fmt: skip
+    tensors.update({name: torch.tensor(value, dtype=made.by_name[name].dtype) for name, value in integers.items() if name in made.by_name})
+    with torch.no_grad():
+        return BoundProgram(made, tensors, "cpu", poison=True).run()[0].float()
+
+
+def test_a_layer_is_three_launches() -> None:
+    made = program(whole_layer="on")
+    counts = ops(made)
+    assert counts["decoder_block"] == counts["paged_attention_blocks"] == counts["rope_append"] == 2
+    assert counts["linear_fp8"] == 2 and counts["rms_norm_quant"] == 2 and len(made.steps) == 12  # q/k/v of the first layer, lm_head
+    assert "fuse_decoder_block" in made.passes and "refused" not in made.passes
+
+
+def test_the_last_norm_quantizes_where_no_rows_are_selected() -> None:
+    counts, mixed = ops(program(whole_layer="off")), ops(program(Bucket(6, 3, 12, 2, lora=False)))
+    assert counts["quantize_rowwise"] == 0 and counts["decoder_block"] == 0 and mixed["quantize_rowwise"] == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_hidden_layers": 1}, {"tie_word_embeddings": True}], ids=["two", "one", "tied"])
+@pytest.mark.parametrize("lm_head", ["fp8", "bf16"])
+def test_logits_stay_near_those_of_separate_launches(fields: dict[str, Any], lm_head: str) -> None:
+    """Two ways to round the same activations to e4m3: each is off by its rounding."""
+    fused, separate = (logits(program(fields=fields, lm_head=lm_head, whole_layer=choice)) for choice in ("on", "off"))
+    assert float((fused - separate).norm() / separate.norm()) < 0.08 and not torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize("options", [{"whole_layer": "off"}, {"whole_layer": "on", "disable": ("fuse_decoder_block",)}], ids=["option", "disabled"])
+def test_switched_off_the_layers_stay_apart(options: dict[str, Any]) -> None:
+    made = program(**options)
+    assert ops(made)["decoder_block"] == 0 and torch.equal(logits(made), logits(program(whole_layer="off")))
+
+
+def test_auto_leaves_what_would_not_fill_the_gpu() -> None:
+    made = program()
+    assert ops(made)["decoder_block"] == 0 and "16 CTAs on 132 SMs would be slower" in made.passes
+
+
+@pytest.mark.parametrize(("bucket", "lora", "fields", "reason"), [
+    (Bucket(3, 3, 12, 2, decode=True), True, {}, "LoRA, if the program has it"),
+    (Bucket(65, 65, 200, 2, decode=True, lora=False), False, {}, "65 tokens; it takes up to 64"),
+    (DECODE, False, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
+])
+def test_what_the_kernel_does_not_take_is_refused(bucket: Bucket, lora: bool, fields: dict[str, Any], reason: str) -> None:
+    made = program(bucket, lora, fields, whole_layer="on")
+    assert ops(made)["decoder_block"] == 0 and reason in made.passes
+
+
+def test_a_program_without_lora_of_a_model_with_lora_is_fused() -> None:
+    assert ops(program(lora=True, whole_layer="on"))["decoder_block"] == 2
+
+
+def test_programs_of_several_tokens_a_sequence_have_no_passes_of_their_own() -> None:
+    assert program(Bucket(6, 3, 12, 2, lora=False), whole_layer="on").passes == ""
+
+
+def test_what_the_passes_did_is_saved_with_the_program() -> None:
+    made = program(whole_layer="on")
+    assert Program.from_json(made.to_json()).passes == made.passes
+
+
+def test_an_unknown_choice_is_told() -> None:
+    with pytest.raises(OptionError, match="whole_layer='maybe'"):
+        CompileOptions(whole_layer="maybe")  # type: ignore[arg-type]

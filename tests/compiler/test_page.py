@@ -1,0 +1,172 @@
+"""`index.html`: complete, self-contained, the same bytes for the same compilation, small enough, and measured times only when asked for."""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sidestream.compiler.api import CompiledModel
+from sidestream.compiler.page.kernels import compiled_resources, kernel_sources
+from sidestream.compiler.page.render import SCRIPTS, part, render
+from sidestream.compiler.timings import Timings, TimingsError
+from sidestream.ops.registry import OPS
+from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
+from support.meta import FIELDS
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledModel:
+    return compiled_on_meta(FIELDS, 2)
+
+
+@pytest.fixture(scope="module")
+def page(compiled: CompiledModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return (compiled.dump(tmp_path_factory.mktemp("dump"), [DECODE, MIXED]) / "index.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def data(page: str) -> dict[str, Any]:
+    return data_of(page)
+
+
+def test_every_pass_is_there_with_its_graphs(compiled: CompiledModel, data: dict[str, Any]) -> None:
+    assert [each["name"] for each in data["passes"]] == [record.name for record in compiled.records]
+    for shown, record, following in zip(data["passes"], compiled.records, [*data["passes"][1:], None], strict=True):
+        assert shown["matches"] == record.matches and shown["rejected"] == record.rejected and shown["about"]
+        assert following is None or following["before"] == shown["after"]
+        for number, lines in ((shown["before"], record.lines_before), (shown["after"], record.lines_after)):
+            texts = [data["lines"][line][0] for section in data["graphs"][number].values() for line in section]
+            assert sorted(texts) == sorted(line.text for line in lines)
+            assert set(data["graphs"][number]) == {"start", "0", "1", "end"}
+    assert any(each["rejected"] for each in data["passes"])
+
+
+def test_equal_lines_are_stored_once(data: dict[str, Any]) -> None:
+    assert len({tuple(line) for line in data["lines"]}) == len(data["lines"])
+    used = [line for graph in data["graphs"] for section in graph.values() for line in section]
+    assert len(used) > 2 * len(data["lines"]) and set(used) == set(range(len(data["lines"])))
+
+
+def test_lines_know_their_module_and_source(data: dict[str, Any]) -> None:
+    (line,) = [line for line in data["lines"] if line[0].startswith("paged_attention =") and "sidestream.paged_attention" in line[0]][:1]
+    assert data["modules"][line[1]] == "model.layers.0.self_attn"
+    source = data["sources"][line[2]]
+    assert re.match(r"graphs/llama\.py:\d+  output = torch\.ops\.sidestream\.paged_attention\(", source), source
+    assert not any(source.startswith("/") for source in data["sources"])
+
+
+def test_programs_have_steps_costs_and_memory(compiled: CompiledModel, data: dict[str, Any]) -> None:
+    assert [each["name"] for each in data["programs"]] == [DECODE.name, MIXED.name]
+    program, shown = compiled.program(DECODE), data["programs"][0]
+    assert len(shown["steps"]) == len(program.steps) and shown["arena"] == program.arena_bytes
+    for step, entry in zip(program.steps, shown["steps"], strict=True):
+        assert entry["op"] == step.op and entry["lane"] == step.stream and tuple(entry["waits"]) == step.waits and entry.get("sms") == step.sm_budget
+        assert 0 <= entry["floor"] <= entry["alone"] and entry["start"] < entry["end"] and entry["bytes"] > 0
+        assert {shown["buffers"][place][0] for place, _ in entry["writes"]} == {view.buffer for view in step.outs}
+    assert {entry["layer"] for entry in shown["steps"]} == {"start", "0", "1", "end"}
+    assert {entry["lane"] for entry in shown["steps"]} == {"main", "side"}
+    rope = next(entry for entry in shown["steps"] if entry["op"] == "sidestream.rope_append")
+    assert "hadamard=True" in rope["settings"]
+
+
+def test_kernels_come_with_their_source_text(data: dict[str, Any]) -> None:
+    called = {step["op"] for program in data["programs"] for step in program["steps"] if step["op"].startswith("sidestream.")}
+    assert set(data["ops"]) == called
+    norm = data["ops"]["sidestream.add_rms_norm_quant"]
+    kernel = data["functions"][norm["kernels"][0]]
+    assert kernel["language"] == "Triton" and "def _rms_norm_kernel(" in kernel["text"] and kernel["file"] == "ops/rms_norm.py" and kernel["line"] > 1
+    assert any(data["functions"][name]["language"] == "Gluon" for name in data["ops"]["sidestream.linear_fp8"]["kernels"])
+    assert "torch.Tensor" in data["functions"][norm["reference"]]["text"]
+
+
+def test_every_op_reaches_a_kernel() -> None:
+    sources = kernel_sources([f"sidestream.{name}" for name in OPS])
+    assert not [name for name, op in sources.ops.items() if not op["kernels"]]
+    assert kernel_sources(["aten.add.Tensor"]).ops == {}
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    markup = page.replace(page[page.index('id="data">') : page.index("</script>")], "")
+    loads = r"""(src|href)\s*=\s*["'](?!data:)|@import|url\((?!#|data:)|https?://(?!www\.w3\.org/2000/svg)|fetch\(|XMLHttpRequest|import\("""
+    assert not re.search(loads, markup)
+    assert "default-src 'none'" in page and "<!--" not in page
+
+
+def test_text_in_the_data_cannot_end_the_script(data: dict[str, Any]) -> None:
+    made = render({**data, "title": "</title><b>", "recipes": {"x": "</script><script>alert(1)</script><!--"}})
+    assert data_of(made)["recipes"]["x"].startswith("</script>") and "<title>&lt;/title&gt;" in made
+    assert made.count("</script>") == 2
+
+
+def test_scripts_stay_small_enough_to_read() -> None:
+    assert sum(part(name).count("\n") for name in SCRIPTS) < 700
+    assert all(part(name).startswith(("//", '"use strict";')) for name in SCRIPTS)
+
+
+def test_measured_times_are_on_the_page_only_when_asked_for(compiled: CompiledModel, tmp_path: Path) -> None:
+    steps = compiled.program(DECODE).steps
+    timings = Timings(steps={DECODE.name: [(1e-6 * index, 1e-6 * index + 3e-6) for index in range(len(steps))]},
+                      kernels={"ops.rms_norm._rms_norm_kernel": {"registers": 40, "spills": 0, "shared_bytes": 1024}})  # fmt: skip
+    plain = data_of((compiled.dump(tmp_path / "plain", [DECODE], timings=timings) / "index.html").read_text())
+    timed = data_of((compiled.dump(tmp_path / "timed", [DECODE], timings=timings, show_timings=True) / "index.html").read_text())
+    assert not any("seconds" in each for each in plain["passes"]) and "measured" not in plain["programs"][0]
+    assert all(each["seconds"] > 0 for each in timed["passes"]) and timed["programs"][0]["measured"][2] == [2.0, 5.0]
+    assert timed["functions"]["ops.rms_norm._rms_norm_kernel"]["resources"]["registers"] == 40
+    assert "resources" not in plain["functions"]["ops.rms_norm._rms_norm_kernel"]
+    again = Timings.load(tmp_path / "plain" / "timings.json")
+    assert [list(place) for place in again.steps[DECODE.name]] == [list(place) for place in timings.steps[DECODE.name]] and again.kernels == timings.kernels
+    with pytest.raises(TimingsError, match="hold 1 steps"):
+        compiled.dump(tmp_path / "wrong", [DECODE], timings=Timings(steps={DECODE.name: [(0.0, 1.0)]}), show_timings=True)
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '{"passes": []}', '{"passes": {"a": "b"}}', '{"steps": {"p": [1.0]}}', '{"steps": {"p": [[1.0]]}}'])
+def test_what_is_no_timings_file_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "timings.json").write_text(text)
+    with pytest.raises(TimingsError, match=r"timings\.json"):
+        Timings.load(tmp_path / "timings.json")
+
+
+def test_the_error_of_a_ledger_is_shown_with_its_pass(compiled: CompiledModel, tmp_path: Path) -> None:
+    shown = data_of((compiled.dump(tmp_path, [DECODE], ledger={"quantize_kv": 0.002}) / "index.html").read_text())
+    assert {each["name"]: each["error"] for each in shown["passes"] if "error" in each} == {"quantize_kv": 0.002}
+
+
+def test_chosen_layers_only(compiled: CompiledModel, tmp_path: Path) -> None:
+    compiled.dump(tmp_path, [DECODE], layers=[1])
+    assert all(set(graph) == {"start", "1", "end"} for graph in data_of((tmp_path / "index.html").read_text())["graphs"])
+    text = next(tmp_path.glob("*_lift_rms_norm.after.py")).read_text()
+    assert "# left out: layers 0" in text and "model.layers.1." in text and "model.layers.0." not in text and "p_lm_head_weight" in text
+    compile(text, "after.py", "exec")
+
+
+def test_resources_are_those_of_the_kernels_that_were_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sidestream.ops import rms_norm
+
+    variants = [SimpleNamespace(n_regs=regs, n_spills=spills, metadata=SimpleNamespace(shared=shared)) for regs, spills, shared in ((32, 0, 512), (40, 2, 256))]
+    monkeypatch.setattr(rms_norm._rms_norm_kernel, "device_caches", {0: (dict(enumerate(variants)), None)}, raising=False)
+    assert compiled_resources()["ops.rms_norm._rms_norm_kernel"] == {"registers": 40, "spills": 2, "shared_bytes": 512}
+
+
+def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**FIELDS, "num_hidden_layers": 2}))
+    arguments = [str(tmp_path / "model"), "--max-loras", "2", "--bucket", "4", "mixed:16"]
+    for folder, seed in (("a", "1"), ("b", "2")):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-m", "sidestream.tools.cli", "dump", *arguments, "-o", str(tmp_path / folder)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    roots = (tmp_path / "a", tmp_path / "b")
+    first, second = ({str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()} for root in roots)
+    assert first.keys() == second.keys() and {"index.html", "timings.json", "decode_t4_b4_p8_lora/program.json"} <= first.keys()
+    assert [name for name in first if first[name] != second[name]] in ([], ["timings.json"])
+
+
+def test_32_layers_of_the_8b_shape_stay_under_5_mb(tmp_path: Path) -> None:
+    page = dumped_8b(tmp_path)
+    assert page.stat().st_size < 5e6
+    assert {str(layer) for layer in range(32)} < set(data_of(page.read_text())["graphs"][0])

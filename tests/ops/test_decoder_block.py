@@ -1,0 +1,146 @@
+"""decoder_block: the reference against plain arithmetic, the kernel's machine code, the kernel against the reference."""
+from typing import Any
+
+import pytest
+import torch
+from sidestream.ops.decoder_block import decoder_block, fits
+from sidestream.ops.quantize_blocks import dequantize_blocks
+from sidestream.ops.registry import as_outputs
+from support.checks import bits, poison
+from support.samples import decoder_block_inputs
+from support.sm90 import launched
+
+LLAMA_8B = (4096, 4096, 14336, 6144)
+SMALL = (512, 512, 1024, 768)
+SMS, SHARED = 132, 232448  # of an H200
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9))
+
+
+def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same layer with nothing rounded, in fp64."""
+    attention, scale, residual, *rest = args
+    o, gain, gate_up, down, next_gain = _scaled(rest[0:2]), rest[2].double(), _scaled(rest[3:5]), _scaled(rest[5:7]), rest[7].double()
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args[-1]) * weight
+
+    x = residual.double() + dequantize_blocks(attention, scale).double() @ o.t()
+    gate, up = (norm(x, gain) @ gate_up.t()).chunk(2, -1)
+    x = x + (torch.nn.functional.silu(gate) * up) @ down.t()
+    return (norm(x, next_gain) @ _scaled(rest[8:10]).t() if rest[8] is not None else x[:, :0]), x
+
+
+def _scaled(pair: Any) -> torch.Tensor:
+    return pair[0].double() * pair[1].double()[:, None]
+
+
+# The reference
+
+
+def test_reference_is_the_layer_up_to_rounding() -> None:
+    args = decoder_block_inputs(5, 512, 256, 512, 384)
+    qkv, residual = decoder_block(*args)
+    want_qkv, want_residual = plain(args)
+    assert qkv.shape == (5, 384) and qkv.dtype == residual.dtype == torch.bfloat16
+    assert relative(residual, want_residual) < 0.03 and relative(qkv, want_qkv) < 0.06  # e4m3 rounds by 2.5% (rms)
+
+
+def test_without_a_projection_behind_it_the_residual_is_the_same() -> None:
+    args = decoder_block_inputs(3, 512, 256, 512, 128)
+    qkv, residual = decoder_block(*args[:-3], None, None, args[-1])
+    assert qkv.shape == (3, 0) and torch.equal(residual, decoder_block(*args)[1])
+
+
+@pytest.mark.parametrize(("sizes", "reason"), [
+    ((1, *LLAMA_8B), None),
+    ((64, *LLAMA_8B[:3], 0), None),
+    ((65, *LLAMA_8B), "65 tokens"),
+    ((1, 4096, 8192, 28672, 10240), "256 CTAs must be resident at once, the GPU has 132 SMs"),
+    ((1, 4096, 4096, 14400, 6144), "intermediate size 14400 is no multiple of 512"),
+    ((1, 4096, 4096, 14336, 128256), "2004 CTAs"),
+    ((1, 1024, 1024, 8192, 3072), "gives 32 CTAs, the other projections need 64"),
+])
+def test_sizes_that_do_not_fit_are_told(sizes: tuple[int, ...], reason: str | None) -> None:
+    objection = fits(*sizes, SMS)  # type: ignore[arg-type]
+    assert objection is None if reason is None else reason in (objection or "")
+
+
+def test_a_smaller_budget_of_sms_is_refused() -> None:
+    args = decoder_block_inputs(1, *SMALL)
+    with pytest.raises(ValueError, match=r"16 CTAs must be resident at once, the GPU has 8 SMs; compile with whole_layer='off'"):
+        decoder_block.launch(*args, out=as_outputs(decoder_block.fake(*args)), sm_budget=8)
+
+
+# Machine code
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 64])
+def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
+    meta = [torch.empty_like(arg, device="meta") if isinstance(arg, torch.Tensor) else arg for arg in decoder_block_inputs(tokens, *LLAMA_8B, device="meta")]
+    (code,) = launched(decoder_block, *meta, pdl=True)
+    assert code.spills == 0 and code.local_bytes == 0 and code.shared_bytes <= SHARED
+    assert code.registers * code.num_warps * 32 <= 65536
+    assert code.ptx_count("wgmma.mma_async") > 0 and code.ptx_count("cp.async.bulk.tensor") > 0 and code.ptx_count("griddepcontrol") == 3
+    assert code.sass["HMMA"] == 0
+
+
+# On a GPU
+
+
+def launch(args: tuple[Any, ...], **options: Any) -> tuple[torch.Tensor, ...]:
+    out = tuple(poison(tensor) for tensor in as_outputs(decoder_block.fake(*args)))
+    decoder_block.launch(*args, out=out, **options)
+    torch.cuda.synchronize()
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [LLAMA_8B, (*LLAMA_8B[:3], 0), SMALL, (1024, 2048, 4096, 1536)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33, 64])
+def test_kernel_is_the_reference(sizes: tuple[int, ...], tokens: int) -> None:
+    args = decoder_block_inputs(tokens, *sizes, device="cuda")
+    want = decoder_block.reference(*args)
+    first, second = launch(args), launch(args, pdl=True)
+    # Sums in another order differ by 1e-4, and an activation on a rounding edge then falls to the other side, by a whole e4m3 step: two right answers are
+    # 1-2% apart after three roundings. Exact they are equally: no further from the layer without roundings than the reference is.
+    for got, again, right, exact in zip(first, second, want, plain(args), strict=True):
+        assert torch.equal(bits(got), bits(again)), "other bits at a second launch"
+        if right.numel():
+            assert torch.isfinite(got.float()).all() and relative(got, right) < 4e-2
+            assert relative(got, exact) < 1.1 * relative(right, exact) + 1e-4
+
+
+@pytest.mark.gpu
+def test_token_counts_may_follow_each_other_in_any_order() -> None:
+    """Each launch finds its counters as it needs them, whatever ran before."""
+    cases = {tokens: decoder_block_inputs(tokens, *SMALL, device="cuda") for tokens in (1, 64, 3, 17)}
+    alone = {tokens: launch(args) for tokens, args in cases.items()}
+    for tokens in (64, 1, 1, 3, 64, 17, 17, 1, 3):
+        for got, want in zip(launch(cases[tokens], pdl=True), alone[tokens], strict=True):
+            assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.gpu
+def test_a_chain_in_a_graph_gives_the_same_bits_many_times() -> None:
+    layers = [decoder_block_inputs(16, *SMALL, device="cuda") for _ in range(6)]
+    outs = [as_outputs(decoder_block.fake(*args)) for args in layers]
+
+    def step() -> None:
+        residual = layers[0][2]
+        for args, out in zip(layers, outs, strict=True):
+            decoder_block.launch(*args[:2], residual, *args[3:], out=out, pdl=True)
+            residual = out[1]
+
+    step()
+    torch.cuda.synchronize()
+    want = outs[-1][0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(300):
+        poison(outs[-1][0])
+        graph.replay()
+        assert torch.equal(outs[-1][0], want)

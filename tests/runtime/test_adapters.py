@@ -1,0 +1,236 @@
+"""Adapters on disk, in host memory and in slots: names, roots, replacement, files that change or vanish, and the copies beside the steps."""
+import gc
+import os
+import random
+import shutil
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from sidestream.compiler.recipe import cat, param
+from sidestream.graphs.adapter import AdapterError, load_adapter
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.lora import LoraShape
+from sidestream.graphs.stack import slot_tensors
+from sidestream.runtime.adapter_stacks import AdapterStacks
+from sidestream.runtime.adapters import AdapterRegistry
+from sidestream.runtime.errors import RequestError
+from sidestream.runtime.llm import LLM
+from sidestream.runtime.sampling_params import SamplingParams
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+SMALL = {"device": "cpu", "show_progress": False, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64, "precision": "fp32"}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def paths(base):
+    return tiny_adapters(base, [AdapterSpec(rank=4 + index % 5, alpha=24) for index in range(60)])
+
+
+@pytest.fixture(scope="module")
+def config(base):
+    return LlamaConfig.from_directory(base.path)
+
+
+def make_stacks(config, registry, keep=2, slots=3):
+    prefix = "model.layers.0.self_attn."
+    recipes = {"qkv_a": cat(1, [param(f"{prefix}{name}_proj.lora_a") for name in "qkv"]), "o_b": param(f"{prefix}o_proj.lora_b")}
+    stacks = {"qkv_a": torch.zeros(slots, 48, 64), "o_b": torch.zeros(slots, 64, 16)}
+    return AdapterStacks(recipes, stacks, registry, LoraShape(slots, 16), keep)
+
+
+def holds(stacks, slot, path, config):
+    """Whether a slot holds the adapter of a directory."""
+    tensors = slot_tensors(load_adapter(path, config, 16), config, stacks.lora, torch.float32)
+    wanted = torch.cat([tensors[f"model.layers.0.self_attn.{name}_proj.lora_a"] for name in "qkv"])
+    return torch.equal(stacks.stacks["qkv_a"][slot], wanted) and torch.equal(stacks.stacks["o_b"][slot], tensors["model.layers.0.self_attn.o_proj.lora_b"])
+
+
+def wait_for(stacks, count):
+    reports, until = [], time.monotonic() + 20
+    while len(reports) < count:
+        assert time.monotonic() < until
+        reports += stacks.finished(0.05)
+    return sorted(reports)
+
+
+def test_copies_beside_the_steps(config, paths):
+    registry = AdapterRegistry(config, 16, keep=1)
+    numbers = [registry.add(f"a{index}", path).number for index, path in enumerate(paths[:4])]
+    stacks = make_stacks(config, registry)
+    for slot, number in ((2, 0), (0, 1), (-1, 1), (1, 3)):
+        stacks.start(slot, number)
+    assert wait_for(stacks, 4) == [(-1, 1, None), (0, 1, None), (1, 3, None), (2, 0, None)]
+    for slot, number in ((2, 0), (0, 1), (1, 3)):
+        assert holds(stacks, slot, paths[number], config)
+    assert len(stacks.store.numbers) == 2, "no more than `keep` in host memory"
+    stacks.start(0, numbers[2])
+    assert wait_for(stacks, 1) == [(0, 2, None)] and holds(stacks, 0, paths[2], config)
+
+
+def test_a_slow_disk_does_not_hold_up_what_is_in_memory(config, paths, monkeypatch):
+    registry = AdapterRegistry(config, 16)
+    registry.add("here", paths[0])
+    registry.add("slow", paths[1])
+    stacks = make_stacks(config, registry)
+    stacks.start(-1, 0)
+    wait_for(stacks, 1)
+    gate, read = threading.Event(), registry.read
+    monkeypatch.setattr(registry, "read", lambda number: gate.wait(10) and read(number))
+    begin = time.monotonic()
+    stacks.start(1, 1)
+    assert time.monotonic() - begin < 0.5 and stacks.finished() == []
+    stacks.start(0, 0)
+    assert wait_for(stacks, 1) == [(0, 0, None)]
+    gate.set()
+    assert wait_for(stacks, 1) == [(1, 1, None)]
+
+
+def test_files_that_vanish_change_or_break(config, paths, tmp_path):
+    copies = [shutil.copytree(path, tmp_path / f"copy{index}") for index, path in enumerate(paths[:4])]
+    registry = AdapterRegistry(config, 16, keep=0)
+    for index, path in enumerate(copies):
+        registry.add(f"a{index}", path)
+    stacks = make_stacks(config, registry)
+    shutil.rmtree(copies[0])
+    shutil.copy(paths[5] / "adapter_model.safetensors", copies[1] / "adapter_model.safetensors")
+    shutil.copy(paths[5] / "adapter_config.json", copies[1] / "adapter_config.json")
+    (copies[2] / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
+    for number in range(4):
+        stacks.start(number % 3, number) if number < 3 else stacks.start(-1, number)
+    reports = {number: problem for _, number, problem in wait_for(stacks, 4)}
+    assert reports[3] is None
+    assert "does not exist" in reports[0] and "have changed since it was registered" in reports[1] and "damaged" in reports[2]
+    for number in range(3):
+        assert f"'a{number}'" in reports[number] and str(tmp_path) not in reports[number]
+    stacks.start(0, 3)
+    assert wait_for(stacks, 1) == [(0, 3, None)] and holds(stacks, 0, paths[3], config)
+    stacks.start(0, 99)
+    assert wait_for(stacks, 1)[0][2] == "the adapter was removed"
+
+
+def test_threads_end_with_their_stacks(config, paths):
+    registry = AdapterRegistry(config, 16)
+    registry.add("a", paths[0])
+    stacks = make_stacks(config, registry)
+    stacks.start(0, 0)
+    wait_for(stacks, 1)
+    gone, before = weakref.ref(stacks), threading.active_count()
+    del stacks
+    gc.collect()
+    until = time.monotonic() + 5
+    while threading.active_count() > before - 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert gone() is None and threading.active_count() <= before - 2
+
+
+def test_roots_names_and_counts(config, paths, tmp_path):
+    root = tmp_path / "allowed"
+    root.mkdir()
+    shutil.copytree(paths[0], root / "inside")
+    os.symlink(paths[1], root / "link")
+    registry = AdapterRegistry(config, 16, allowed_roots=[root], max_adapters=2)
+    registry.add("inside", root / "inside")
+    for path in (paths[1], root / "link", root / ".." / "x", tmp_path / "allowed-not", "/", root / "inside" / ".." / ".."):
+        with pytest.raises(RequestError, match="does not lie under a directory") as caught:
+            registry.add("other", path)
+        assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(AdapterError, match="does not exist"):
+        registry.add("other", root / "nothing")
+    for name in ("", "a/b", "a" * 129, "ü", "a\n"):
+        with pytest.raises(RequestError, match="letters, digits"):
+            registry.add(name, root / "inside")
+    registry.add("second", root / "inside")
+    with pytest.raises(RequestError, match="more than the 2"):
+        registry.add("third", root / "inside")
+    with pytest.raises(RequestError, match="is there already"):
+        registry.add("second", root / "inside")
+    with pytest.raises(RequestError, match="max_lora_rank"):
+        registry.lora = LoraShape(2, 16, ("q_proj", "k_proj", "v_proj"))
+        registry.add("second", root / "inside", replace_name=True)
+    registry.lora = None
+    assert registry.numbers == {"inside": 0, "second": 1} and registry.hashes[0] == registry.hashes[1]
+    assert registry.add("second", root / "inside", replace_name=True).number == 2
+    registry.drop(0)
+    assert registry.by_number(0).name == "inside", "a name that is still there stays"
+    registry.drop(1)
+    with pytest.raises(KeyError):
+        registry.by_number(1)
+
+
+def ids_of(index):
+    source = random.Random(index)
+    return [source.randrange(256) for _ in range(source.randrange(3, 90))]
+
+
+def test_sixty_adapters_over_three_slots(base, paths):
+    """Zipf traffic with shared beginnings; each answer is that of the request alone, on an engine that knows one adapter only."""
+    names = [f"a{index}" for index in range(60)]
+    llm = LLM(base.path, dict(zip(names, paths, strict=True)), max_loras=3, max_cpu_loras=8, num_kv_pages=24, **SMALL)
+    source = random.Random(7)
+    chosen = [*source.choices([*names, None], weights=[1 / rank for rank in range(1, 62)], k=90), *names[::-1]]
+    beginning = ids_of(1000)[:70] + [5] * 10
+    prompts = [(beginning if index % 3 == 0 else []) + ids_of(index) for index in range(len(chosen))]
+    outputs = llm.generate(prompts, GREEDY, adapter=chosen, use_tqdm=False)
+    stats = llm.engine.scheduler.stats()
+    assert stats.adapter_loads >= 60 and stats.adapters_resident == 3 and stats.prefix_hits > 0 and stats.pages_used == 0
+    answers = {(tuple(prompt), name): output.outputs[0].token_ids for prompt, name, output in zip(prompts, chosen, outputs, strict=True)}
+    alone = LLM(base.path, {"x": paths[0]}, max_loras=1, max_lora_rank=16, enable_prefix_caching=False, **SMALL)
+    for index in random.Random(3).sample(range(len(chosen)), 45):
+        name = chosen[index]
+        if name is not None:
+            alone.add_adapter("x", paths[names.index(name)], replace=True)
+        (output,) = alone.generate([prompts[index]], GREEDY, adapter=None if name is None else "x", use_tqdm=False)
+        assert output.outputs[0].token_ids == answers[tuple(prompts[index]), name]
+    assert len({tuple(tokens) for tokens in answers.values()}) > 50, "the adapters differ in what they say"
+    assert len(alone.engine.scheduler.slots.resident) == 1 and len(alone.registry._by_number) <= 2
+
+
+def test_a_name_is_replaced_while_its_requests_run(base, paths):
+    llm = LLM(base.path, {"x": paths[0], "y": paths[1]}, max_loras=1, max_lora_rank=16, **SMALL)
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompt = (ids_of(3) * 4)[:100]
+    wanted = {name: llm.generate([prompt], long, adapter=name, use_tqdm=False)[0].outputs[0].token_ids for name in ("x", "y")}
+    assert wanted["x"] != wanted["y"]
+    chunks = llm.stream([prompt], long, adapter="x")
+    tokens = [token for _ in range(5) for token in next(chunks).token_ids]
+    llm.add_adapter("x", paths[1], replace=True)
+    tokens += [token for chunk in chunks for token in chunk.token_ids]
+    assert tokens == wanted["x"], "those that were under way finish on the former content"
+    assert llm.generate([prompt], long, adapter="x", use_tqdm=False)[0].outputs[0].token_ids == wanted["y"]
+    assert llm.engine.scheduler.stats().prefix_hits > 0, "y's pages serve x now: equal contents share"
+    llm.remove_adapter("x")
+    with pytest.raises(RequestError, match="'x' is not known"):
+        llm.generate([prompt], long, adapter="x", use_tqdm=False)
+
+
+def test_an_engine_can_start_without_adapters(base, paths):
+    llm = LLM(base.path, {}, max_loras=2, max_lora_rank=12, **SMALL)
+    llm.add_adapter("late", paths[2])
+    known = LLM(base.path, {"late": paths[2]}, **SMALL)
+    answers = [engine.generate([ids_of(4)], GREEDY, adapter="late", use_tqdm=False)[0].outputs[0].token_ids for engine in (llm, known)]
+    assert answers[0] == answers[1]
+    with pytest.raises(AdapterError, match="above the limit of 12"):
+        llm.add_adapter("large", tiny_adapters(base, [AdapterSpec(rank=20)])[0])
+
+
+def test_a_broken_file_ends_one_request_of_many(base, paths, tmp_path):
+    copy = shutil.copytree(paths[0], tmp_path / "copy")
+    llm = LLM(base.path, {"good": paths[1], "bad": copy}, max_loras=1, max_cpu_loras=1, **SMALL)
+    llm.generate([[1, 2]], GREEDY, adapter="good", use_tqdm=False)
+    llm.generate([[1, 2]], GREEDY, adapter="bad", use_tqdm=False)
+    llm.generate([[1, 2]], GREEDY, adapter="good", use_tqdm=False)  # `bad` is in memory nowhere now
+    (copy / "adapter_model.safetensors").unlink()
+    outputs = llm.generate([[3, 4]] * 3, GREEDY, adapter=["good", "bad", None], use_tqdm=False)
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["length", "error", "length"] and "'bad' could not be loaded" in outputs[1].outputs[0].stop_reason
+    shutil.copy(paths[0] / "adapter_model.safetensors", copy / "adapter_model.safetensors")
+    assert llm.generate([[3, 4]], GREEDY, adapter="bad", use_tqdm=False)[0].outputs[0].finish_reason == "length"

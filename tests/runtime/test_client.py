@@ -1,0 +1,163 @@
+"""The blocking `Client` against a small server that speaks the protocol."""
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sidestream.runtime.client import Client
+from sidestream.runtime.errors import EngineDeadError, RequestError, ServerError
+from sidestream.runtime.sampling_params import SamplingParams
+from support.wire_server import WireServer
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    (tmp_path / "run").mkdir(mode=0o700)
+    return f"ipc://{tmp_path}/run/engine.sock"
+
+
+@pytest.fixture
+def server(address: str) -> Iterator[WireServer]:
+    with WireServer(address) as server:
+        yield server
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_requests_and_calls(server: WireServer) -> None:
+    with Client(server.address) as client:
+        assert client.connect().model == "fake"
+        assert [chunk.text for chunk in client.stream("To be", SamplingParams(max_tokens=3), adapter="pirate")] == [" 0", " 1", " 2"]
+        outputs = client.generate(["a", [1, 2]], SamplingParams(max_tokens=2), adapter=["pirate", None])
+        assert [output.outputs[0].text for output in outputs] == [" 0 1"] * 2
+        assert [adapter.name for adapter in client.list_adapters()] == ["pirate", "shout"]
+        client.load_adapter("x", "/x")
+        client.unload_adapter("x")
+        with pytest.raises(ServerError, match="root"):
+            client.load_adapter("x", "x")
+        assert client.stats()["pages_in_use"] == 0 and client.health().status == "ok"
+
+
+def test_it_stays_alive_between_calls_and_hears_of_death(address: str) -> None:
+    with WireServer(address, hold=True, silence_seconds=0.5) as server, Client(server.address) as client:
+        stream = client.stream("x")
+        next(stream)
+        time.sleep(1.0)  # the caller is busy; heartbeats go on
+        assert server.beats > 3
+        server.die()
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            next(stream)
+        assert time.monotonic() - started < 1.0
+        with pytest.raises(StopIteration):
+            next(stream)
+
+
+def test_leaving_a_stream_aborts_it(server: WireServer) -> None:
+    server.hold = True
+    with Client(server.address) as client:
+        for _ in client.stream("one", request_id="left"):
+            break
+        gc.collect()
+        until(lambda: server.aborts == ["left"])
+        stream = client.stream("two", request_id="closed")
+        next(stream)
+        stream.close()
+        until(lambda: server.aborts == ["left", "closed"])
+        stream = client.stream("three", request_id="ended")
+        next(stream)
+        client.abort("ended")
+        assert [chunk.finish_reason for chunk in stream] == ["abort"]
+        with pytest.raises(TimeoutError):
+            client.generate("four", timeout=0.05)
+        until(lambda: len(server.aborts) == 4)
+
+
+def test_many_threads_share_one_client(server: WireServer) -> None:
+    problems: list[BaseException] = []
+
+    def work(client: Client, number: int) -> None:
+        try:
+            for round_ in range(10):
+                count = 1 + (number + round_) % 7
+                if round_ % 2:
+                    assert len(list(client.stream([number], SamplingParams(max_tokens=count)))) == count
+                else:
+                    assert len(client.generate([number], SamplingParams(max_tokens=count))[0].outputs[0].token_ids) == count
+        except BaseException as problem:
+            problems.append(problem)
+
+    with Client(server.address) as client:
+        threads = [threading.Thread(target=work, args=(client, number)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not problems
+        assert len(server.submits) == 160
+
+
+def test_close_ends_what_is_open_and_the_thread(server: WireServer) -> None:
+    server.hold = True
+    before = threading.active_count()
+    client = Client(server.address)
+    stream = client.stream("x", request_id="x")
+    next(stream)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            client.generate("y")
+        except BaseException as problem:
+            told.append(problem)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(lambda: len(server.submits) == 2)
+    client.close()
+    client.close()
+    waiting.join(5)
+    assert [type(problem) for problem in told] == [EngineDeadError]
+    with pytest.raises(EngineDeadError, match="closed"):
+        next(stream)
+    assert threading.active_count() == before
+    for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
+        with pytest.raises(RequestError, match="closed"):
+            call()
+    until(lambda: sorted(server.aborts) == ["r1", "x"])
+
+
+def test_a_client_that_cannot_connect_leaves_no_thread(address: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(EngineDeadError, match="nothing serves"), Client(address, connect_timeout=0.2):
+        pass
+    assert threading.active_count() == before
+
+
+def test_a_program_may_end_without_closing_and_ctrl_c_aborts(server: WireServer) -> None:
+    server.hold = True
+    code = textwrap.dedent(f"""
+        import os, signal, sys, threading
+        from sidestream import Client
+        client = Client({server.address!r})
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            for chunk in client.stream("x", request_id="interrupted"):
+                pass
+        except KeyboardInterrupt:
+            client.stats()
+            print("torch" in sys.modules)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "False", "")
+    until(lambda: server.aborts == ["interrupted"])

@@ -1,0 +1,116 @@
+"""The clients against a whole server (batcher and a simulated GPU process)."""
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sidestream.runtime import curve
+from sidestream.runtime.async_client import AsyncClient
+from sidestream.runtime.client import Client
+from sidestream.runtime.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from sidestream.runtime.sampling_params import SamplingParams
+from support.fake_runner import continuation
+from support.serving import Server, serve_fake
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+SIZES = {"max_num_seqs": 16, "num_pages": 256, "num_slots": 2, "max_model_len": 512, "step_seconds": 0.003}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve_fake(tmp_path_factory.mktemp("served"), adapters=3, **SIZES) as server:
+        yield server
+
+
+def test_answers_are_right_for_every_adapter(server: Server) -> None:
+    with Client(server.address, connect_timeout=60) as client:
+        prompts = [[number, 7, number] for number in range(40)]
+        adapters = [None if number % 4 == 3 else f"a{number % 4}" for number in range(40)]
+        outputs = client.generate(prompts, GREEDY, adapter=adapters)
+        for prompt, adapter, output in zip(prompts, adapters, outputs, strict=True):
+            expected = continuation(prompt, -1 if adapter is None else int(adapter[1:]), 6, 251)
+            assert output.outputs[0].token_ids == expected
+        streamed = [token for chunk in client.stream(prompts[0], GREEDY, adapters[0]) for token in chunk.token_ids]
+        assert streamed == outputs[0].outputs[0].token_ids
+        several = client.generate([prompts[1]], SamplingParams(n=3, max_tokens=5, seed=1, ignore_eos=True))[0]
+        assert [len(choice.token_ids) for choice in several.outputs] == [5, 5, 5]
+
+
+def test_faults_are_told_to_whom_they_belong(server: Server) -> None:
+    with Client(server.address, connect_timeout=60) as client:
+        stream = client.stream([1, 2], LONG)
+        next(stream)
+        for call in (
+            lambda: client.generate([[1]], GREEDY, adapter="nobody"), lambda: client.generate([[10**6]], GREEDY), lambda: client.generate([[1] * 600], GREEDY),
+        ):  # fmt: skip
+            with pytest.raises(RequestError):
+                call()
+        with pytest.raises((ServerError, RequestError)):
+            client.load_adapter("x", "/no/such/folder")
+        assert sum(len(chunk.token_ids) for chunk in stream) == 399
+
+
+def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
+    async def work() -> None:
+        async with AsyncClient(server.address, connect_timeout=60) as client:
+            async def one(number: int) -> None:
+                async with contextlib.aclosing(client.stream([number, 1, 2], LONG, f"a{number % 3}")) as chunks:
+                    await anext(chunks)
+                    await asyncio.sleep(0.001 * number)
+            await asyncio.gather(*(one(number) for number in range(60)))
+            tasks = [asyncio.create_task(client.generate([[number]], LONG)) for number in range(30)]
+            await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            deadline = time.monotonic() + 10
+            while (values := await client.stats())["pages_in_use"] or values["requests_open"]:
+                assert time.monotonic() < deadline, values
+                await asyncio.sleep(0.02)
+    asyncio.run(work())
+
+
+def test_death_and_drain_are_told(tmp_path: Path) -> None:
+    with serve_fake(tmp_path, **SIZES) as server, Client(server.address, connect_timeout=60) as client:
+        stream = client.stream([1, 2], LONG)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        refused = None
+        deadline = time.monotonic() + 5
+        while refused is None and time.monotonic() < deadline:
+            try:
+                client.generate([[1]], SamplingParams(max_tokens=1))
+            except (OverloadedError, EngineDeadError) as problem:
+                refused = problem
+        assert isinstance(refused, OverloadedError) and refused.code == "draining"
+        assert sum(len(chunk.token_ids) for chunk in stream) == 399, "what is open is finished"
+        server.process.wait(20)
+
+    (tmp_path / "second").mkdir()
+    with serve_fake(tmp_path / "second", **SIZES) as server, Client(server.address, connect_timeout=60) as client:
+        stream = client.stream([1, 2], LONG)
+        next(stream)
+        os.kill(server.child("runtime.batcher"), signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            list(stream)
+        assert time.monotonic() - started < 1.0
+
+
+def test_curve_over_tcp(tmp_path: Path) -> None:
+    (friend,) = curve.generate(tmp_path / "keys", ["friend"])
+    (stranger,) = curve.generate(tmp_path / "other", ["stranger"])
+    (stranger / "server.public").write_bytes((friend / "server.public").read_bytes())
+    port = 20000 + os.getpid() % 20000
+    with serve_fake(tmp_path, bind=f"tcp://127.0.0.1:{port}", keys=str(tmp_path / "keys" / "server"), **SIZES) as server:
+        with Client(server.address, keys=friend, connect_timeout=60) as client:
+            assert client.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == continuation([1, 2], -1, 6, 251)
+        with pytest.raises(ServerError, match="does not admit"), Client(server.address, keys=stranger):
+            pass
+        with pytest.raises(ServerError), Client(server.address, connect_timeout=1):
+            pass

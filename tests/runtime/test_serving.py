@@ -1,0 +1,222 @@
+"""A server's answers, over a model that is a hash: batcher, GPU process and supervisor are the real ones."""
+import signal
+import time
+
+import pytest
+from sidestream.runtime.protocol import Abort, ListAdapters, LoadAdapter, Sampling, Submit, UnloadAdapter
+from support.fake_runner import continuation
+from support.serving import GREEDY, Server, serve_fake
+
+VOCABULARY = 251
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve_fake(tmp_path_factory.mktemp("serving"), adapters=4, step_seconds=0.001) as server:
+        yield server
+
+
+@pytest.fixture
+def wire(server: Server):
+    with server.connect() as wire:
+        yield wire
+
+
+def sampling(**fields) -> Sampling:
+    return Sampling(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 8, **fields})
+
+
+def letters(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def decoded(ids: list[int]) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+def test_streams_of_mixed_adapters_are_right(wire):
+    prompts = {f"r{index}": [index, 2, 3 + index] * (1 + 9 * (index % 4)) for index in range(24)}
+    adapters = {name: (None, "a0", "a1", "a2", "a3")[index % 5] for index, name in enumerate(prompts)}
+    for name, prompt in prompts.items():
+        wire.submit(name, sampling(max_tokens=20), prompt_token_ids=prompt, adapter=adapters[name])
+    for name, prompt in prompts.items():
+        answer = wire.answer(name)
+        number = -1 if adapters[name] is None else int(adapters[name][1:])
+        assert answer.token_ids[0] == continuation(prompt, number, 20, VOCABULARY)
+        assert answer.reasons == {0: "length"} and answer.accepted == len(prompt)
+        assert answer.usage.output_tokens == 20 and answer.usage.prompt_tokens == len(prompt)
+        assert 0 < answer.usage.first_token_seconds <= answer.usage.total_seconds
+
+
+def test_text_comes_in_whole_characters(wire):
+    wire.submit("t", sampling(max_tokens=60), prompt="héllo")
+    answer = wire.answer("t")
+    expected = continuation(letters("héllo"), -1, 60, VOCABULARY)
+    assert answer.token_ids[0] == expected and answer.texts[0] == decoded(expected)
+    assert len(answer.chunks) > 10, "a stream"
+
+
+def test_a_long_text_is_encoded_beside_the_loop(wire):
+    text = "x" * 300 + "y" * 100
+    wire.submit("long", prompt=text)
+    wire.submit("longer", prompt="z" * 5000)
+    assert wire.answer("long").token_ids[0] == continuation(letters(text), -1, 8, VOCABULARY)
+    refused = wire.answer("longer").error
+    assert refused.code == "invalid_request" and "max_model_len=512" in refused.message
+
+
+def test_an_answer_that_does_not_stream_comes_whole(wire):
+    wire.submit("whole", sampling(max_tokens=300), prompt_token_ids=[5, 6], stream=False)
+    answer = wire.answer("whole")
+    expected = continuation([5, 6], -1, 300, VOCABULARY)
+    assert answer.token_ids[0] == expected and answer.texts[0] == decoded(expected)
+    assert [len(chunk.token_ids) for chunk in answer.chunks] == [256, 44], "long answers are cut"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_completions_stop_strings_and_stop_ids(wire, stream):
+    expected = continuation([9, 9], -1, 40, VOCABULARY)
+    wire.submit("n", sampling(max_tokens=40, n=3), prompt_token_ids=[9, 9], stream=stream)
+    wire.submit("stop", sampling(max_tokens=40, stop_token_ids=[expected[10]]), prompt_token_ids=[9, 9], stream=stream)
+    answer = wire.answer("n")
+    assert answer.token_ids == dict.fromkeys(range(3), expected) and answer.reasons == dict.fromkeys(range(3), "length")
+    assert answer.usage.output_tokens == 120
+    stopped = wire.answer("stop")
+    assert stopped.reasons == {0: "stop"} and stopped.chunks[-1].stop_reason == expected[10]
+    assert stopped.token_ids[0] == expected[:expected.index(expected[10]) + 1]
+    text = decoded(expected)
+    string = next(letter for letter in text[5:] if letter.isascii() and letter.isprintable())
+    wire.submit("string", sampling(max_tokens=40, stop=[string]), prompt_token_ids=[9, 9], stream=stream)
+    found = wire.answer("string")
+    assert found.texts[0] == text[:text.index(string)] and found.chunks[-1].stop_reason == string
+
+
+def test_a_prompt_that_was_seen_is_not_computed_again(wire):
+    prompt = [7, 7, 7, 9] * 40
+    for name, expected in (("first", 0), ("second", 128)):
+        wire.submit(name, prompt_token_ids=prompt)
+        answer = wire.answer(name)
+        assert answer.usage.cached_tokens == expected and answer.token_ids[0] == continuation(prompt, -1, 8, VOCABULARY)
+
+
+def test_an_abort_ends_a_request_and_frees_its_pages(server, wire):
+    wire.submit("gone", sampling(max_tokens=400), prompt_token_ids=[1] * 100)
+    wire.submit("stays", sampling(max_tokens=30), prompt_token_ids=[2])
+    wire.until(lambda: len(wire.answers["gone"].chunks) > 3)
+    wire.send(Abort(["gone", "never-heard-of"]))
+    answer = wire.answer("gone")
+    assert answer.reasons == {0: "abort"} and answer.usage.output_tokens == len(answer.token_ids[0]) < 400
+    assert wire.answer("stays").token_ids[0] == continuation([2], -1, 30, VOCABULARY)
+    assert server.wait_for(lambda stats: stats["requests_open"] == 0)["pages_in_use"] == 0
+
+
+@pytest.mark.parametrize(("fields", "options", "code", "words"), [
+    ({"prompt_token_ids": [1], "adapter": "nobody"}, {}, "unknown_adapter", "nobody"),
+    ({"prompt_token_ids": [251]}, {}, "invalid_request", "vocabulary of 251"),
+    ({"prompt_token_ids": []}, {}, "invalid_request", "empty"),
+    ({"prompt_token_ids": [1], "prompt": "x"}, {}, "invalid_request", "exactly one"),
+    ({}, {}, "invalid_request", "exactly one"),
+    ({"prompt_token_ids": [1]}, {"temperature": -1.0}, "invalid_request", "temperature"),
+    ({"prompt_token_ids": [1]}, {"top_p": float("nan")}, "invalid_request", "top_p"),
+    ({"prompt_token_ids": [1]}, {"min_tokens": 9}, "invalid_request", "min_tokens=9"),
+    ({"prompt_token_ids": [1]}, {"logit_bias": {300: 1.0}}, "invalid_request", "token 300"),
+    ({"prompt_token_ids": [1] * 600}, {}, "invalid_request", "max_model_len=512"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(wire, fields, options, code, words):
+    wire.submit("bad", sampling(**options), **fields)
+    error = wire.answer("bad").error
+    assert error.code == code and words in error.message
+    wire.submit("bad", prompt_token_ids=[1])  # the id is free again
+    assert wire.answer("bad").token_ids[0] == continuation([1], -1, 8, VOCABULARY)
+
+
+def test_ids_belong_to_a_connection(server, wire):
+    with server.connect() as other:
+        wire.submit("same", sampling(max_tokens=40), prompt_token_ids=[1])
+        other.submit("same", sampling(max_tokens=40), prompt_token_ids=[2])
+        wire.until(lambda: wire.answers["same"].accepted is not None)
+        wire.send(Submit("same", prompt_token_ids=[3], sampling=GREEDY))
+        other.send(Abort(["never"]))
+        assert wire.answer("same").token_ids[0] == continuation([1], -1, 40, VOCABULARY), "the newcomer disturbs nothing"
+        assert [error.code for error in wire.others] == ["duplicate_id"]
+        assert other.answer("same").token_ids[0] == continuation([2], -1, 40, VOCABULARY)
+
+
+def test_a_deadline_ends_a_request(wire):
+    wire.submit("late", sampling(max_tokens=500), prompt_token_ids=[1], deadline_seconds=0.05)
+    assert wire.answer("late").error.code == "deadline_exceeded"
+    wire.submit("intime", prompt_token_ids=[1], deadline_seconds=20)
+    assert wire.answer("intime").reasons == {0: "length"}
+
+
+def test_adapters_come_and_go(server, wire, tmp_path_factory):
+    directory = tmp_path_factory.getbasetemp() / "serving0"
+    (directory / "new").mkdir(exist_ok=True)
+    (directory / "newer").mkdir(exist_ok=True)
+    known = [info.name for info in wire.call(ListAdapters(1)).adapters]
+    assert known == ["a0", "a1", "a2", "a3"]
+    assert type(wire.call(LoadAdapter(2, "fresh", str(directory / "new")))).__name__ == "Done"
+    wire.submit("f", prompt_token_ids=[4], adapter="fresh")
+    assert wire.answer("f").token_ids[0] == continuation([4], 4, 8, VOCABULARY)
+    assert wire.call(LoadAdapter(3, "fresh", str(directory / "newer"))).code == "adapter_in_use"
+    wire.submit("old", sampling(max_tokens=200), prompt_token_ids=[4], adapter="fresh")
+    wire.until(lambda: len(wire.answers["old"].chunks) > 1)
+    assert type(wire.call(LoadAdapter(4, "fresh", str(directory / "newer"), replace=True))).__name__ == "Done"
+    wire.submit("young", prompt_token_ids=[4], adapter="fresh")
+    assert wire.answer("young").token_ids[0] == continuation([4], 5, 8, VOCABULARY), "the name means the new content"
+    assert wire.answer("old").token_ids[0] == continuation([4], 4, 200, VOCABULARY), "what was begun is ended with the old one"
+    problems = [wire.call(LoadAdapter(5, "x", "/etc")), wire.call(LoadAdapter(6, "x", str(directory / ".." / ".."))),
+                wire.call(LoadAdapter(7, "x", str(directory / "missing")))]  # fmt: skip
+    assert [problem.code for problem in problems] == ["forbidden", "forbidden", "adapter_error"]
+    assert not any(str(directory) in problem.message for problem in problems)
+    assert type(wire.call(UnloadAdapter(8, "fresh"))).__name__ == "Done"
+    assert wire.call(UnloadAdapter(9, "fresh")).code == "unknown_adapter"
+    wire.submit("g", prompt_token_ids=[4], adapter="fresh")
+    assert wire.answer("g").error.code == "unknown_adapter"
+
+
+def test_hello_comes_first_and_the_instance_must_be_right(server):
+    wire = server.connect()
+    wire.submit("early", prompt_token_ids=[1])
+    wire.until(lambda: bool(wire.others))
+    assert wire.others.pop().code == "hello_first"
+    wire.hello()
+    wire.send(Abort([]), instance=b"x" * 16)
+    wire.until(lambda: bool(wire.others))
+    assert wire.others.pop().code == "wrong_instance"
+    wire.hello().submit("now", prompt_token_ids=[1])
+    assert wire.answer("now").reasons == {0: "length"}
+    assert server.health().status == "ok"
+    wire.socket.close(0)
+
+
+def test_sigterm_drains(tmp_path):
+    with serve_fake(tmp_path, step_seconds=0.01, drain_seconds=1.0) as server, server.connect() as wire:
+        wire.submit("short", sampling(max_tokens=30), prompt_token_ids=[1])
+        wire.submit("endless", sampling(max_tokens=400), prompt_token_ids=[2])
+        wire.until(lambda: len(wire.answers["endless"].chunks) > 2)
+        server.process.send_signal(signal.SIGTERM)
+        wire.until(lambda: server.health().status == "draining")
+        wire.submit("late", prompt_token_ids=[3])
+        assert wire.answer("late").error.code == "draining"
+        assert wire.answer("short").token_ids[0] == continuation([1], -1, 30, VOCABULARY)
+        assert wire.answer("endless").reasons == {0: "abort"}
+        begin = time.monotonic()
+        assert server.process.wait(10) == 0 and time.monotonic() - begin < 5
+        assert "draining for up to 1 s" in server.log.read_text()
+
+
+def test_a_start_that_fails_says_why(tmp_path):
+    with serve_fake(tmp_path, fail_start="the model is broken") as server:
+        assert server.process.wait(60) == 2
+        assert "error: the model is broken" in server.log.read_text()
+
+
+def test_an_address_is_served_once(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with serve_fake(tmp_path / "one") as server, server.connect() as wire, serve_fake(tmp_path / "two", bind=server.address) as other:
+        assert other.process.wait(60) != 0
+        assert "another engine serves" in other.log.read_text()
+        wire.submit("a", prompt_token_ids=[1])
+        assert wire.answer("a").reasons == {0: "length"}

@@ -1,0 +1,151 @@
+"""Flow control: what a client does not read waits, joined, within bounds; then the client is cut off."""
+import pytest
+import zmq
+from sidestream.runtime import connections
+from sidestream.runtime.connections import Connections
+from sidestream.runtime.open_requests import OpenRequests
+from sidestream.runtime.outputs import CompletionOutput, RequestOutput
+from sidestream.runtime.protocol import Beat, Chunk, Chunks, Error, Hello, decode_from_server, encode
+
+
+@pytest.fixture
+def ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_PENDING_BYTES", 200_000)
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.router_mandatory, router.sndhwm, router.linger = True, 4, 0
+    router.bind(f"ipc://{tmp_path}/s")
+    dealers = []
+
+    def connect() -> zmq.Socket:
+        dealer = context.socket(zmq.DEALER)
+        dealer.rcvhwm, dealer.linger = 1, 0
+        dealer.connect(f"ipc://{tmp_path}/s")
+        dealer.send(encode(Hello()))
+        dealers.append(dealer)
+        return dealer
+
+    yield Connections(router, bytes(16)), connect
+    context.destroy(linger=0)
+
+
+def join(hub, dealer):
+    return hub.heard(hub.router.recv_multipart()[0])
+
+
+def read(dealer):
+    messages = []
+    while dealer.poll(300):
+        messages.append(decode_from_server(dealer.recv()).message)
+    return messages
+
+
+def test_chunks_of_a_step_travel_together_and_in_order(ends):
+    hub, connect = ends
+    dealer = connect()
+    client = join(hub, dealer)
+    for step in range(3):
+        for request in range(40):
+            hub.add(client, Chunk(f"r{request}", 0, step, "x", [step]))
+        hub.flush()
+    hub.say(client, Beat())
+    messages = read(dealer)
+    assert [type(message) for message in messages] == [Chunks, Chunks, Chunks, Beat]
+    assert [chunk.first for message in messages[:3] for chunk in message.chunks] == [0] * 40 + [1] * 40 + [2] * 40
+    hub.flush()
+    assert not hub.waiting
+
+
+def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
+    hub, connect = ends
+    dealer = connect()
+    client = join(hub, dealer)
+    other = connect()
+    reader = join(hub, other)
+    step = 0
+    while not hub.slow_total:
+        for request in range(50):
+            hub.add(client, Chunk(f"r{request}", 0, step, "x" * 200, [step]))
+        hub.add(reader, Chunk("q", 0, step, "", [step]))
+        hub.flush()
+        for _ in range(200):
+            if other.poll(10):
+                break
+            hub.flush()
+        assert [chunk.first for chunk in decode_from_server(other.recv()).message.chunks] == [step], "nobody else waits"
+        step += 1
+        assert step < 5000
+        assert client.chunk_bytes + client.frame_bytes < 500_000, "bounded"
+        assert len(client.chunks) <= 51 * (1 + step // 256) + 50
+    assert hub.take_lost() == [client]
+    hub.add(client, Chunk("r0", 0, step, "more", [1]))
+    for _ in range(100):
+        hub.flush()
+        messages = read(dealer) if dealer.poll(100) else []
+        errors = [message for message in messages if isinstance(message, Error)]
+        if errors:
+            break
+    assert [error.code for error in errors] == ["slow_reader"]
+    hub.flush()
+    hub.add(client, Chunk("new", 0, 0, "again", [1]))
+    hub.flush()
+    assert read(dealer)[-1].chunks[0].text == "again", "who reads again is served again"
+
+
+def test_a_client_that_is_gone_is_reported_once(ends):
+    hub, connect = ends
+    dealer = connect()
+    client = join(hub, dealer)
+    dealer.close(0)
+    for _ in range(200):
+        hub.add(client, Chunk("r", 0, 0, "x", [1]))
+        hub.flush()
+        if client.gone:
+            break
+        hub.router.poll(10)
+    assert client.gone and hub.take_lost() == [client] and hub.take_lost() == [] and not hub.clients
+
+
+def test_silence_is_death(ends, monkeypatch):
+    hub, connect = ends
+    client = join(hub, connect())
+    hub.beat()
+    assert hub.clients
+    monkeypatch.setattr(connections, "SILENCE_SECONDS", -1.0)
+    hub.beat()
+    assert hub.take_lost() == [client] and not hub.clients
+
+
+def test_a_frame_that_cannot_be_sent_costs_one_client_only(ends):
+    hub, connect = ends
+    dealer = connect()
+    client = join(hub, dealer)
+    other = connect()
+    reader = join(hub, other)
+    hub.add(client, Chunk("r", 0, 0, "x" * (5 << 20), []))
+    hub.add(reader, Chunk("r", 0, 0, "y", []))
+    hub.flush()
+    assert client.gone and hub.take_lost() == [client]
+    assert read(other)[0].chunks[0].text == "y"
+
+
+def test_long_texts_are_cut_into_chunks_that_fit(ends):
+    hub, connect = ends
+    dealer = connect()
+    client = join(hub, dealer)
+    requests = OpenRequests(hub)
+    request = requests.begin(client, "r", False)
+    text = "\U0001f600" * 700_000
+    completion = CompletionOutput(0, text, list(range(600)), finish_reason="length")
+    requests.progress([], [RequestOutput(request.key, None, [1], [completion], True)])
+    chunks = []
+    for _ in range(100):
+        hub.flush()
+        while dealer.poll(10):
+            frame = dealer.recv()
+            assert len(frame) <= 4 << 20
+            chunks += decode_from_server(frame).message.chunks
+        if chunks and chunks[-1].usage is not None:
+            break
+    assert "".join(chunk.text for chunk in chunks) == text and [token for chunk in chunks for token in chunk.token_ids] == list(range(600))
+    assert chunks[-1].finish_reason == "length" and all(chunk.usage is None for chunk in chunks[:-1])

@@ -1,0 +1,253 @@
+"""What happens to everybody else when something dies, stalls or sends rubbish."""
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from sidestream.runtime.protocol import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit, encode, header
+from support.fake_runner import continuation
+from support.serving import Wire, serve_fake
+
+VOCABULARY = 251
+LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=400)
+SHORT = Sampling(temperature=0.0, ignore_eos=True, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve_fake(tmp_path_factory.mktemp("faults"), adapters=3, step_seconds=0.001, poison=250, num_pages=24, max_num_seqs=8) as server:
+        yield server
+
+
+def assert_works(wire: Wire) -> None:
+    name = f"check{time.monotonic_ns()}"
+    wire.submit(name, SHORT, prompt_token_ids=[7, 8])
+    assert wire.answer(name).token_ids[0] == continuation([7, 8], -1, 6, VOCABULARY)
+
+
+def assert_empty(server) -> None:
+    stats = server.wait_for(lambda stats: stats["requests_open"] == 0 and stats["pages_in_use"] == 0)
+    assert stats["requests_running"] == stats["requests_waiting"] == 0
+
+
+def test_a_killed_clients_pages_are_free_within_two_steps(server):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # a client of its own process, killed in mid-stream
+        context = zmq.Context()
+        wire = Wire(server.address, context).hello()
+        for index in range(4):
+            wire.submit(f"r{index}", LONG, prompt_token_ids=[1] * 65)
+        wire.until(lambda: all(len(answer.chunks) > 2 for answer in wire.answers.values()))
+        os.write(writer, b"x")
+        while True:
+            wire.receive(1.0)
+    os.read(reader, 1)
+    with server.connect() as wire:
+        wire.submit("other", LONG, prompt_token_ids=[5])  # keeps the steps coming
+        wire.until(lambda: len(wire.answers["other"].chunks) > 2)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        before = len(wire.answers["other"].token_ids[0])
+        server.wait_for(lambda stats: stats["requests_open"] == 1 and stats["aborted_total"] >= 4)
+        wire.until(lambda: wire.answers["other"].over)
+        assert wire.answers["other"].token_ids[0] == continuation([5], -1, 400, VOCABULARY)
+        assert before < 400
+    assert_empty(server)
+
+
+def test_the_pages_of_a_lost_connection_are_free_for_the_next_plan(server):
+    wire = server.connect().hello()
+    wire.submit("r", LONG, prompt_token_ids=[1] * 100)
+    wire.until(lambda: len(wire.answers["r"].chunks) > 2)
+    with server.connect() as watcher:
+        steps = server.stats()["steps_total"]
+        wire.socket.close(0)
+        assert_empty(server)
+        assert server.stats()["steps_total"] - steps < 390, "it did not run on to its end"
+        assert_works(watcher)
+
+
+def test_a_poison_request_ends_alone(server):
+    with server.connect() as wire:
+        for index in range(3):
+            wire.submit(f"good{index}", SHORT, prompt_token_ids=[index])
+        for index in range(3):
+            assert wire.answer(f"good{index}").token_ids[0] == continuation([index], -1, 6, VOCABULARY)
+        wire.submit("poison", SHORT, prompt_token_ids=[1, 250, 250, 250, 1])
+        error = wire.answer("poison").error
+        assert error.code == "request_failed" and "Traceback" not in error.message and "poisoned" not in error.message
+        assert_works(wire)
+    assert_empty(server)
+
+
+def test_kv_exhausted_by_long_prompts_preempts_and_changes_no_token(server):
+    prompts = {f"p{index}": [index + 1] * (300 + 10 * index) for index in range(8)}  # 8 * 8 pages, and there are 24
+    with server.connect() as wire:
+        before = server.stats()["preemptions_total"]
+        sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=130)
+        for name, prompt in prompts.items():
+            wire.submit(name, sampling, prompt_token_ids=prompt)
+        for name, prompt in prompts.items():
+            assert wire.answer(name, 60).token_ids[0] == continuation(prompt, -1, 130, VOCABULARY)
+        assert server.stats()["preemptions_total"] > before
+    assert_empty(server)
+
+
+def test_a_slow_reader_stalls_nobody(server):
+    slow = server.connect(hwm=1).hello()
+    for index in range(7):
+        slow.submit(f"s{index}", LONG, prompt_token_ids=[index])
+    with server.connect() as wire:
+        gaps = []
+        last = time.monotonic()
+        wire.submit("fast", LONG, prompt_token_ids=[3])
+        while not wire.answers["fast"].over:
+            wire.receive(1.0)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+        assert wire.answers["fast"].token_ids[0] == continuation([3], -1, 400, VOCABULARY)
+        assert max(gaps) < 1.0
+    for index in range(7):  # what waited is all there
+        assert slow.answer(f"s{index}").token_ids[0] == continuation([index], -1, 400, VOCABULARY)
+    slow.socket.close(0)
+    assert_empty(server)
+
+
+def test_hostile_frames_hurt_nobody(server):
+    """Rubbish in every layer: random bytes, true frames with bytes changed, deep nesting, huge lengths, many parts, wrong versions."""
+    generator = random.Random(0)
+    good = [encode(Submit("a", prompt="hello", sampling=SHORT)), encode(Abort(["a", "b"])), encode(Submit("b", prompt_token_ids=list(range(100))))]
+    bad = server.connect()
+
+    def frames():
+        for _ in range(1500):
+            frame = bytearray(generator.choice(good))
+            for _ in range(generator.randint(1, 6)):
+                frame[generator.randrange(len(frame))] = generator.randrange(256)
+            yield [bytes(frame)]
+        for _ in range(500):
+            yield [generator.randbytes(generator.randint(0, 60))]
+        for _ in range(200):
+            yield [header(NO_INSTANCE) + generator.randbytes(generator.randint(0, 60))]
+        yield [header(NO_INSTANCE) + b"\x81\xa1x" + b"\x91" * 100_000]
+        yield [header(NO_INSTANCE) + b"\x81\xa1x" + b"\xdd\xff\xff\xff\xff"]
+        yield [header(NO_INSTANCE) + b"\x81\xa4type\xdb\xff\xff\xff\xff"]
+        yield [good[0][:HEADER_BYTES + 3]]
+        yield [b"SS\x00\x02" + bytes(16) + good[0][HEADER_BYTES:]]
+        yield [good[0], good[1], b""]
+        yield [b""] * 50
+        yield [b"\x00" * 4_000_000]
+
+    for count, parts in enumerate(frames()):
+        bad.socket.send_multipart(parts)
+        if count % 50 == 0:
+            while bad.socket.poll(0):
+                bad.socket.recv()
+    with server.connect() as wire:
+        assert_works(wire)
+        assert server.stats()["bad_frames_total"] > 1000
+    bad.socket.close(0)
+    oversized = server.connect()
+    oversized.socket.send(b"\x00" * 5_000_000)
+    with server.connect() as wire:
+        assert_works(wire)
+    oversized.socket.close(0)
+    assert_empty(server)
+
+
+def test_ten_thousand_requests_with_aborts_leave_nothing(tmp_path):
+    generator = random.Random(1)
+    with serve_fake(tmp_path, adapters=5, num_pages=64, max_num_seqs=16, max_num_batched_tokens=256, num_slots=3) as server, server.connect() as wire:
+        issued = checked = aborted = 0
+        wanted: dict[str, tuple[list[int], int, int]] = {}
+        while issued < 10_000 or wanted:
+            while issued < 10_000 and len(wanted) < 200:
+                name, adapter = f"q{issued}", generator.randint(-1, 4)
+                prompt = [generator.randrange(250) for _ in range(generator.randint(1, 12))]
+                count = generator.randint(1, 4)
+                wire.submit(name, Sampling(temperature=0.0, ignore_eos=True, max_tokens=count), prompt_token_ids=prompt, stream=bool(issued % 2),
+                            adapter=None if adapter < 0 else f"a{adapter}")  # fmt: skip
+                wanted[name] = prompt, adapter, count
+                issued += 1
+                if generator.random() < 0.2:
+                    wire.send(Abort([generator.choice(list(wanted))]))
+            wire.receive(1.0)
+            while wire.receive():
+                pass
+            for name in [name for name in wanted if wire.answers[name].over]:
+                answer, (prompt, adapter, count) = wire.answers.pop(name), wanted.pop(name)
+                assert answer.error is None
+                if "abort" in answer.reasons.values():
+                    aborted += 1
+                else:
+                    assert answer.token_ids[0] == continuation(prompt, adapter, count, VOCABULARY)
+                    checked += 1
+        assert checked + aborted == 10_000 and aborted > 500
+        stats = server.wait_for(lambda stats: stats["pages_in_use"] == 0 and stats["requests_open"] == 0)
+        assert stats["requests_running"] == stats["requests_waiting"] == 0
+
+
+def test_the_death_of_the_gpu_process_is_told_within_a_second(tmp_path):
+    with serve_fake(tmp_path, step_seconds=0.005) as server, server.connect() as wire, server.connect() as other:
+        wire.submit("a", LONG, prompt_token_ids=[1])
+        other.submit("b", LONG, prompt_token_ids=[2], stream=False)
+        wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+        os.kill(server.child("fake_gpu"), signal.SIGKILL)
+        begin = time.monotonic()
+        assert wire.answer("a", 5).error.code == "engine_dead"
+        assert other.answer("b", 5).error.code == "engine_dead"
+        assert time.monotonic() - begin < 1.0
+        assert server.process.wait(10) == 1
+        assert "SIGKILL" in server.log.read_text()
+    assert not Path(server.address.removeprefix("ipc://")).exists()
+
+
+def test_with_restart_the_engine_comes_back(tmp_path):
+    with serve_fake(tmp_path, step_seconds=0.005, restart=True) as server, server.connect() as wire:
+        wire.submit("a", LONG, prompt_token_ids=[1])
+        wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+        former = wire.instance
+        os.kill(server.child("fake_gpu"), signal.SIGKILL)
+        error = wire.answer("a", 5).error
+        assert error.code == "engine_dead" and error.retry_after > 0
+        wire.submit("b", SHORT, prompt_token_ids=[1])
+        wire.until(lambda: any(getattr(other, "code", "") == "wrong_instance" for other in wire.others))
+        wire.welcome = None
+        wire.others.clear()
+        assert wire.hello().instance != former
+        assert_works(wire)
+        os.kill(server.child("runtime.batcher"), signal.SIGKILL)
+        time.sleep(0.5)
+        with server.connect() as fresh:
+            assert_works(fresh)
+        assert server.stop() == 0
+
+
+def test_the_death_of_the_batcher_ends_everything(tmp_path):
+    with serve_fake(tmp_path) as server, server.connect():
+        gpu, batcher = server.child("fake_gpu"), server.child("runtime.batcher")
+        os.kill(batcher, signal.SIGKILL)
+        assert server.process.wait(10) == 1
+        assert not Path(f"/proc/{gpu}").exists()
+
+
+def test_the_death_of_the_supervisor_ends_everything(tmp_path):
+    with serve_fake(tmp_path) as server, server.connect():
+        children = [server.child("fake_gpu"), server.child("runtime.batcher")]
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + 10
+        while any(_alive(child) for child in children):
+            assert time.monotonic() < end, "children outlive the supervisor"
+            time.sleep(0.05)
+
+
+def _alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,118 @@
+"""`sidestream serve` from the command line on a real (tiny) model, against transformers and peft."""
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from sidestream.runtime.protocol import ListAdapters, LoadAdapter, Sampling, UnloadAdapter
+from support.serving import Server
+from support.tiny import AdapterSpec, oracle_greedy, tiny_adapters, tiny_llama
+
+GREEDY = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("served"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def adapters(base):
+    specs = [AdapterSpec(rank=4), AdapterSpec(rank=8, use_rslora=True), AdapterSpec(rank=8, targets=("q_proj", "down_proj")), AdapterSpec(rank=2)]
+    return dict(zip(("first", "second", "third", "later"), tiny_adapters(base, specs), strict=True))
+
+
+@pytest.fixture(scope="module")
+def server(base, adapters, tmp_path_factory) -> Iterator[Server]:
+    """`later` is not given; two slots for three adapters."""
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with tempfile.TemporaryDirectory(prefix="sst-") as directory:
+        os.chmod(directory, 0o700)
+        config = Path(directory) / "server.toml"
+        modules = "\n".join(f'{name} = "{adapters[name]}"' for name in ("first", "second", "third"))
+        config.write_text(f'model = "{base.path}"\ndevice = "cpu"\nprecision = "fp32"\nmax-num-seqs = 7\nmax_model_len = 256\n[lora-modules]\n{modules}\n')
+        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--config", str(config), "--max-num-seqs", "4", "--max-num-batched-tokens", "48",
+                   "--bind", f"ipc://{directory}/e.sock", "--max-loras", "2", "--num-kv-pages", "9", "--max-lora-rank", "8"]  # fmt: skip
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        with zmq.Context() as context:
+            server = Server(process, f"ipc://{directory}/e.sock", log, context)
+            yield server
+            context.destroy(linger=0)
+        if process.poll() is None:
+            assert server.stop(signal.SIGTERM, 40) == 0
+
+
+@pytest.fixture
+def wire(server):
+    with server.connect() as wire:
+        yield wire
+
+
+def test_every_adapter_answers_as_peft_does(server, wire, base, adapters):
+    assert wire.welcome is not None and wire.welcome.max_num_seqs == 4, "the command line wins over the file"
+    prompts = {f"r{index}": [(index * 31 + place * 7) % 256 for place in range(length)] for index, length in enumerate((5, 120, 1, 70, 33, 64, 20, 9))}
+    names = (None, "first", "second", "third")
+    chosen = {request: names[index % 4] for index, request in enumerate(prompts)}
+    for request, prompt in prompts.items():
+        wire.submit(request, GREEDY, prompt_token_ids=prompt, adapter=chosen[request])
+    for request, prompt in prompts.items():
+        name = chosen[request]
+        assert wire.answer(request, 60).token_ids[0] == oracle_greedy(base, None if name is None else adapters[name], prompt, 10)
+    log = server.log.read_text()
+    assert "576 KV tokens (9 pages), 3 adapters (2 at once), up to 4 requests at once, 256 tokens each" in log
+    assert "serving at ipc://" in log
+
+
+def test_adapters_are_loaded_while_it_serves(wire, base, adapters):
+    prompt = [3, 1, 4, 1, 5]
+    wire.submit("long", Sampling(temperature=0.0, max_tokens=60, ignore_eos=True), prompt_token_ids=prompt, adapter="first")
+    assert type(wire.call(LoadAdapter(1, "late", str(adapters["later"])))).__name__ == "Done"
+    wire.submit("late", GREEDY, prompt_token_ids=prompt, adapter="late")
+    assert wire.answer("late", 60).token_ids[0] == oracle_greedy(base, adapters["later"], prompt, 10)
+    assert wire.answer("long", 60).token_ids[0] == oracle_greedy(base, adapters["first"], prompt, 60)
+    assert type(wire.call(LoadAdapter(2, "late", str(adapters["second"]), replace=True))).__name__ == "Done"
+    wire.submit("again", GREEDY, prompt_token_ids=prompt, adapter="late")
+    assert wire.answer("again", 60).token_ids[0] == oracle_greedy(base, adapters["second"], prompt, 10), "no key or value of the former one is found"
+    infos = {info.name: info for info in wire.call(ListAdapters(3)).adapters}
+    assert set(infos) == {"first", "second", "third", "late"} and infos["late"].content == infos["second"].content
+    assert type(wire.call(UnloadAdapter(4, "late"))).__name__ == "Done"
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "rubbish", "config"])
+def test_a_damaged_adapter_is_refused_and_nothing_else_happens(wire, base, adapters, damage):
+    source, broken = adapters["later"], adapters["later"].parent / f"broken-{damage}"
+    broken.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (broken / name).write_bytes((source / name).read_bytes())
+    weights = broken / "adapter_model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "rubbish":
+        weights.write_bytes(os.urandom(5000))
+    else:
+        (broken / "adapter_config.json").write_text("{")
+    error = wire.call(LoadAdapter(1, "broken", str(broken)))
+    assert error.code == "adapter_error" and str(broken) not in error.message
+    wire.submit("after", GREEDY, prompt_token_ids=[1, 2], adapter="first")
+    assert wire.answer("after", 60).token_ids[0] == oracle_greedy(base, adapters["first"], [1, 2], 10)
+
+
+def test_text_seeds_and_logprobs(wire, base):
+    sampling = Sampling(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=2, n=2)
+    for request in ("one", "two"):
+        wire.submit(request, sampling, prompt="Hello there", stream=request == "one")
+    one, two = wire.answer("one", 60), wire.answer("two", 60)
+    assert one.token_ids == two.token_ids and one.texts == two.texts and one.token_ids[0] != one.token_ids[1]
+    for answer in (one, two):
+        for index in (0, 1):
+            logprobs = [entry for chunk in answer.chunks if chunk.index == index for entry in chunk.logprobs]
+            assert [entry[0].token_id for entry in logprobs] == answer.token_ids[index]
+            assert all(entry[0].logprob <= 0 and len(entry) in (2, 3) for entry in logprobs)

@@ -1,0 +1,80 @@
+"""Small engines over fake runners, driven to their end."""
+import random
+from collections.abc import Mapping
+
+from sidestream.runtime.engine import Engine, Request
+from sidestream.runtime.outputs import RequestOutput
+from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
+
+from .fake_runner import FakeRunner, LoadingFakeRunner
+
+VOCABULARY = 97
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_engine(
+    pages=40, max_model_len=640, max_num_seqs=8, budget=64, slots=0, adapters=0, overlap=False, eos=(), prefix_caching=True, patience=128, hashes=None,
+    asynchronous=False, clock=None, **loading,
+) -> Engine:  # fmt: skip
+    """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them beside the steps (`loading`: see LoadingFakeRunner)."""
+    numbers = {f"adapter{index}": index for index in range(adapters)}
+    limits = SchedulerLimits(pages, max_model_len, max_num_seqs, budget, slots, prefix_caching, patience)
+    scheduler = Scheduler(limits, numbers, hashes, asynchronous_loads=asynchronous, clock=clock or Clock())
+    runner = LoadingFakeRunner(pages, slots, VOCABULARY, **loading) if asynchronous else FakeRunner(pages, slots, VOCABULARY)
+    return Engine(scheduler, runner, None, eos, overlap=overlap)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Prompts of different seeds differ from their first token on."""
+    return [(seed * 31 + index * 7) % VOCABULARY for index in range(length)]
+
+
+def random_prompt(source: random.Random, length: int) -> list[int]:
+    return [source.randrange(VOCABULARY) for _ in range(length)]
+
+
+def greedy(count: int, **fields) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, **fields)
+
+
+def ask(engine: Engine, name: str, ids: list[int], count: int, adapter: str | None = None, stream: bool = False, **fields) -> None:
+    """One greedy request."""
+    engine.add(Request(name, None, ids, greedy(count), adapter, **fields), stream)
+
+
+def run(engine: Engine, limit: int = 20000) -> dict[str, RequestOutput]:
+    """Steps until nothing is left."""
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(limit):
+        if not engine.has_work:
+            return outputs
+        for output in engine.step()[1]:
+            outputs[output.request_id] = output
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens(outputs: Mapping[str, RequestOutput]) -> dict[str, list[int]]:
+    """Each request's first completion."""
+    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is held by anybody."""
+    scheduler = engine.scheduler
+    assert scheduler.pages.num_free == scheduler.limits.num_pages, "pages leaked"
+    assert not any(scheduler.pages._references)
+    assert scheduler.rows.num_free == scheduler.limits.max_num_seqs, "rows leaked"
+    assert not scheduler.running and not scheduler.has_work and not scheduler.slots.draining_order()
+    assert not scheduler._issued and not scheduler.waiting._unfinished and not scheduler.waiting._served
+    used = scheduler.slots.resident.values()
+    assert len(used) + scheduler.slots.num_loading + len(scheduler.slots._free) == scheduler.limits.num_slots, "slots leaked"

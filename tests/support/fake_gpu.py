@@ -1,0 +1,75 @@
+"""A GPU process whose model is `fake_runner`'s hash, which checks every plan: `python -m support.fake_gpu FD`."""
+import hashlib
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.runtime import gpu_process
+from sidestream.runtime.gpu_link import LoadedAdapter, Ready
+from sidestream.runtime.plan import StepPlan, StepResult
+from sidestream.runtime.serve_settings import ServeSettings
+from sidestream.tools.simulated_gpu import SimulatedSizes, TimedRunner
+
+from support.fake_runner import FakeRunner
+
+
+class FakeSizes(SimulatedSizes, kw_only=True):
+    """`ServeSettings.llm` of a fake server. `poison`: a step that holds this token thrice in a row raises; `fail_start`: what the start-up fails with."""
+
+    step_seconds: float = 0.0
+    poison: int | None = None
+    fail_start: str | None = None
+
+
+class Checked(FakeRunner):
+    """A FakeRunner that can be poisoned."""
+
+    def __init__(self, sizes: FakeSizes) -> None:
+        super().__init__(sizes.num_pages, sizes.num_slots, sizes.vocabulary)
+        self.poison = sizes.poison
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        issued = len(self.plans)
+        try:
+            if self.poison is not None and plan.num_tokens > 2 and [self.poison] * 3 in np.lib.stride_tricks.sliding_window_view(plan.input_ids, 3).tolist():
+                raise RuntimeError("a poisoned step")
+            return super().submit(plan)
+        finally:
+            if len(self.plans) == issued:
+                self.plans.append(plan)  # a failed step counts
+
+    def place(self, slot: int, number: int) -> None:
+        self.slots[slot] = number
+
+
+class FakeServed:
+    """See `gpu_process.Served`. An adapter's path must be a directory, and it is content-addressed by its path."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        sizes = msgspec.convert(settings.llm, FakeSizes)
+        if sizes.fail_start is not None:
+            raise ValueError(sizes.fail_start)
+        self._next = 0
+        self._lock = threading.Lock()
+        self.runner = TimedRunner(Checked(sizes), sizes.step_seconds, sizes.load_seconds)
+        adapters = [self.add_adapter(name, path, False) for name, path in settings.adapters.items()]
+        self.ready = Ready(sizes.vocabulary, sizes.num_pages, PAGE_SIZE, sizes.max_model_len, sizes.max_num_seqs, sizes.max_num_batched_tokens,
+                           sizes.num_slots, sizes.eos_ids, adapters, "a fake")  # fmt: skip
+
+    def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
+        if not Path(path).is_dir():
+            raise FileNotFoundError(2, "No such file or directory", path)
+        with self._lock:
+            number = self._next
+            self._next += 1
+        return LoadedAdapter(name, number, 8, hashlib.sha256(f"{path}{number}".encode()).hexdigest())
+
+    def remove_adapter(self, name: str) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(gpu_process.run(int(sys.argv[1]), FakeServed))

@@ -1,0 +1,64 @@
+"""docs/internals.md shows the code as it is, docs/custom_pass.md a program that runs.
+
+After a change of passes, programs or the cost model: `python -m sidestream.tools.internals --write`.
+"""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sidestream.tools.internals import BLOCK, EXCERPTS, PAGE, ExcerptError, main, rewritten
+
+ROOT = Path(__file__).parents[1]
+MADE_WITH = (2, 13)  # other releases of torch capture other node names
+same_torch = pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) != MADE_WITH, reason="the excerpts are of another torch release")
+
+
+@same_torch
+@pytest.mark.parametrize("name", EXCERPTS)
+def test_the_excerpt_is_up_to_date(name: str) -> None:
+    blocks = {block["name"]: block["text"] for block in BLOCK.finditer(PAGE.read_text())}
+    if name in blocks:
+        assert blocks[name] == EXCERPTS[name](), "run `python -m sidestream.tools.internals --write`"
+
+
+def test_every_excerpt_but_spare_ones_is_shown_once_and_every_block_is_an_excerpt() -> None:
+    text = PAGE.read_text()
+    shown = [block["name"] for block in BLOCK.finditer(text)]
+    assert len(set(shown)) == len(shown) >= 15 and set(shown) <= set(EXCERPTS)
+    assert len(re.findall(r"^```\w", text, re.MULTILINE)) == len(shown), "a fenced block has no generator"
+
+
+def test_an_unknown_excerpt_is_refused() -> None:
+    with pytest.raises(ExcerptError, match="no excerpt 'nothing'"):
+        rewritten("<!-- excerpt: nothing -->\n```python\n```\n")
+
+
+@same_torch
+def test_a_stale_page_is_told_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- excerpt: source of the norm -->\n```python\nold\n```\nafter\n")
+    assert main(["--page", str(page)]) == 1 and "-old" in capsys.readouterr().out
+    assert main(["--page", str(page), "--write"]) == 0 and "rsqrt" in page.read_text() and page.read_text().endswith("after\n")
+    assert main(["--page", str(page)]) == 0
+
+
+def test_the_custom_pass_runs_and_is_the_one_on_its_page(tmp_path: Path) -> None:
+    script, page = ROOT / "docs" / "custom_pass.py", (ROOT / "docs" / "custom_pass.md").read_text()
+    assert script.read_text() in page
+    command, environment = [sys.executable, str(script), str(tmp_path / "dump")], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^angles_beside +lowers +1 +0 ", done.stdout, re.MULTILINE) and re.search(r"^rope_angles +side +1 .*beside", done.stdout, re.MULTILINE)
+    changed = (tmp_path / "dump" / "04_angles_beside.diff").read_text()
+    assert "side stream, 25% of the SMs" in changed
+
+
+@pytest.mark.parametrize("name", ["internals.md", "custom_pass.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", text):
+        assert (ROOT / "docs" / target).exists(), target

@@ -1,0 +1,69 @@
+"""`sidestream explain` and `sidestream diff` as a user sees them."""
+import json
+from pathlib import Path
+
+import pytest
+from sidestream.tools import cli
+from support.meta_model import config_directory
+
+
+def run(*arguments: str) -> int:
+    return cli.main(list(arguments))
+
+
+def test_explain_needs_a_config_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = config_directory(tmp_path / "model", num_hidden_layers=3)
+    assert run("explain", "--model-shape-only", str(model), "--max-loras", "2", "--bucket", "decode:4", "--context", "100", "--gpu", "H100") == 0
+    shown = capsys.readouterr().out
+    assert "decode_t4_b4_p8_lora, 100 cached tokens" in shown and "Estimates for H100" in shown
+    assert "pack_projections" in shown and "9 main and 8 side in each of 3 layers" in shown and "lora_lowering=serial" in shown
+
+
+def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = config_directory(tmp_path / "model")
+    assert run("explain", str(model), "--json", "--bucket", "decode:2", "mixed:64", "--no-changes") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [program["program"] for program in facts["programs"]] == ["decode_t2_b2_p8_base", "mixed_t64_b8_p8_base"]
+    assert facts["changes"]["found"] == [] and facts["options"]["precision"] == "fp8"
+    assert {entry["name"] for entry in facts["passes"]} > {"normalize", "quantize_linears"}
+
+
+def test_a_deep_models_changes_follow_from_two_cuts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = config_directory(tmp_path / "model", num_hidden_layers=5)
+    assert run("explain", str(model), "--json", "--bucket", "decode:4") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["changes"]["now_us"] == pytest.approx(facts["programs"][0]["estimated_us"], rel=1e-6), "two and a layer more tell the whole"
+    assert {change["change"] for change in facts["changes"]["found"]} > {"kv_dtype=bf16", "lm_head=bf16", "pdl=False", "without fuse_rope_append"}
+
+
+def test_a_longer_context_takes_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = config_directory(tmp_path / "model", num_key_value_heads=2)
+    times = []
+    for context in ("64", "100000"):
+        assert run("explain", str(model), "--json", "--no-changes", "--bucket", "decode:64", "--context", context) == 0
+        times.append(json.loads(capsys.readouterr().out)["programs"][0]["estimated_us"])
+    assert times[1] > 2 * times[0]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--shape", "llama-3.1-8b", "--model-shape-only", "x"], "name two models"), (["no/such/place"], "no config.json"),
+    (["--gpu", "A100"], "no figures for 'A100'"),
+])  # fmt: skip
+def test_explain_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_diff_tells_what_a_pass_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(config_directory(tmp_path / "model"))
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    assert run("dump", model, "-o", first, "--bucket", "decode:2") == 0
+    assert run("dump", model, "-o", second, "--bucket", "decode:2", "--disable-pass", "fuse_silu_mul") == 0
+    capsys.readouterr()
+    assert run("diff", first, second) == 1
+    shown = capsys.readouterr().out
+    assert "fuse_silu_mul: only in the first dump" in shown and "estimated us" in shown
+    assert run("diff", first, second, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["options"]["disable"] == [[], ["fuse_silu_mul"]]
+    assert run("diff", first, first) == 0
+    assert run("diff", first, str(tmp_path)) == 2

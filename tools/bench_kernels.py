@@ -1,0 +1,122 @@
+"""`sidestream bench kernels`: workload K, every op of a decode layer alone, beside the time that its bytes need.
+
+The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights. One op's launches of all six layers follow each other
+in a CUDA graph, so its weights (100 MB and more in all) are never in the L2 cache; launches don't overlap (no programmatic dependent launch).
+"""
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import collect_env
+from .bench_latency import pick_adapters
+from .bench_layer import CONTEXT, DEPTHS, Layers, Variant
+from .engine_arguments import positive
+from .floors import BANDWIDTH
+
+CHOICES = (1, 16, 64, 256)
+
+EXAMPLES = """\
+examples:
+  sidestream bench kernels                 all ops for 1, 16, 64 and 256 sequences
+  sidestream bench kernels --tokens 64"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of the layer; microseconds."""
+
+    tokens: int
+    place: int
+    op: str
+    output: str
+    us: float
+    floor_us: float
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the bench to the `sidestream bench` parser."""
+    parser = commands.add_parser("kernels", help="time every op of a decode layer alone (needs a GPU)", description=__doc__, epilog=EXAMPLES,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=list(CHOICES), metavar="T", help="sequences in a step (default: 1 16 64 256)")
+    parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)")
+    parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: 8)")
+    parser.add_argument("--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)")
+    parser.add_argument("--output-json", type=Path, default=Path("bench-kernels.json"), metavar="FILE", help="where the figures go")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures and prints the table. Raises ValueError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench kernels times CUDA kernels, and this machine has no GPU")
+    layers = Layers(options.lora_rank, options.num_adapters)
+    rows: list[Row] = []
+    print(f"{'T':>4}  {'op':<36}{'result':<24}{'us':>8}{'floor':>8}{'share':>7}")
+    for tokens in options.tokens:
+        names = [str(slot) for slot in range(options.num_adapters)]
+        adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
+        for row in measure(layers, tokens, adapters, options.repeats):
+            rows.append(row)
+            print(f"{row.tokens:>4}  {row.op:<36}{row.output:<24}{row.us:>8.2f}{row.floor_us:>8.2f}{row.floor_us / row.us:>7.0%}", flush=True)
+    options.output_json.write_text(json.dumps({"workload": "K", "rows": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n")
+    print(f"wrote {options.output_json}")
+    return 0
+
+
+def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) -> list[Row]:
+    """Every step that each layer has once, timed over the layers."""
+    from ..compiler.emit import BoundProgram
+    from ..compiler.work import Assumptions, step_bytes
+
+    depth = DEPTHS[-1]
+    program = layers.program(depth, tokens, Variant("serial", pdl=False))
+    bound = BoundProgram(program, layers.tensors(depth, tokens, adapters), layers.device)
+    bound.run()  # every input of every step is a real activation
+    assume = Assumptions(context=CONTEXT, adapters=len(set(adapters)))
+    rows = []
+    for place, indices in enumerate(repeated_steps(program, depth)):
+        step = program.steps[indices[0]]
+        floor = step_bytes(program, step, assume) / BANDWIDTH * 1e6
+        shape = "x".join(map(str, step.outs[0].shape)) if step.outs else ""
+        rows.append(Row(tokens, place, step.op, shape, round(time_steps(bound, indices, repeats), 3), round(floor, 3)))
+    return rows
+
+
+def repeated_steps(program: Any, depth: int) -> list[list[int]]:
+    """Indices of the steps that occur once in each layer, layer by layer, in the order of the layer's steps."""
+    from ..compiler.layers import step_layers
+
+    by_layer: list[list[int]] = [[] for _ in range(depth)]
+    for index, layer in enumerate(step_layers(program)):
+        if 0 <= layer < depth:
+            by_layer[layer].append(index)
+    middle = by_layer[1:-1]  # the first and the last layer may begin or end otherwise
+    return [list(group) for group in zip(*middle, strict=True)]
+
+
+def time_steps(bound: Any, indices: Sequence[int], repeats: int, rounds: int = 8) -> float:
+    """Microseconds of one launch: a CUDA graph of `rounds` times these steps in a row, the median of its replays."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            for index in indices:
+                bound.run_step(index)
+    times = []
+    for _ in range(repeats + 2):  # the first two warm up
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / (rounds * len(indices)))
+    return statistics.median(times[2:])

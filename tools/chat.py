@@ -1,0 +1,172 @@
+"""`sidestream chat`: a conversation with a running server."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .client_arguments import add_connection_options, add_sampling_options, connect, harmless, sampling_params
+
+if TYPE_CHECKING:
+    from ..runtime.chat_template import ChatTemplate
+    from ..runtime.client import Client
+    from ..runtime.sampling_params import SamplingParams
+
+DESCRIPTION = """\
+Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each line is answered by itself.
+
+Ctrl-C ends an answer, a second one (or Ctrl-D) the chat. Lines that begin with a slash:
+  /adapter NAME   go on with this adapter (`none`: the base model)
+  /adapters       what there is
+  /system TEXT    the system message, from the next line on
+  /reset          forget the conversation
+  /quit"""
+
+EXAMPLES = """\
+examples:
+  sidestream chat
+  sidestream chat --adapter pirate --system "Answer in one sentence."
+  sidestream chat -m "What is the capital of France?"                    one question, then the end
+  sidestream chat --chat-template models/llama                           the template of a model directory, or a .jinja file
+  sidestream chat --address tcp://gpu-host:5757 --keys keys/client-alice"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command to the `sidestream` parser."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a running server",
+        usage="%(prog)s [-a NAME] [-m TEXT] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("conversation")
+    group.add_argument("-a", "--adapter", metavar="NAME", help="adapter to begin with (default: the base model)")
+    group.add_argument("-m", "--message", metavar="TEXT", help="say this, show the answer, and end")
+    group.add_argument("--system", metavar="TEXT", help="system message")
+    group.add_argument("--chat-template", type=Path, metavar="PATH", help="a template file, or a model directory (default: the server's)")
+    add_sampling_options(parser, temperature=0.7, max_tokens=512)
+    add_connection_options(parser)
+    parser.set_defaults(run=run)
+
+
+def load_template(path: Path | None, client: "Client") -> "ChatTemplate | None":
+    """The template to use; None if neither the server nor --chat-template has one. Raises ChatTemplateError."""
+    from ..runtime.chat_template import ChatTemplate, ChatTemplateError, template_of
+
+    server = client.connect()
+    if path is None:
+        return ChatTemplate(server.chat_template, server.bos_token, server.eos_token) if server.chat_template else None
+    if path.is_dir():
+        found = template_of(path)
+        if found is None:
+            raise ChatTemplateError(f"{path} has no chat template: neither chat_template.jinja nor the field in tokenizer_config.json")
+        return ChatTemplate(*found)
+    return ChatTemplate(path.read_text(encoding="utf-8"), server.bos_token, server.eos_token)
+
+
+class Conversation:
+    """What was said, and what is said next. `turn` streams an answer to `output`."""
+
+    def __init__(self, client: "Client", template: "ChatTemplate | None", params: "SamplingParams", adapter: str | None, system: str | None) -> None:
+        self.client, self.template, self.params = client, template, params
+        self.adapter = None if adapter == "none" else adapter
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+
+    def prompt(self) -> str:
+        """The prompt for the next answer. Raises ChatTemplateError."""
+        if self.template is None:
+            return self.messages[-1]["content"]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.template.render(system + self.messages)
+
+    def turn(self, text: str) -> str:
+        """Say something and show the answer as it grows; an interruption ends the answer and keeps what came. A failed turn leaves no trace."""
+        self.messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            chunks = self.client.stream(self.prompt(), self.params, self.adapter)
+            try:
+                for chunk in chunks:
+                    new = chunk.text if answer else chunk.text.lstrip()
+                    answer += new
+                    print(harmless(new), end="", flush=True)
+            except KeyboardInterrupt:
+                chunks.close()
+                print(" [interrupted]", end="")
+        except BaseException:
+            self.messages.pop()
+            raise
+        print(flush=True)
+        self.messages.append({"role": "assistant", "content": answer})
+        return answer
+
+    def command(self, line: str) -> bool:
+        """Obey a line that begins with a slash; False when the chat is over."""
+        name, _, rest = line[1:].partition(" ")
+        rest = rest.strip()
+        if name in ("quit", "exit", "q"):
+            return False
+        if name == "adapters":
+            print("none (the base model)", *sorted(adapter.name for adapter in self.client.list_adapters()), sep="\n")
+        elif name == "adapter" and rest:
+            self.adapter = None if rest == "none" else rest
+            print(f"going on with {self.adapter or 'the base model'}")
+        elif name == "system":
+            self.system = rest or None
+        elif name == "reset":
+            self.messages.clear()
+        else:
+            print("commands: /adapter NAME, /adapters, /system TEXT, /reset, /quit")
+        return True
+
+
+def run(options: argparse.Namespace) -> int:
+    """Talks."""
+    params = sampling_params(options)
+    with connect(options) as client:
+        template = load_template(options.chat_template, client)
+        try:
+            if template is None:
+                print("The server has no chat template: each line is answered by itself.", file=sys.stderr)
+            conversation = Conversation(client, template, params, options.adapter, options.system)
+            if options.message is not None:
+                conversation.turn(options.message)
+                return 0
+            return talk(conversation)
+        finally:
+            if template is not None:
+                template.close()
+
+
+def talk(conversation: Conversation) -> int:
+    """Reads lines until their end; a fault of one turn is said and the chat goes on. Returns the exit code."""
+    from ..runtime.errors import EngineDeadError, RequestError, ServerError
+
+    terminal = sys.stdin.isatty()
+    if terminal:
+        import readline  # noqa: F401  (line editing for input())
+
+        print(f"Talking with {harmless(conversation.client.connect().model)}. /help lists commands, Ctrl-D ends.", file=sys.stderr)
+    failed = 0
+    while True:
+        try:
+            line = input(f"{conversation.adapter or 'base'}> " if terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if terminal:
+                print()
+            return failed
+        if not line:
+            continue
+        try:
+            if not line.startswith("/"):
+                conversation.turn(line)
+            elif not conversation.command(line):
+                return failed
+        except (RequestError, ServerError) as problem:
+            print(f"sidestream: error: {' '.join(harmless(str(problem)).split())}", file=sys.stderr)
+            if isinstance(problem, EngineDeadError) and not terminal:
+                return 2
+            failed = 0 if terminal else 2

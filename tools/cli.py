@@ -1,0 +1,99 @@
+"""The `sidestream` command: finds the command's module, hands the parsed options over, and turns a user's mistake into one line and exit code 2."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .. import __version__
+from . import (
+    bench_kernels,
+    bench_latency,
+    bench_serve,
+    bench_startup,
+    bench_throughput,
+    chat,
+    collect_env,
+    complete,
+    demo,
+    diff,
+    dump,
+    explain,
+    generate,
+    keygen,
+    serve,
+)
+
+DESCRIPTION = """\
+Serve many LoRA fine-tunes of one Llama from one GPU.
+
+MODEL is a directory in the Hugging Face format (config.json, *.safetensors, tokenizer.json).
+Leave it out and the small demo model inside the package is taken, with its four adapters, so every command can be tried at once, without a GPU."""
+
+EXAMPLES = """\
+examples:
+  sidestream demo                                                    see the whole pipeline on the demo model
+  sidestream generate -p "What is the capital of France?" -a pirate  one prompt, one adapter
+  sidestream dump -o dump/                                           write down what each compiler pass did
+  sidestream explain                                                 where a step's time goes, and what an option would change
+  sidestream bench latency --concurrency 1 8 64                      time decode steps beside the memory-bandwidth floor
+  sidestream chat --adapter pirate                                   talk with a server that runs
+  sidestream COMMAND --help                                          more examples"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an option in one line, instead of printing every option there is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; nothing heavy is imported for it."""
+    parser = Parser(
+        prog="sidestream", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"sidestream {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (demo, generate, serve, complete, chat, keygen, dump, explain, diff, collect_env):
+        module.add_parser(commands)
+    bench = commands.add_parser("bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more.")
+    benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
+    for module in (bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve):
+        module.add_parser(benches)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point: returns the exit code (0 done, 2 the user's mistake, 130 interrupted)."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as problem:
+        if os.environ.get("SIDESTREAM_TRACEBACK") or not is_clear(problem):
+            raise
+        print(f"sidestream: error: {one_line(problem)}", file=sys.stderr)
+        return 2
+
+
+def is_clear(problem: Exception) -> bool:
+    """Whether the message alone says what is wrong (our own errors, wrong values, files); anything else is a fault of ours and keeps its traceback."""
+    return isinstance(problem, (ValueError, OSError, MemoryError)) or type(problem).__module__.partition(".")[0] == "sidestream"
+
+
+def one_line(problem: BaseException) -> str:
+    """The message of an exception on one line, never empty."""
+    if isinstance(problem, OSError) and problem.strerror and problem.filename is not None:
+        return f"{problem.filename}: {problem.strerror}"
+    return " ".join(str(problem).split()) or type(problem).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""`sidestream dump`: compile a model without loading its weights, and write down what every pass did and what the programs look like."""
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from .engine_arguments import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, model_directory
+
+DESCRIPTION = """\
+Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what it refused and why,
+the programs as text and JSON, the schedule on its two lanes as SVG and as a trace, and index.html, one page over all of it for any browser.
+The same model, options and version give the same bytes, but for timings.json. No weights are read, so an 8B model takes seconds and little memory."""
+
+EXAMPLES = """\
+examples:
+  sidestream dump                                         the demo model and its adapters, into sidestream_dump/
+  sidestream dump models/llama --max-loras 8 --max-lora-rank 32 -o dump/
+  sidestream dump --disable-pass pack_projections -o without/     compare with `diff -r sidestream_dump without`
+  sidestream dump --bucket 64 mixed:512                   the programs of 64 decoding sequences, and of 512 tokens of prefill and decode mixed
+  sidestream dump --layers 0                              graphs of layer 0 only; the others look alike
+  sidestream dump --timings --measured gpu/timings.json   show times on the page: of the passes, and of steps measured on a GPU"""
+
+DEFAULT_BUCKETS = ("decode:8", "mixed:256")
+CONTEXT_BLOCKS = 8
+MIXED_SEQUENCES = 8
+HIGHEST_RANK = 512
+
+
+def bucket(text: str) -> tuple[str, int]:
+    """`decode:N` (or just `N`) or `mixed:N`, for argparse."""
+    match = re.fullmatch(r"(?:(decode|mixed):)?([1-9]\d{0,4})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither decode:SEQUENCES nor mixed:TOKENS, such as decode:8 or mixed:256")
+    return match[1] or "decode", int(match[2])
+
+
+def layer(text: str) -> int:
+    """The number of a layer, for argparse."""
+    if not re.fullmatch(r"\d{1,4}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no layer; layers count from 0")
+    return int(text)
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command to the `sidestream` parser."""
+    parser = commands.add_parser(
+        "dump",
+        help="write down what each compiler pass did",
+        usage="%(prog)s [MODEL] [-o DIR] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("sidestream_dump"), metavar="DIR", help="directory to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bucket",
+        nargs="+",
+        type=bucket,
+        default=[bucket(text) for text in DEFAULT_BUCKETS],
+        metavar="KIND:N",
+        help=f"programs to write; N alone is decode:N (default: {' '.join(DEFAULT_BUCKETS)})",
+    )
+    parser.add_argument("--layers", nargs="+", type=layer, metavar="N", help="write the graphs of these layers only (default: all)")
+    parser.add_argument("--timings", action="store_true", help="show measured times on the page too; it then differs from run to run")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="a timings.json with steps and kernels measured on a GPU, for --timings")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON of pass names and the relative error that each added, for the page")
+    add_compile_options(parser)
+    add_lora_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compiles on the meta device and writes the dump."""
+    directory = model_directory(options)
+    if options.output.exists() and not options.output.is_dir():
+        raise ValueError(f"--output {options.output} is a file; name a directory")
+    from ..compiler.api import compile_model
+    from ..compiler.options import CompileOptions
+    from ..compiler.timings import Timings
+    from ..graphs.config import LlamaConfig
+    from ..graphs.llama import Llama
+
+    if options.measured is not None and not options.timings:
+        raise ValueError("--measured FILE is for the page, which shows measured times with --timings only; add --timings")
+    timings = None if options.measured is None else Timings.load(options.measured)
+    ledger = None if options.ledger is None else read_ledger(options.ledger)
+    compile_options = CompileOptions(**compile_arguments(options))
+    config = LlamaConfig.from_directory(directory)
+    unknown = [number for number in options.layers or () if number >= config.num_hidden_layers]
+    if unknown:
+        raise ValueError(f"--layers {unknown[0]}: the model has layers 0 to {config.num_hidden_layers - 1}")
+    model = Llama(config, lora_shape(options, config), compile_options.model_dtype, device="meta")
+    started = time.monotonic()
+    compiled = compile_model(model, compile_options)
+    buckets = [as_bucket(kind, count, model.lora is not None) for kind, count in options.bucket]
+    written = compiled.dump(options.output, buckets, layers=options.layers, timings=timings, show_timings=options.timings, ledger=ledger)
+    print(compiled.report())
+    count = sum(path.is_file() for path in written.rglob("*"))
+    print(f"compiled in {time.monotonic() - started:.1f} s; {count} files in {written}; open {written / 'index.html'} in a browser")
+    return 0
+
+
+def read_ledger(path: Path) -> dict[str, float]:
+    """Pass name -> relative error. Raises ValueError for anything but a JSON object of numbers."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--ledger {path} is not JSON: {error}") from error
+    if not isinstance(data, dict) or not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in data.values()):
+        raise ValueError(f'--ledger {path} must be an object of pass names and numbers, such as {{"quantize_kv": 0.002}}')
+    return data
+
+
+def lora_shape(options: argparse.Namespace, config: Any) -> Any:
+    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on all projections; None when there are neither."""
+    from ..graphs.adapter import load_adapter
+    from ..graphs.lora import RANK_MULTIPLE, LoraShape
+    from ..graphs.stack import lora_shape_for
+
+    adapters = [load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()]
+    if adapters:
+        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank)
+    if not options.max_loras:
+        if options.max_lora_rank:
+            raise ValueError("--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR")
+        return None
+    return LoraShape(options.max_loras, -(-(options.max_lora_rank or RANK_MULTIPLE) // RANK_MULTIPLE) * RANK_MULTIPLE)
+
+
+def as_bucket(kind: str, count: int, lora: bool) -> Any:
+    """The compiler's bucket for `decode:count` or `mixed:count`."""
+    from ..compiler.program import Bucket
+
+    sequences = count if kind == "decode" else min(count, MIXED_SEQUENCES)
+    return Bucket(
+        tokens=count, sequences=sequences, pages=sequences * CONTEXT_BLOCKS + 1, blocks=CONTEXT_BLOCKS, decode=kind == "decode", lora=lora
+    )

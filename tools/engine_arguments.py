@@ -1,0 +1,167 @@
+"""The options that every command shares, spelled as vLLM's users know them, and how they become arguments of `LLM` and `CompileOptions`."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def share(text: str) -> float:
+    """A number in (0, 1], for argparse."""
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
+    return value
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """`name=path` of --lora-modules, for argparse."""
+    name, equals, path = text.partition("=")
+    if not equals or not path or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=DIRECTORY (a name has letters, digits, '.', '_' and '-'), such as pirate=adapters/pirate"
+        )
+    return name, path
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, which may be left out."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="model directory in the Hugging Face format (default: the demo model with its adapters)"
+    )
+
+
+def add_compile_options(parser: argparse.ArgumentParser) -> None:
+    """What is compiled, and how."""
+    group = parser.add_argument_group("compiler")
+    group.add_argument(
+        "--precision",
+        choices=("fp8", "bf16", "fp32"),
+        default="fp8",
+        help="fp8 quantizes weights, activations and KV cache; bf16 and fp32 nothing (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"),
+        default="auto",
+        help="what the KV cache holds (default: fp8_e4m3 with --precision fp8, else as the model)",
+    )
+    group.add_argument("--no-hadamard", action="store_true", help="do not rotate Q and K before K is quantized")
+    group.add_argument(
+        "--disable-pass",
+        action="append",
+        default=[],
+        metavar="PASS",
+        help="leave a compiler pass out by its name, as `sidestream dump` lists them; may be repeated",
+    )
+
+
+def add_lora_options(parser: argparse.ArgumentParser) -> None:
+    """Adapters and their limits."""
+    group = parser.add_argument_group("adapters")
+    group.add_argument(
+        "--lora-modules", nargs="+", action="extend", default=[], type=named_path, metavar="NAME=DIR", help="PEFT adapters to load"
+    )
+    group.add_argument(
+        "--max-loras", type=positive, metavar="N", help="adapters that one batch may mix (default: as many as are loaded, at most 8)"
+    )
+    group.add_argument(
+        "--max-lora-rank", type=positive, metavar="R", help="highest rank that is accepted (default: that of the loaded adapters)"
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """All that `LLM` takes."""
+    add_compile_options(parser)
+    add_lora_options(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--max-model-len", type=positive, metavar="N", help="longest prompt + answer, in tokens (default: the model's limit, at most 8192)"
+    )
+    group.add_argument("--max-num-seqs", type=positive, metavar="N", help="requests that run at once (default: 256, on a CPU 16)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=positive, metavar="N", help="tokens of one step; longer prompts are cut into chunks"
+    )
+    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)")
+    group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    group.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+
+
+def model_directory(options: argparse.Namespace) -> Path:
+    """The directory of MODEL, or of the demo model.
+
+    Raises ValueError when it is no model directory.
+    """
+    directory = Path(options.model) if options.model else DEMO_MODEL
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{directory} is no model directory: it has no config.json; name one in the Hugging Face format, or leave MODEL out for the demo model"
+        )
+    return directory
+
+
+def adapters_of(options: argparse.Namespace) -> dict[str, str]:
+    """The adapters by name: those of --lora-modules, or the demo model's own when MODEL is left out."""
+    chosen = dict(options.lora_modules)
+    if len(chosen) < len(options.lora_modules):
+        raise ValueError("--lora-modules names an adapter twice; give each its own name")
+    if not options.model:
+        chosen = {path.parent.name: str(path.parent) for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))} | chosen
+    for name, path in chosen.items():
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise ValueError(f"adapter {name!r}: {path} has no adapter_config.json; name a directory that PEFT's save_pretrained wrote")
+    return chosen
+
+
+def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `CompileOptions`."""
+    kv_dtype = "fp8_e4m3" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
+    return {
+        "precision": options.precision,
+        "kv_dtype": kv_dtype,
+        "hadamard": not options.no_hadamard,
+        "disable": tuple(options.disable_pass),
+    }
+
+
+def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The same as arguments of `LLM`, which decides about Hadamard by itself unless it is switched off."""
+    compiled = compile_arguments(options)
+    arguments = {"precision": compiled["precision"], "kv_cache_dtype": compiled["kv_dtype"], "disable_passes": compiled["disable"]}
+    return arguments | ({"hadamard": False} if options.no_hadamard else {})
+
+
+def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `LLM`; options that were not given keep its defaults."""
+    arguments = precision_arguments(options)
+    arguments |= {
+        "model": str(model_directory(options)),
+        "adapters": adapters_of(options),
+        "enforce_eager": options.enforce_eager,
+        "seed": options.seed,
+    }
+    return arguments | given(
+        options, "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank", "gpu_memory_utilization", "device"
+    )
+
+
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of `names` that have a value."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def demo_prompts() -> list[dict[str, str | None]]:
+    """The demo's batch: {"adapter", "prompt", "answer"} each; the adapter is None for the base model."""
+    return json.loads((DEMO_MODEL / "prompts.json").read_text())

@@ -1,0 +1,128 @@
+"""`sidestream explain`: compile a model without its weights, and say what runs, where a step's time goes, and what an option would change."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from .dump import DEFAULT_BUCKETS, as_bucket, bucket, lora_shape
+from .engine_arguments import add_compile_options, add_lora_options, add_model, compile_arguments, model_directory, positive
+
+DESCRIPTION = """\
+Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step against the floor
+(weights, cached tokens and adapters read once), which ops take it, and what it would be with another option or without a pass.
+No weights are read and no GPU is needed; times are estimates from bytes and FLOPs, whose error is published in docs/measurements."""
+
+EXAMPLES = """\
+examples:
+  sidestream explain                                                      the demo model and its adapters
+  sidestream explain --model-shape-only models/llama-8b --max-loras 8 --max-lora-rank 32 --bucket decode:64
+  sidestream explain --shape llama-3.1-8b --max-loras 8 --max-lora-rank 32 --bucket decode:1 decode:64 --context 1024
+  sidestream explain --json | jq '.programs[].estimated_us'"""
+
+SHAPES = ("llama-3.1-8b",)
+CUTS = (1, 2)  # models with more layers are recompiled with so many for the table of changes: each layer adds the same
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command to the `sidestream` parser."""
+    parser = commands.add_parser(
+        "explain",
+        help="say where a step's time goes, and what would be gained by which option",
+        usage="%(prog)s [MODEL] [--bucket KIND:N ...] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("--model-shape-only", dest="shape_only", type=Path, metavar="DIR", help="instead of MODEL: a directory with nothing but a config.json")
+    parser.add_argument("--shape", choices=SHAPES, help="instead of MODEL: a shape that needs no files")
+    parser.add_argument(
+        "--bucket", nargs="+", type=bucket, default=[bucket(text) for text in DEFAULT_BUCKETS], metavar="KIND:N",
+        help=f"programs to explain; the first one is compared under changes (default: {' '.join(DEFAULT_BUCKETS)})",
+    )  # fmt: skip
+    parser.add_argument("--context", type=positive, metavar="N", help="cached tokens of each sequence (default: half of what the bucket holds)")
+    parser.add_argument("--adapters-in-batch", type=positive, metavar="N", help="different adapters at work (default: one a sequence, at most all slots)")
+    parser.add_argument("--gpu", default="H200", metavar="NAME", help="whose ceilings to use: H200 or H100 (default: %(default)s)")
+    parser.add_argument("--no-changes", action="store_true", help="leave out the table of what a change would do, which compiles once for each change")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_compile_options(parser)
+    add_lora_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compiles on the meta device and prints."""
+    from ..compiler.api import compile_model
+    from ..compiler.explain import as_text, changes_as_text, compare_changes, explain
+    from ..compiler.hardware import gpu_named
+    from ..compiler.options import CompileOptions
+    from ..compiler.work import Assumptions
+    from ..graphs.llama import Llama
+
+    gpu, config = gpu_named(options.gpu), _config(options)
+    compile_options = CompileOptions(**compile_arguments(options))
+    lora = lora_shape(options, config)
+    buckets = [as_bucket(kind, count, lora is not None) for kind, count in options.bucket]
+    if options.context is not None:
+        buckets = [replace(each, blocks=max(each.blocks, -(-options.context // 64))) for each in buckets]
+        buckets = [replace(each, pages=each.sequences * each.blocks + 1) for each in buckets]
+    assume = Assumptions(options.context, options.adapters_in_batch)
+    compiled = compile_model(Llama(config, lora, compile_options.model_dtype, device="meta"), compile_options)
+    facts = explain(compiled, buckets, assume, gpu)
+    seconds = {} if options.no_changes else changes_of(config, lora, compile_options, buckets[0], assume, gpu)
+    changes = compare_changes(seconds) if seconds else []
+    if options.json:
+        print(json.dumps({**facts, "changes": {"program": buckets[0].name, "now_us": 1e6 * seconds.get("", 0.0), "found": [asdict(each) for each in changes]}}))
+        return 0
+    print(as_text(facts, compiled.records))
+    if changes:
+        print(changes_as_text(changes, seconds[""], buckets[0].name))
+    return 0
+
+
+def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, gpu: Any) -> dict[str, float]:
+    """change -> seconds a step of the whole model; of a deep one two cuts are compiled, and what a layer adds is taken times the layers."""
+    from ..compiler.explain import what_ifs
+
+    depth = config.num_hidden_layers
+    if depth <= CUTS[1]:
+        return what_ifs(capturer(config, lora), options, bucket, assume=assume, gpu=gpu)
+    few, more = (what_ifs(capturer(replace(config, num_hidden_layers=cut), lora), options, bucket, assume=assume, gpu=gpu) for cut in CUTS)
+    return {change: more[change] + (depth - CUTS[1]) * (more[change] - few[change]) for change in more if change in few}
+
+
+def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
+    """A function options -> (a fresh graph of the model, its tensors' names); the model is captured once for each dtype."""
+    from ..compiler.capture import capture_module
+    from ..graphs.llama import Llama
+
+    known: dict[Any, tuple[Any, list[str]]] = {}
+
+    def capture(options: Any) -> tuple[Any, list[str]]:
+        if options.model_dtype not in known:
+            model = Llama(config, lora, options.model_dtype, device="meta")
+            names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+            known[options.model_dtype] = capture_module(model, model.example_inputs(), model.dynamic_shapes()), names
+        captured, names = known[options.model_dtype]
+        return captured.copy(), names
+
+    return capture
+
+
+def _config(options: argparse.Namespace) -> Any:
+    """The model's config from whichever of the three ways it was named."""
+    from ..graphs.config import LlamaConfig
+    from .bench_latency import LLAMA_8B
+
+    named = [name for name, value in (("MODEL", options.model), ("--model-shape-only", options.shape_only), ("--shape", options.shape)) if value]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} name two models; give one")
+    if options.shape:
+        options.model = options.shape  # the demo model's adapters are not this one's
+        return LlamaConfig.from_dict(LLAMA_8B)
+    if options.shape_only:
+        options.model = str(options.shape_only)
+    return LlamaConfig.from_directory(model_directory(options))

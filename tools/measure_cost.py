@@ -1,0 +1,238 @@
+"""Measures a model's decode programs step by step on the GPU and prints the cost model's estimate beside it.
+
+    python -m sidestream.tools.measure_cost -o docs/measurements/cost_model_h200
+
+The model has Llama-3.1-8B's shape and random weights. Each program is captured as a CUDA graph and replayed under the profiler; a step's time is what it adds
+to its lane (from the end of what it follows to its own end). Writes PREFIX.txt (also printed) and PREFIX.json.
+"""
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compiler.api import CompiledModel, compile_model
+from ..compiler.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
+from ..compiler.emit import BoundProgram
+from ..compiler.hardware import H200, Gpu, UnknownGpu, gpu_named
+from ..compiler.options import CompileOptions
+from ..compiler.profile import advances, capture_profile
+from ..compiler.program import Bucket, Program
+from ..compiler.report import columns
+from ..graphs.config import LlamaConfig
+from ..graphs.llama import Llama
+from ..graphs.lora import LoraShape
+from .bench_latency import LLAMA_8B
+
+BLOCKS = 8
+REPLAYS = 5
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """All steps of an op (linears by their weight's shape) in a program: microseconds, `error` = estimated / measured - 1."""
+
+    op: str
+    lane: str
+    count: int
+    estimated: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the estimate."""
+        return self.estimated / self.measured - 1 if self.measured else 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A program's figures in microseconds; `steps` has (estimated, measured) of each step."""
+
+    program: str
+    floor: float
+    estimated: float
+    measured: float
+    rows: tuple[OpRow, ...]
+    steps: tuple[tuple[str, float, float, int], ...]
+
+
+def random_tensors(program: Program, device: torch.device, assume: Assumptions, known: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
+    """A tensor for each input, weight and adapter; weights and adapters are taken from `known` and added to it."""
+    source = torch.Generator(device).manual_seed(seed)
+    result = {}
+    for buffer in program.of_kind("input", "weight", "adapter"):
+        if buffer.kind == "input" and not buffer.name.startswith("kv_"):
+            result[buffer.name] = _input(program, buffer.name, buffer.shape, buffer.dtype, device, assume)
+            continue
+        tensor = known.get(buffer.name)
+        if tensor is None or tuple(tensor.shape) != buffer.shape:
+            tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            if buffer.dtype == torch.float32:
+                tensor.fill_(0.002)
+            else:
+                spread = 1.0 if buffer.dtype.itemsize == 1 else 0.05
+                tensor.copy_(torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(0.0, spread, generator=source))
+            known[buffer.name] = tensor
+        result[buffer.name] = tensor
+    return result
+
+
+def _input(program: Program, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, assume: Assumptions) -> torch.Tensor:
+    context, bucket = assume.context_of(program), program.bucket
+    count = shape[0] if shape else 1
+    rows = torch.arange(count, device=device)
+    blocks = 1 if bucket is None else bucket.blocks
+    if name == "block_table":
+        value: torch.Tensor = torch.arange(count * shape[1], device=device).view(shape) + 1
+    elif name == "slot_mapping":
+        value = (rows * blocks + (context - 1) // 64 + 1) * 64 + (context - 1) % 64
+    elif name == "adapter_index":
+        slots = max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=1)
+        value = rows % max(1, assume.adapters_of(program, slots))
+    else:
+        value = {"context_lens": torch.full_like(rows, context), "positions": torch.full_like(rows, context - 1), "input_ids": rows % 251}.get(name, rows)
+    return value.to(dtype)
+
+
+def measure(bound: BoundProgram, replays: int = REPLAYS) -> tuple[list[float], float]:
+    """(seconds that each step adds, seconds of the whole program): medians over replays of its CUDA graph, or of step-by-step runs on the CPU."""
+    if bound.device.type != "cuda":
+        seconds = bound.step_times(replays)
+        return seconds, sum(seconds)
+    found = capture_profile(bound, replays)
+    each = [advances(bound.program, placed) for placed in found]
+    return [statistics.median(values) for values in zip(*each, strict=True)], _whole(bound)
+
+
+def _whole(bound: BoundProgram, repeats: int = 20) -> float:
+    """Seconds of a replay, back to back, without a profiler."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    bound.replay()
+    begin.record()
+    for _ in range(repeats):
+        bound.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3 / repeats
+
+
+def compare(program: Program, seconds: Sequence[float], whole: float, assume: Assumptions, gpu: Gpu) -> Measured:
+    """Estimates beside measurements, by op."""
+    costs = step_costs(program, assume, gpu)
+    placed = estimate(program, assume, gpu, costs)
+    adds = advances(program, placed)
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    steps = []
+    for step, estimated, measured in zip(program.steps, adds, seconds, strict=True):
+        groups.setdefault((_label(program, step.index), step.stream), []).append((estimated * 1e6, measured * 1e6))
+        steps.append((_label(program, step.index), estimated * 1e6, measured * 1e6, costs[step.index].work.bytes))
+    rows = tuple(OpRow(op, lane, len(own), sum(one for one, _ in own), sum(two for _, two in own)) for (op, lane), own in groups.items())
+    return Measured(program.name, floor_seconds(program, assume, gpu) * 1e6, total_seconds(placed) * 1e6, whole * 1e6, rows, tuple(steps))
+
+
+def _label(program: Program, index: int) -> str:
+    """An op's name, for products with their weight's shape."""
+    step = program.steps[index]
+    shapes = [view.shape for view in step.inputs() if program.by_name[view.buffer].kind in ("weight", "adapter") and len(view.shape) > 1]
+    wide = "embedding" not in step.op and bool(shapes)
+    return f"{step.op.removeprefix('sidestream.')} {'x'.join(map(str, shapes[0]))}" if wide else step.op.removeprefix("sidestream.")
+
+
+def text(results: Iterable[Measured], title: str) -> str:
+    """The published table."""
+    parts = [title]
+    for result in results:
+        rows = [("op", "lane", "steps", "estimated us", "measured us", "error")]
+        rows += [(row.op, row.lane, str(row.count), f"{row.estimated:.1f}", f"{row.measured:.1f}", f"{row.error:+.0%}") for row in result.rows]
+        weight = sum(row.measured for row in result.rows)
+        typical = sum(abs(row.estimated - row.measured) for row in result.rows) / weight if weight else 0.0
+        head = (
+            f"{result.program}: estimated {result.estimated:.0f} us, measured {result.measured:.0f} us ({result.estimated / result.measured - 1:+.1%}), "
+            f"floor {result.floor:.0f} us; mean error of an op, weighted by its time: {typical:.0%}"
+        )
+        parts.append(head + "\n" + columns(rows, right=(2, 3, 4, 5)))
+    return "\n".join(parts)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures every bucket, prints and writes."""
+    device = torch.device(options.device)
+    earlier = json.loads(options.measured.read_text()) if options.measured else None
+    here = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU (the model's figures are the H200's, so the error says nothing)"
+    on = earlier["device"] if earlier else here
+    try:
+        gpu = gpu_named(on)
+    except UnknownGpu:
+        gpu = H200
+    fields: dict[str, Any] = json.loads(options.config.read_text()) if options.config else LLAMA_8B
+    fields = {**fields, "num_hidden_layers": options.layers or fields["num_hidden_layers"]}
+    model = Llama(LlamaConfig.from_dict(fields), LoraShape(options.max_loras, options.rank), CompileOptions().model_dtype, device="meta")
+    begin = time.perf_counter()
+    compiled = compile_model(model)
+    shape = "Llama-3.1-8B's shape" if options.config is None else str(options.config)
+    release = earlier["torch"] if earlier else torch.__version__
+    title = (
+        f"The cost model ({gpu.name}) against steps measured on: {on}; torch {release}\n{shape}, {fields['num_hidden_layers']} layers, "
+        f"random weights, FP8, {options.max_loras} adapters of rank {options.rank}, context {options.context}. Microseconds of all steps of an op together.\n"
+    )
+    print(f"{title}compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+    results = []
+    for result in _each_bucket(compiled, options, device, gpu) if earlier is None else _again(compiled, options, earlier, gpu):
+        results.append(result)
+        print(text([result], ""), flush=True)
+        if options.output is not None:
+            options.output.with_suffix(".txt").write_text(text(results, title))
+            content = {"device": on, "torch": release, "gpu": gpu.name, "results": [asdict(each) for each in results]}
+            options.output.with_suffix(".json").write_text(json.dumps(content) + "\n")
+    return 0
+
+
+def _buckets(options: argparse.Namespace) -> Iterable[Bucket]:
+    most = max(options.tokens)
+    return (Bucket(tokens, tokens, most * BLOCKS + 1, BLOCKS, decode=True, lora=lora) for lora in (True, False) for tokens in options.tokens)
+
+
+def _each_bucket(compiled: CompiledModel, options: argparse.Namespace, device: torch.device, gpu: Gpu) -> Iterable[Measured]:
+    known: dict[str, torch.Tensor] = {}
+    assume = Assumptions(context=options.context)
+    for bucket in _buckets(options):
+        program = compiled.program(bucket)
+        bound = BoundProgram(program, random_tensors(program, device, assume, known), device)
+        seconds, whole = measure(bound, options.replays)
+        yield compare(program, seconds, whole, assume, gpu)
+
+
+def _again(compiled: CompiledModel, options: argparse.Namespace, earlier: dict[str, Any], gpu: Gpu) -> Iterable[Measured]:
+    """The model of today beside the steps of an earlier run. Raises ValueError when today's programs have other steps."""
+    found = {result["program"]: result for result in earlier["results"]}
+    for bucket in _buckets(options):
+        program = compiled.program(bucket)
+        result = found.get(program.name)
+        if result is None or [step[0] for step in result["steps"]] != [_label(program, index) for index in range(len(program.steps))]:
+            raise ValueError(f"{options.measured} has other steps for {program.name} than this release compiles; measure again")
+        yield compare(program, [step[2] * 1e-6 for step in result["steps"]], result["measured"] * 1e-6, Assumptions(context=options.context), gpu)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.measure_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, metavar="PREFIX", help="write PREFIX.txt and PREFIX.json")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="measure nothing: hold the estimates against the steps in FILE, an earlier PREFIX.json")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json (default: Llama-3.1-8B's shape)")
+    parser.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: the config's)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64], metavar="T", help="decode batch sizes (default: 1 16 64)")
+    parser.add_argument("--context", type=int, default=256, metavar="N", help="cached tokens of each sequence (default: %(default)s)")
+    parser.add_argument("--max-loras", type=int, default=8, metavar="N", help="adapters (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=32, metavar="R", help="their rank (default: %(default)s)")
+    parser.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help="profiled replays; medians count (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu (default: cuda where there is one)")
+    return run(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
