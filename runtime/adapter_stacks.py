@@ -17,6 +17,7 @@ from ..graphs.lora import LoraShape
 from .adapter_store import AdapterStore, Block
 from .adapters import AdapterRegistry
 
+STOP_SECONDS = 30.0
 POLL_SECONDS = 0.0002
 _log = logging.getLogger(__name__)
 Report = tuple[int, int, str | None]
@@ -64,6 +65,11 @@ class AdapterStacks:
         for number in numbers:
             self._reads.put((2, next(self._serial), None, number))
 
+    def prefetch(self, numbers: list[int]) -> None:
+        """The same, and wait for it. Raises AdapterError or OSError."""
+        for number in numbers:
+            self.store.release(self.store.prepare(number))
+
     def finished(self, timeout: float = 0.0) -> list[Report]:
         """(slot, number, None or what went wrong) of each `start` that has ended since the last call; waits up to `timeout` seconds for the first."""
         until = time.monotonic() + timeout
@@ -94,9 +100,11 @@ class AdapterStacks:
             return
         self._started = True
         owner = weakref.ref(self)  # the threads must not keep the stacks alive
-        for name, jobs in (("_read", self._reads), ("_copy", self._copies)):
-            threading.Thread(target=_work, args=(owner, name, jobs), name=f"adapter{name}", daemon=True).start()
-        weakref.finalize(self, _stop, self._reads, self._copies)
+        threads = [threading.Thread(target=_work, args=(owner, name, jobs), name=f"adapter{name}", daemon=True)
+                   for name, jobs in (("_read", self._reads), ("_copy", self._copies))]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _stop, self._reads, self._copies, threads)
 
     def _read(self, job: Read) -> None:
         *_, slot, number = job
@@ -154,6 +162,10 @@ def _work(owner: "weakref.ref[AdapterStacks]", name: str, jobs: Any) -> None:
         del stacks, job
 
 
-def _stop(reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]") -> None:
+def _stop(reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]", threads: list[threading.Thread]) -> None:
+    """Ends the threads behind their present job and waits: an interpreter that exits while one is inside torch is terminated by the C++ runtime."""
     reads.put(NO_READ)
     copies.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # the last reference may go in a thread of ours
+            thread.join(STOP_SECONDS)

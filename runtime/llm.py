@@ -51,7 +51,7 @@ class LLM:
     hadamard         rotate Q and K before a quantized cache (None: where it is quantized)
     dtype            `auto`, `bfloat16`, `float32`: vLLM's spelling of the unquantized dtype; must agree with precision
     disable_passes   compiler passes to leave out, by name
-    lora_lowering, lora_sm_share, lm_head   see CompileOptions
+    lora_lowering, lora_sm_share, whole_layer, lm_head   see CompileOptions
     load_format      `dummy`: random weights of the model's shape, for measurements
     device           `cuda`, `cuda:1`, `cpu`; None: the GPU if there is one
     max_model_len, max_num_seqs, max_num_batched_tokens, max_loras, max_lora_rank, max_cpu_loras, num_kv_pages, gpu_memory_utilization, enforce_eager,
@@ -70,7 +70,8 @@ class LLM:
     def __init__(
         self, model: str | Path | Mapping[str, Any] | None = None, adapters: Mapping[str, str | Path] | None = None, *, precision: str = "fp8",
         kv_dtype: str = "auto", kv_cache_dtype: str = "auto", hadamard: bool | None = None, dtype: Any = "auto", disable_passes: Sequence[str] = (),
-        lora_lowering: str = "auto", lora_sm_share: float | None = None, lm_head: str = "fp8", load_format: str = "auto", device: str | torch.device | None = None,
+        lora_lowering: str = "auto", lora_sm_share: float | None = None, whole_layer: str = "auto", lm_head: str = "fp8", load_format: str = "auto",
+        device: str | torch.device | None = None,
         max_model_len: int | None = None, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, max_loras: int | None = None,
         max_lora_rank: int | None = None, max_cpu_loras: int = 64, num_kv_pages: int | None = None, gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False, enable_prefix_caching: bool = True, show_progress: bool = True, seed: int = 0,
@@ -79,7 +80,7 @@ class LLM:
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_loras=max_loras,
             max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, num_kv_pages=num_kv_pages, gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, show_progress=show_progress, seed=seed)
-        more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head}
+        more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head, "whole_layer": whole_layer}
         compiler_options = compile_options(precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more)
         check_disabled(compiler_options)
         if load_format not in LOAD_FORMATS:
@@ -124,6 +125,11 @@ class LLM:
     def max_model_len(self) -> int:
         """Most tokens that a prompt and its output may come to."""
         return self.engine.scheduler.limits.max_model_len
+
+    def prefetch_adapters(self) -> None:
+        """Wait until as many adapters as `max_cpu_loras` allows lie in host memory. Without it they get there behind the first requests' backs."""
+        if self._stacks is not None:
+            self._stacks.prefetch(list(self.registry.numbers.values())[:self.options.max_cpu_loras])
 
     def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
         """Make one more adapter usable, or (`replace`) give a name a new content: requests that are under way finish on the former one.

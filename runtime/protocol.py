@@ -32,7 +32,7 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 CallId = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Short = Annotated[str, Meta(max_length=256)]
-Path = Annotated[str, Meta(min_length=1, max_length=4096)]
+Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\\x00]*$")]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 ErrorCode = Literal[

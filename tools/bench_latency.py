@@ -228,11 +228,14 @@ def build(options: argparse.Namespace, config: dict[str, Any], directory: Path |
         "max_num_seqs": max(options.concurrency),
         "adapters": adapters,
         "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": False,  # the same prompts come again and again
         "seed": options.seed,
     }
     if adapters:
         arguments |= {"max_loras": len(adapters), "max_lora_rank": options.lora_rank}
-    return LLM(config, load_format="dummy", **arguments) if directory is None else LLM(str(directory), **arguments)
+    llm = LLM(config, load_format="dummy", **arguments) if directory is None else LLM(str(directory), **arguments)
+    llm.prefetch_adapters()  # reading them in the background would be measured with the first lines
+    return llm
 
 
 def load(

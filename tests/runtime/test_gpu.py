@@ -129,8 +129,13 @@ def adapters(base: TinyBase) -> dict[str, Path]:
 
 
 def answers(base: TinyBase, adapters: dict[str, Path], **options: Any) -> list[list[int]]:
-    llm = sidestream.LLM(base.path, adapters=adapters, max_model_len=512, show_progress=False, gpu_memory_utilization=0.3, **options)
-    outputs = llm.generate(PROMPTS, sidestream.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), adapter=["a", None, "b", "c"], use_tqdm=False)
+    """Greedy answers of one batch whose adapters are all on the GPU already: when a copy ends decides which requests share a step, and a kernel's
+    tiles (so the last bits of its sums) depend on how many do."""
+    options |= {"max_model_len": 512, "show_progress": False, "gpu_memory_utilization": 0.3, "enable_prefix_caching": False}
+    llm = sidestream.LLM(base.path, adapters=adapters, **options)
+    chosen = ["a", None, "b", "c"]
+    llm.generate(PROMPTS, sidestream.SamplingParams(max_tokens=2), adapter=chosen, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, sidestream.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), adapter=chosen, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
