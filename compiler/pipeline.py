@@ -110,8 +110,12 @@ def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -
 
 def run_passes(
     graph_module: fx.GraphModule, options: CompileOptions, expectation: Expectation | None = None, passes: tuple[Pass, ...] = PASSES,
+    observe: Callable[[PassRecord], None] | None = None,
 ) -> list[PassRecord]:  # fmt: skip
-    """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what the model implies."""
+    """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what the model implies.
+
+    `observe` is called behind each pass, while the graph is as that pass left it.
+    """
     check_disabled(options, passes)
     graph, context = graph_module.graph, Context(options)
     records: list[PassRecord] = []
@@ -133,6 +137,8 @@ def run_passes(
         lines, text, counts = new_lines, new_text, new_counts
         if expectation is not None and options.check_counts:
             expectation.check(each.name, report.matches, report.rejected)
+        if observe is not None:
+            observe(records[-1])
     graph_module.recompile()
     return records
 

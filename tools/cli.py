@@ -22,6 +22,7 @@ from . import (
     explain,
     generate,
     keygen,
+    ledger,
     serve,
 )
 
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sidestream {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, generate, serve, complete, chat, keygen, dump, explain, diff, collect_env):
+    for module in (demo, generate, serve, complete, chat, keygen, dump, explain, diff, ledger, collect_env):
         module.add_parser(commands)
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more.")
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sidestream.tools import cli, collect_env
 
-COMMANDS = (["demo"], ["generate"], ["dump"], ["complete"], ["chat"], ["keygen"], ["collect-env"], ["bench", "latency"], ["bench", "serve"])
+COMMANDS = (["demo"], ["generate"], ["dump"], ["ledger"], ["complete"], ["chat"], ["keygen"], ["collect-env"], ["bench", "latency"], ["bench", "serve"])
 
 
 def run_expecting_exit(arguments: list[str]) -> int:
@@ -60,6 +60,10 @@ def test_help_is_quick_because_torch_is_not_imported() -> None:
         (["dump", "--precision", "bf16", "--kv-cache-dtype", "int8"], "int8"),
         (["dump", "--max-lora-rank", "8"], "--max-lora-rank"),
         (["dump", "-o", str(Path(__file__))], "is a file"),
+        (["ledger", "no/such/model"], "config.json"),
+        (["ledger", "--disable-pass", "no_such_pass"], "no_such_pass"),
+        (["ledger", "--json", "no/such/folder/out.json"], "existing directory"),
+        (["ledger", "--max-loras", "1"], "--max-loras"),
         (["bench"], "BENCH"),
         (["bench", "latency", "--output-len", "32"], "above 32"),
         (["bench", "latency", "--model", "no/such/model"], "config.json"),

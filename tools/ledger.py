@@ -1,0 +1,161 @@
+"""`sidestream ledger`: what each compiler pass adds to the error of the logits, so that a numerics bug is attributed to a pass in one command."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .dump import HIGHEST_RANK, lora_shape
+from .engine_arguments import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, demo_prompts, model_directory
+
+DESCRIPTION = """\
+Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about the logits:
+  added        relative RMSE against the graph right before the pass
+  total        relative RMSE against the graph before any pass (or, with --reference fp32, the model in fp32)
+  mean KL      KL divergence from the logits before the pass, mean over the tokens; worst KL: of the worst token, which is named beside it
+  worst layer  where in the model the residual stream's relative error grows most, and by how much
+A pass of tier `keeps` should add no more than its roundings. The last row is the program that is made of the last graph. The batch mixes all
+adapters: the demo's prompts with their answers, or each --prompt for the base and for every adapter. Passes over decode programs are not run."""
+
+EXAMPLES = """\
+examples:
+  sidestream ledger                                         the demo model and its adapters
+  sidestream ledger --reference fp32                        how far each graph is from the model in fp32
+  sidestream ledger --precision fp32                        passes alone: no quantization, hardly any rounding
+  sidestream ledger models/llama --lora-modules sql=adapters/sql -p "List all users" --json ledger.json
+  sidestream dump --ledger ledger.json                      the same figures on the page of the dump"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command to the `sidestream` parser."""
+    parser = commands.add_parser(
+        "ledger",
+        help="say what each compiler pass adds to the error of the logits",
+        usage="%(prog)s [MODEL] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt for the batch; may be repeated")
+    parser.add_argument("--reference", choices=("graph", "fp32"), default="graph", help="what totals are against (default: the graph before any pass)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write pass names and what each added, for `sidestream dump --ledger FILE`")
+    add_compile_options(parser)
+    add_lora_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Loads the model on the CPU, runs the ledger, prints it."""
+    directory = model_directory(options)
+    names = list(adapters_of(options))
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"--json {options.json}: name a file in an existing directory")
+    if any(not prompt for prompt in options.prompt):
+        raise ValueError("--prompt is empty; give it some text")
+    if options.max_loras is not None and options.max_loras < len(names):
+        raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters, which the batch mixes; leave it out")
+    from ..compiler.capture import capture_module
+    from ..compiler.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
+    from ..compiler.options import CompileOptions
+    from ..compiler.pipeline import check_disabled
+    from ..runtime.tokenizer import load_tokenizer
+
+    compile_options = CompileOptions(**compile_arguments(options))
+    check_disabled(compile_options)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        raise ValueError(f"{directory} has no tokenizer; the ledger runs text prompts")
+    batch = [(tokenizer.encode(text), slot) for text, slot in prompts(options, names)]
+    inputs = batch_inputs(batch)
+    model = load_model(options, directory, compile_options.model_dtype)
+    reference = reference_logits(load_model(options, directory, None), inputs) if options.reference == "fp32" else None
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    captured = capture_module(model, model.example_inputs(), model.dynamic_shapes())
+    rows = ledger(captured, compile_options, inputs, state, reference=reference)
+    adapters = ", ".join(names) or "none"
+    print(f"{directory.name}: {len(batch)} prompts, {sum(len(ids) for ids, _ in batch)} tokens, adapters: {adapters}\n")
+    print(as_text(rows, token_names(batch, names, tokenizer)))
+    worst = largest([row for row in rows if row.name not in (CAPTURE, PROGRAM)])
+    print(f"most is added by {worst.name}: {worst.added:.1e}" if worst.added else "no pass changed any logit")
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")
+        print(f"written to {options.json}")
+    return 0
+
+
+def prompts(options: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, int]]:
+    """(text, adapter slot or -1) of the batch."""
+    if not options.prompt and not options.model:
+        return [(f"{entry['prompt']} {entry['answer']}", -1 if entry["adapter"] is None else names.index(entry["adapter"])) for entry in demo_prompts()]
+    texts = options.prompt or [str(entry["prompt"]) for entry in demo_prompts()[:1]]
+    return [(text, slot) for text in texts for slot in (-1, *range(len(names)))]
+
+
+def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
+    """The inputs of one prefill of (token ids, adapter slot) each, but for the KV caches; logits of every token. Page 0 belongs to nobody."""
+    import torch
+
+    from ..ops.kv_layout import PAGE_SIZE
+
+    lengths = [len(ids) for ids, _ in batch]
+    blocks = max(-(-length // PAGE_SIZE) for length in lengths)
+
+    def integers(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    first = [(1 + row * blocks) * PAGE_SIZE for row in range(len(batch))]  # a sequence's pages lie one behind the other
+    return {
+        "input_ids": torch.tensor([token for ids, _ in batch for token in ids]),
+        "positions": torch.tensor([position for length in lengths for position in range(length)]),
+        "slot_mapping": integers([start + position for start, length in zip(first, lengths, strict=True) for position in range(length)]),
+        "adapter_index": integers([slot for ids, slot in batch for _ in ids]),
+        "block_table": torch.arange(1, 1 + len(batch) * blocks, dtype=torch.int32).view(len(batch), blocks),
+        "context_lens": integers(lengths),
+        "query_start": integers([sum(lengths[:row]) for row in range(len(batch) + 1)]),
+        "logits_indices": torch.arange(sum(lengths), dtype=torch.int32),
+    }
+
+
+def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
+    """Our plain Llama on the CPU with the checkpoint's weights, and adapter i in slot i. `dtype` None: fp32."""
+    import torch
+
+    from ..graphs.adapter import load_adapter
+    from ..graphs.checkpoint import Checkpoint, load_weights
+    from ..graphs.config import LlamaConfig
+    from ..graphs.llama import Llama
+    from ..graphs.stack import fill_slot, slot_tensors
+
+    config = LlamaConfig.from_directory(directory)
+    lora, dtype = lora_shape(options, config), dtype or torch.float32
+    checkpoint = Checkpoint(directory)
+    model = Llama(config, lora, dtype)
+    checkpoint.validate(model.checkpoint_tensors(), config.tie_word_embeddings)
+    load_weights(model, checkpoint)
+    for slot, path in enumerate(adapters_of(options).values()):
+        if lora is not None:
+            fill_slot(model, slot, slot_tensors(load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK), config, lora, dtype))
+    return model
+
+
+def reference_logits(model: Any, inputs: dict[str, Any]) -> Any:
+    """Logits of the model itself, uncompiled."""
+    import torch
+
+    from ..ops.kv_layout import kv_cache_shape
+
+    config, pages = model.config, int(inputs["block_table"].max()) + 1
+    shape = kv_cache_shape(pages, config.num_key_value_heads, config.head_dim)
+    with torch.no_grad():
+        return model(**inputs, kv_caches=[torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)])
+
+
+def token_names(batch: Sequence[tuple[Sequence[int], int]], names: Sequence[str], tokenizer: Any) -> list[str]:
+    """For each row of the logits: which token of which prompt, as `shout[7] ' JAPAN'`."""
+    return [
+        f"{f'{row} ' if len(batch) > 1 else ''}{'base' if slot < 0 else names[slot]}[{place}] {tokenizer.token_text(token)!r}"
+        for row, (ids, slot) in enumerate(batch)
+        for place, token in enumerate(ids)
+    ]
