@@ -149,6 +149,7 @@ def test_a_program_may_end_without_closing_and_ctrl_c_aborts(server: WireServer)
     code = textwrap.dedent(f"""
         import os, signal, sys, threading
         from sidestream import Client
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
         client = Client({server.address!r})
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         try:
