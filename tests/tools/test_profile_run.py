@@ -12,7 +12,7 @@ from support.tiny import tiny_llama
 
 def test_bench_latency_writes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, target = tiny_llama(tmp_path, tokenizer=True).path, tmp_path / "profile.json"
-    sizes = {"concurrency": 2, "input-len": 8, "output-len": 34, "num-iters": 1, "num-adapters": 2, "lora-rank": 4}
+    sizes = {"concurrency": 2, "input-len": 8, "output-len": 96, "num-iters": 1, "num-adapters": 2, "lora-rank": 4}
     arguments = ["--lora", "four", *(text for name, value in sizes.items() for text in (f"--{name}", str(value)))]
     places = ["--model", str(model), "--output-json", str(tmp_path / "latency.json"), "--profile", str(target)]
     assert cli.main(["bench", "latency", *places, *arguments]) == 0
