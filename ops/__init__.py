@@ -1,15 +1,19 @@
 """Floor 1: one file per op, each with schema, fake, reference (the specification), kernel and launch.
 
 append_kv        k and v into the paged KV cache
+argmax           greedy tokens
 decoder_block    o -> gate_up -> down -> the next q/k/v of a decode step as one persistent launch (kernel: decoder_block_gluon)
+decoder_block_lora  the same with the LoRA branches of its linears inside (kernel: decoder_block_lora_gluon)
 embedding        rows of the embedding table
 hadamard         Walsh-Hadamard transform of each head
-linear_fp8       y = x W^T in rowwise FP8, + delta and residual (kernels: linear_fp8_gluon, linear_fp8_decode, linear_fp8_prefill)
+linear_fp8       y = x W^T in rowwise FP8, + delta and residual (kernels: linear_fp8_gluon, linear_fp8_decode, linear_fp8_wide, linear_fp8_prefill)
+linear_fp8_silu_mul  the same for gate and up, with SiLU(gate) * up as its result
 lora             low-rank deltas of a batch of mixed adapters (semantic)
 lora_expand      LoRA's second half: summed planes times B
+lora_groups      the adapters of a decode step's tokens, for decoder_block_lora
 lora_plan        tokens sorted by adapter and cut into tiles
 lora_shrink      LoRA's first half: split-K planes of x times A
-paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, attention_decode_gluon)
+paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, each with a _gluon)
 paged_attention_blocks  decode attention quantized for decoder_block
 quantize         activations to e4m3, one scale per token
 quantize_blocks  activations to e4m3, one scale per token and 128 columns
@@ -22,12 +26,16 @@ silu_mul         SiLU(gate) * up with delta and quantization
 """
 from . import (  # noqa: F401
     append_kv,
+    argmax,
     decoder_block,
+    decoder_block_lora,
     embedding,
     hadamard,
     linear_fp8,
+    linear_fp8_silu_mul,
     lora,
     lora_expand,
+    lora_groups,
     lora_plan,
     lora_shrink,
     paged_attention,

@@ -38,21 +38,36 @@ def check_cache(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> No
         raise ValueError(f"a {kv_cache.dtype} KV cache goes {'with' if kv_cache.dtype in QUANTIZED_MAX else 'without'} kv_scales")
 
 
+def check_center(key_center: Optional[torch.Tensor], heads: int, width: int) -> None:
+    """The constant is one fp32 value per head and channel."""
+    if key_center is not None and (key_center.dtype != torch.float32 or tuple(key_center.shape) != (heads, width)):
+        raise ValueError(f"key_center must be fp32 [{heads}, {width}], not {key_center.dtype} {list(key_center.shape)}")
+
+
+def centered(k: torch.Tensor, key_center: Optional[torch.Tensor]) -> torch.Tensor:
+    """k [T, HK, D] - key_center [HK, D] in fp32; k as it is where there is no constant."""
+    check_center(key_center, k.shape[1], k.shape[2])
+    return k if key_center is None else k.float() - key_center
+
+
 def append_kv_reference(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor,
+    key_center: Optional[torch.Tensor] = None,
 ) -> None:
     """k, v [T, HK, D] -> kv_cache [NP, HK, 2, PAGE_SIZE, D] and kv_scales [NP, HK, 2, PAGE_SIZE] at slot_mapping [T] int32, in place.
 
     An e4m3 or int8 cache has scales (amax / 448 or amax / 127 per token and head; int8 rounds to nearest even); a cache of the model's
-    dtype has none. Slot -1 is padding. Two tokens of one call never share a slot.
+    dtype has none. Slot -1 is padding. Two tokens of one call never share a slot. key_center [HK, D] fp32 is subtracted from k in fp32: softmax does not see
+    a constant that all keys of a head have in common, but their scales do.
     """
     check_cache(kv_cache, kv_scales)
-    store_kv_reference(k, KEY, kv_cache, kv_scales, slot_mapping)
+    store_kv_reference(centered(k, key_center), KEY, kv_cache, kv_scales, slot_mapping)
     store_kv_reference(v, VALUE, kv_cache, kv_scales, slot_mapping)
 
 
 def append_kv_fake(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor,
+    key_center: Optional[torch.Tensor] = None,
 ) -> None:
     return None
 
@@ -89,8 +104,8 @@ def _to_cache(values, dtype: tl.constexpr):
 
 @triton.jit
 def _append_kernel(
-    k, v, kv_cache, kv_scales, slot_mapping, k_token, k_head, v_token, v_head,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    k, v, kv_cache, kv_scales, slot_mapping, key_center, k_token, k_head, v_token, v_head,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, CENTERED: tl.constexpr, PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -105,25 +120,32 @@ def _append_kernel(
             source = v + token * v_token + head[:, None] * v_head + tl.arange(0, D // 2)[None, :]
         first = tl.load(source, mask=present[:, None], other=0.0).to(tl.float32)
         second = tl.load(source + D // 2, mask=present[:, None], other=0.0).to(tl.float32)
+        if CENTERED:
+            center = key_center + head[:, None] * D + tl.arange(0, D // 2)[None, :]
+            is_key = (head < tl.where(which == 0, HEADS, 0))[:, None]
+            first -= tl.load(center, mask=is_key, other=0.0)
+            second -= tl.load(center + D // 2, mask=is_key, other=0.0)
         store_heads(first, second, head, present, which, slot, kv_cache, kv_scales, HEADS, D, PAGE, LIMIT)
 
 
 def append_kv_launch(
     k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor,
-    *, out: tuple[torch.Tensor, ...] = (), sm_budget: Optional[int] = None, pdl: bool = False,
+    key_center: Optional[torch.Tensor] = None, *, out: tuple[torch.Tensor, ...] = (), sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill the cache; k and v may have any strides over tokens and heads. Too small to heed `sm_budget`."""
     check_cache(kv_cache, kv_scales)
-    require_contiguous("append_kv", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping)
+    require_contiguous("append_kv", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center)
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise ValueError(f"append_kv: the heads of k and v must be contiguous, not strided by {k.stride(-1)} and {v.stride(-1)}")
     tokens, heads, width = k.shape
+    check_center(key_center, heads, width)
     if tokens == 0:
         return
     group = min(next_power_of_2(heads), 4)
     _append_kernel[(tokens, cdiv(heads, group), 2)](
-        k, v, kv_cache, kv_scales, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HEADS=heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group, num_warps=1, **pdl_options(pdl),
+        k, v, kv_cache, kv_scales, slot_mapping, key_center, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        HEADS=heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group, CENTERED=key_center is not None, num_warps=1,
+        **pdl_options(pdl),
     )
 
 

@@ -1,4 +1,4 @@
-"""Decode attention for Hopper in Gluon: head_dim 128, at most 8 query heads a KV head, e4m3 or bf16 cache.
+"""Decode attention for Hopper in Gluon: head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache.
 
 What bounds a plain decode kernel is not memory but instructions: conversions, reductions across warps, barriers. So here every warp works for
 itself. It owns 64 / WARPS tokens of each page and keeps its own running maximum, sum and output (mma.sync with the warps as a batch
@@ -53,7 +53,7 @@ HEADS = 8  # columns of S^T and O^T
 @gluon.jit(do_not_specialize=["num_blocks", "splits"])
 def decode_kernel(
     page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, score_scale, num_blocks, splits,
-    out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr,
+    out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr, WHOLE: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128] are TMA descriptors.
@@ -71,6 +71,7 @@ def decode_kernel(
     chunk = total_pages
     if SPLIT:
         chunk = gl.maximum((total_pages + splits - 1) // splits, MIN_PAGES)
+        chunk = gl.where(total_pages <= WHOLE, WHOLE, chunk)  # a merge costs more than a few pages in a row
     first = split * chunk
     block_table += first
     ids = ()
@@ -173,31 +174,36 @@ def decode_kernel(
 def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Does this kernel take these heads and this cache?"""
     heads, dim = q.shape[1:]
-    return not INTERPRETED and dim == HEAD_DIM and heads // kv_cache.shape[1] <= HEADS and kv_cache.dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    return not INTERPRETED and dim == HEAD_DIM and heads // kv_cache.shape[1] <= HEADS and kv_cache.dtype in (torch.float8_e4m3fn, torch.int8, torch.bfloat16)
 
 
 class Tiling(NamedTuple):
-    """How a batch is cut: warps and page buffers of a program, splits of a sequence, and the fewest pages worth a split."""
+    """How a batch is cut: warps and page buffers of a program, splits of a sequence, the fewest pages of a split, and the most of a sequence without."""
 
     warps: int
     stages: int
     splits: int
     min_pages: int
+    whole: int
 
 
-def tiling(rows: int, num_blocks: int, device: torch.device) -> Tiling:
+def tiling(rows: int, num_blocks: int, wide: bool, device: torch.device) -> Tiling:
     """For `rows` (sequence, kv head) pairs whose lengths nobody knows yet.
 
     Two warps and three buffers put four programs on an SM: enough to saturate memory, and under PDL no empty places are left on which the
     next kernel's programs would pile up. Splits fill those places when rows do not, which also evens out ragged lengths (16 sequences of
-    64..8192 tokens: 32 us instead of 57). Very few rows get one larger program an SM.
+    64..8192 tokens: 32 us instead of 57). Where rows fill the GPU by themselves, only a wide table says that some sequence may be long: then those of
+    more than 16 pages are split, so that the longest ones do not end alone. Very few rows get larger programs, two an SM, or one where the cache is
+    `wide`, in 16 bits, and a program's buffers fill the SM; a sequence of up to four pages is not split there, since merging would take longer.
     """
     processors = multiprocessors(device)
+    if rows > 8 * processors:
+        return Tiling(2, 3, 1, 1, 1)
     if rows > 2 * processors:
-        return Tiling(2, 3, 1, 1)
+        return Tiling(2, 3, max(1, min(num_blocks // 32, 4)), 16, 16)
     if 4 * rows > processors:
-        return Tiling(2, 3, max(1, min(num_blocks // 4, 4 * processors // rows)), 4)
-    return Tiling(4, 6, max(1, min(num_blocks // 2, processors // rows)), 2)
+        return Tiling(2, 3, max(1, min(num_blocks // 4, 4 * processors // rows)), 4, 4)
+    return Tiling(4, 6, max(1, min(num_blocks // 2, (1 if wide else 2) * processors // rows)), 2, 4)
 
 
 def launch(
@@ -215,14 +221,14 @@ def launch(
     sequences, heads, dim = q.shape
     kv_heads, num_blocks = kv_cache.shape[1], block_table.shape[1]
     group, rows = heads // kv_heads, sequences * kv_heads
-    warps, stages, splits, min_pages = tiling(rows, num_blocks, q.device)
+    warps, stages, splits, min_pages, whole = tiling(rows, num_blocks, kv_scales is None, q.device)
     partial, logsumexp, arrivals = split_workspace(q.device, rows, splits, group, dim)
     page_boxes, scale_boxes = descriptors(kv_cache, kv_scales)
     padded_group = next_power_of_2(group)
     decode_kernel[(rows * splits,)](
         page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, softmax_scale * LOG2_E, num_blocks, splits,
-        out_scale, HK=kv_heads, G=group, GROUP=padded_group, BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, STEP=8 * warps, STAGES=stages,
-        WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        out_scale, HK=kv_heads, G=group, GROUP=padded_group, BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, WHOLE=whole,
+        STEP=8 * warps, STAGES=stages, WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -107,13 +107,30 @@ def load_queries(q, score_scale, G: gl.constexpr, WARPS: gl.constexpr, BF16: gl.
 
 
 @gluon.jit
+def to_half(x):
+    """e4m3 or int8 to fp16, exactly. With its sign bit flipped, an int8's byte below 0x64 is the fp16 number 1152 above it."""
+    if x.dtype == gl.int8:
+        return gl.inline_asm_elementwise(
+            """{ .reg .b32 x, a, b, middle;
+                 mov.b32 middle, 0x64806480;
+                 xor.b32 x, $2, 0x80808080;
+                 prmt.b32 a, x, 0x64646464, 0x4140;
+                 prmt.b32 b, x, 0x64646464, 0x4342;
+                 sub.rn.f16x2 $0, a, middle;
+                 sub.rn.f16x2 $1, b, middle; }""",
+            "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4)  # fmt: skip
+    else:
+        return x.to(gl.float16)
+
+
+@gluon.jit
 def key_operand(k, WARPS: gl.constexpr, BF16: gl.constexpr):
     """K [64, 128] -> [WARPS, tokens, 128] as the tall operand, without moving a value between lanes."""
     TOKENS: gl.constexpr = 64 // WARPS
     if BF16:
         k = gl.permute(gl.reshape(k, [WARPS, TOKENS, 2, 4, 4, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
     else:
-        k = gl.permute(gl.reshape(k.to(gl.float16), [WARPS, TOKENS, 4, 8, 2, 2]), (0, 1, 3, 4, 2, 5))
+        k = gl.permute(gl.reshape(to_half(k), [WARPS, TOKENS, 4, 8, 2, 2]), (0, 1, 3, 4, 2, 5))
     return gl.convert_layout(gl.reshape(k, [WARPS, TOKENS, 128]), tall_operand(WARPS), assert_trivial=True)
 
 
@@ -125,18 +142,36 @@ def value_operand(v, WARPS: gl.constexpr, BF16: gl.constexpr):
         v = gl.permute(gl.reshape(v, [WARPS, TOKENS, 2, 8, 4, 2]), (0, 2, 4, 5, 3, 1))
     else:
         even, odd = gl.split(gl.permute(gl.reshape(v, [WARPS, TOKENS // 2, 2, 128]), (0, 1, 3, 2)))
-        # four dims of two neighbouring tokens: interleave the bytes, then each conversion makes {token, token + 1} of one dim
-        low, high = gl.inline_asm_elementwise(
-            """{ .reg .b32 ab, cd; .reg .b16 a, b, c, d;
-                 prmt.b32 ab, $4, $5, 0x5140;
-                 prmt.b32 cd, $4, $5, 0x7362;
-                 mov.b32 {a, b}, ab;
-                 mov.b32 {c, d}, cd;
-                 cvt.rn.f16x2.e4m3x2 $0, a;
-                 cvt.rn.f16x2.e4m3x2 $1, b;
-                 cvt.rn.f16x2.e4m3x2 $2, c;
-                 cvt.rn.f16x2.e4m3x2 $3, d; }""",
-            "=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)  # fmt: skip
+        # four dims of two neighbouring tokens: interleave the bytes, then make {token, token + 1} of one dim each
+        if v.dtype == gl.int8:
+            low, high = gl.inline_asm_elementwise(
+                """{ .reg .b32 x, y, ab, cd, a, b, c, d, middle;
+                     mov.b32 middle, 0x64806480;
+                     xor.b32 x, $4, 0x80808080;
+                     xor.b32 y, $5, 0x80808080;
+                     prmt.b32 ab, x, y, 0x5140;
+                     prmt.b32 cd, x, y, 0x7362;
+                     prmt.b32 a, ab, 0x64646464, 0x4140;
+                     prmt.b32 b, ab, 0x64646464, 0x4342;
+                     prmt.b32 c, cd, 0x64646464, 0x4140;
+                     prmt.b32 d, cd, 0x64646464, 0x4342;
+                     sub.rn.f16x2 $0, a, middle;
+                     sub.rn.f16x2 $1, b, middle;
+                     sub.rn.f16x2 $2, c, middle;
+                     sub.rn.f16x2 $3, d, middle; }""",
+                "=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)  # fmt: skip
+        else:
+            low, high = gl.inline_asm_elementwise(
+                """{ .reg .b32 ab, cd; .reg .b16 a, b, c, d;
+                     prmt.b32 ab, $4, $5, 0x5140;
+                     prmt.b32 cd, $4, $5, 0x7362;
+                     mov.b32 {a, b}, ab;
+                     mov.b32 {c, d}, cd;
+                     cvt.rn.f16x2.e4m3x2 $0, a;
+                     cvt.rn.f16x2.e4m3x2 $1, b;
+                     cvt.rn.f16x2.e4m3x2 $2, c;
+                     cvt.rn.f16x2.e4m3x2 $3, d; }""",
+                "=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)  # fmt: skip
         v = gl.permute(gl.reshape(gl.join(low, high), [WARPS, TOKENS // 2, 8, 4, 2, 2, 2]), (0, 3, 6, 4, 2, 1, 5))
     return gl.convert_layout(gl.reshape(v, [WARPS, 128, TOKENS]), tall_operand(WARPS), assert_trivial=True)
 

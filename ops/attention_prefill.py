@@ -1,4 +1,4 @@
-"""Attention of query chunks over paged history, and of batches that mix chunks with decode rows, in Triton.
+"""Attention of query chunks over paged history, and of batches that mix chunks with decode rows, in Triton; Hopper's usual shapes go to Gluon.
 
 A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (rows = token * group), and walks the pages
 that its last token may see. With a padded grid of T // tile + B + 1 tiles it finds its sequence on the device: sequence b's tiles begin at
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import attention_prefill_gluon
 from .attention_pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, operand_type
 from .kv_layout import PAGE_SIZE
 from .triton_support import INTERPRETED, next_power_of_2, pdl_start, row_scale, to_e4m3
@@ -124,7 +125,24 @@ def launch(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`."""
+    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernel where that one fits."""
+    kernel = attention_prefill_gluon.launch if attention_prefill_gluon.fits(q, kv_cache) else launch_triton
+    kernel(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
+
+
+def launch_triton(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """`launch`, always with the kernel of this file."""
     tokens, heads, dim = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
     group = heads // kv_heads

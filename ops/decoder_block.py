@@ -26,7 +26,14 @@ from .workspace import workspace
 SPLIT = 4  # CTAs that share a tile of 128 rows of o or down
 MAX_TOKENS = 64
 MAX_TILES = 128  # of o, down and q/k/v: one arrival counter each
-_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+def swizzled(width: int) -> gl.NVMMASharedLayout:
+    """Rows of `width` e4m3 columns (32, 64 or 128) as the tensor core reads them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
+
+
+_SWIZZLED = swizzled(BLOCK)
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 

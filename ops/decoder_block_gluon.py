@@ -16,9 +16,10 @@ nobody reaches before everybody has stopped watching it. All CTAs must be reside
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .attention_gluon_pieces import cta_barrier, gdc_wait
+from .decoder_block_pieces import add_residual, collect, inverse_rms, multiply, publish, residual_inputs, store_quantized
 from .decoder_block_streams import (
     DOWN_DONE,
     GATE_UP_DONE,
@@ -27,127 +28,10 @@ from .decoder_block_streams import (
     PLANES_O,
     PLANES_QKV,
     SPLIT,
-    await_count,
     bring_rows,
     clear,
     stream_weights,
 )
-
-
-@gluon.jit
-def _issue(ring, ready, rows, rows_ready, used, rows_used, nothing, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr):
-    """Starts the product of one slot of weights with one block of activations, when both have landed."""
-    slot = used % SLOTS
-    row = rows_used % ROW_SLOTS
-    mbarrier.wait(ready.index(slot), used // SLOTS & 1)
-    mbarrier.wait(rows_ready.index(row), rows_used // ROW_SLOTS & 1)
-    return warpgroup_mma(ring.index(slot), rows.index(row).permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _multiply(ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, steps, PAIR: gl.constexpr, BLOCK_T: gl.constexpr,
-              SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sums of weights times activations over `steps` blocks of K -> (first, second, used, rows_used); with PAIR `first` is the gate, `second` up.
-
-    Each block's product is scaled and added in fp32: its activations have a scale of their own, and the tensor cores' running sum has 14 bits only. One product
-    at a time: starting the next one before this one is added frees the slots later, and cost 5 us a layer.
-    """
-    nothing = gl.zeros([128, BLOCK_T], gl.float32, LAYOUT)
-    first = nothing
-    second = nothing
-    for _ in range(steps):
-        product = _issue(ring, ready, rows, rows_ready, used, rows_used, nothing, SLOTS, ROW_SLOTS)
-        scale = scales.index(rows_used % ROW_SLOTS).slice(0, BLOCK_T, dim=1).load(LAYOUT)
-        if PAIR:
-            up = _issue(ring, ready, rows, rows_ready, used + 1, rows_used, nothing, SLOTS, ROW_SLOTS)
-            product, up = warpgroup_mma_wait(0, deps=(product, up))
-            mbarrier.arrive(empty.index(used % SLOTS), count=1)
-            used += 1
-        else:
-            product = warpgroup_mma_wait(0, deps=(product,))
-        mbarrier.arrive(empty.index(used % SLOTS), count=1)
-        mbarrier.arrive(rows_empty.index(rows_used % ROW_SLOTS), count=1)
-        first += product * scale
-        if PAIR:
-            second += up * scale
-        used += 1
-        rows_used += 1
-    return first, second, used, rows_used
-
-
-@gluon.jit
-def _store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr):
-    """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED]."""
-    step = gl.maximum(gl.max(gl.abs(values), axis=0), 1e-12) * (1.0 / 448.0)
-    gl.store(q + token[None, :] * WIDTH + (block * 128 + row)[:, None], (values / step[None, :]).to(gl.float8e4nv), mask=(token < tokens)[None, :])
-    gl.store(scale + block * PADDED + token, step)
-
-
-@gluon.jit
-def _inverse_rms(squares, token, eps, TILES: gl.constexpr, BLOCK_T: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """1 / rms of each token from the tiles' sums of squares, added in order."""
-    total = gl.zeros([COUNT], gl.float32, gl.SliceLayout(0, LAYOUT))
-    for tile in gl.static_range(TILES):
-        total += gl.load(squares + tile * BLOCK_T + token, cache_modifier=".cg")
-    return gl.rsqrt(total * (1.0 / (TILES * 128)) + eps)
-
-
-@gluon.jit
-def _residual_inputs(weight_scale, residual, gain, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `_add_residual` needs and nothing delays: loaded before the products."""
-    column = tile * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
-    token = part * (BLOCK_T // SPLIT) + gl.arange(0, BLOCK_T // SPLIT, gl.SliceLayout(0, LAYOUT))
-    old = gl.load(residual + token[None, :] * WIDTH + column[:, None], mask=(token < tokens)[None, :], other=0.0, cache_modifier=".cg")
-    return gl.load(weight_scale + column), gl.load(gain + column), old
-
-
-@gluon.jit
-def _add_residual(acc, row_scale, gain, old, planes, arrivals, done, residual, q, q_scale, squares, tile, part, tokens,
-                  WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr):
-    """A quarter of a tile's tokens: planes summed, + residual -> `residual`, their squares summed, times the norm's gain and quantized."""
-    OWN: gl.constexpr = BLOCK_T // SPLIT
-    row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
-    every = gl.arange(0, BLOCK_T, gl.SliceLayout(0, LAYOUT))
-    token = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
-    present = (token < tokens)[None, :]
-    SIZE: gl.constexpr = 128 * BLOCK_T
-    plane = planes + tile * (SPLIT * SIZE) + row[:, None]
-    gl.store(plane + part * SIZE + every[None, :] * 128, gl.convert_layout(acc, LAYOUT), mask=(every < tokens)[None, :])
-    cta_barrier()
-    gl.atomic_add(arrivals + tile, 1, sem="release")
-    if part * OWN < tokens:
-        await_count(arrivals + tile, SPLIT)
-        total = gl.load(plane + token[None, :] * 128, cache_modifier=".cg")
-        for other in gl.static_range(1, SPLIT):
-            total += gl.load(plane + other * SIZE + token[None, :] * 128, cache_modifier=".cg")
-        new = (old.to(gl.float32) + total * row_scale[:, None]).to(residual.dtype.element_ty)
-        gl.store(residual + token[None, :] * WIDTH + (tile * 128 + row)[:, None], new, mask=present)
-        value = gl.where(present, new.to(gl.float32), 0.0)
-        gl.store(squares + tile * BLOCK_T + token, gl.sum(value * value, axis=0))
-        _store_quantized(value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED)
-        cta_barrier()
-        gl.atomic_add(done, 1, sem="release")
-
-
-@gluon.jit
-def _finish_qkv_half(acc, row_scale, planes, arrivals, squares, out, tile, part, tokens, eps, WIDTH: gl.constexpr, TILES: gl.constexpr,
-                     BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
-    """q/k/v with K in two halves: each of the two CTAs of a tile sums both planes for half of the tokens."""
-    OWN: gl.constexpr = BLOCK_T // 2
-    SIZE: gl.constexpr = 128 * BLOCK_T
-    row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
-    every = gl.arange(0, BLOCK_T, gl.SliceLayout(0, LAYOUT))
-    token = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
-    token_scale = _inverse_rms(squares, token, eps, TILES, BLOCK_T, OWN, LAYOUT)
-    plane = planes + tile * (2 * SIZE) + row[:, None]
-    gl.store(plane + part * SIZE + every[None, :] * 128, gl.convert_layout(acc, LAYOUT), mask=(every < tokens)[None, :])
-    cta_barrier()
-    gl.atomic_add(arrivals + tile, 1, sem="release")
-    if part * OWN < tokens:
-        await_count(arrivals + tile, 2)
-        total = gl.load(plane + token[None, :] * 128, cache_modifier=".cg") + gl.load(plane + SIZE + token[None, :] * 128, cache_modifier=".cg")
-        value = total * row_scale[:, None] * token_scale[None, :]
-        gl.store(out + token[None, :] * WIDTH + (tile * 128 + row)[:, None], value.to(out.dtype.element_ty), mask=(token < tokens)[None, :])
 
 
 @gluon.jit
@@ -159,53 +43,67 @@ def _compute(ring, ready, empty, rows, scales, rows_ready, rows_empty, counters,
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32])
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])  # 8 neighbouring outputs of a token a thread
     WIDTH: gl.constexpr = TILES * 128
+    OWN: gl.constexpr = BLOCK_T // SPLIT
     tile = program // SPLIT
     part = program % SPLIT
     used = 0
     rows_used = 0
+    nothing = gl.zeros([128, BLOCK_T], gl.float32, MMA)
     if PDL:
         gdc_wait()
     if program == 0:  # counters of the stages behind o; whoever uses them has first seen CTA 0 counted into O_DONE
-        clear(counters, DOWN_DONE, 1, WARPS)
+        clear(counters, DOWN_DONE, 4, WARPS)
         clear(counters, GATE_UP_DONE, 128, WARPS)
         clear(counters, PLANES_DOWN, 128, WARPS)
         clear(counters, PLANES_QKV, 256, WARPS)
-    row_scale, own_gain, old = _residual_inputs(o_scale, residual, gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)
-    acc, _, used, rows_used = _multiply(
-        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_O, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
+    row_scale, own_gain, old = residual_inputs(o_scale, residual, gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)
+    acc, _, used, rows_used = multiply(
+        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_O, nothing, nothing, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
     )
-    _add_residual(acc, row_scale, own_gain, old, planes, counters + PLANES_O, counters + O_DONE, new_residual, gate_q, gate_q_scale, squares, tile, part,
-                  tokens, WIDTH, BLOCK_T, PADDED, STORE)
+    publish(acc, planes, counters + PLANES_O, tile, part, tokens, SPLIT, BLOCK_T, STORE)
+    if part * OWN < tokens:
+        own = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, STORE))
+        update = collect(planes, counters + PLANES_O, tile, own, SPLIT, BLOCK_T, STORE) * row_scale[:, None]
+        add_residual(update, own_gain, old, counters + O_DONE, new_residual, gate_q, gate_q_scale, squares, tile, part, tokens, WIDTH, BLOCK_T, PADDED, STORE)
     if program < GATE_TILES:
         row = gl.arange(0, 128, gl.SliceLayout(1, STORE))
         token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, STORE))
         gate_scale = gl.load(gate_up_scale + program * 128 + row)
         up_scale = gl.load(gate_up_scale + (GATE_TILES + program) * 128 + row)
         mbarrier.wait(rows_ready.index(rows_used % ROW_SLOTS), rows_used // ROW_SLOTS & 1)  # the activations are there, so the sums of squares are
-        token_scale = _inverse_rms(squares, token, eps, TILES, BLOCK_T, BLOCK_T, STORE)
-        gate_acc, up_acc, used, rows_used = _multiply(
-            ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H, True, BLOCK_T, SLOTS, ROW_SLOTS, MMA
+        token_scale = inverse_rms(squares, token, eps, TILES, BLOCK_T, BLOCK_T, STORE)
+        gate_acc, up_acc, used, rows_used = multiply(
+            ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H, nothing, nothing, True, BLOCK_T, SLOTS, ROW_SLOTS, MMA
         )
         gate = gl.convert_layout(gate_acc, STORE) * gate_scale[:, None] * token_scale[None, :]
         up = gl.convert_layout(up_acc, STORE) * up_scale[:, None] * token_scale[None, :]
-        _store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED)
+        store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED)
         cta_barrier()
         gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
-    row_scale, own_gain, old = _residual_inputs(down_scale, new_residual, next_gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)
-    acc, _, used, rows_used = _multiply(
-        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_DOWN, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
+    row_scale, own_gain, old = residual_inputs(down_scale, new_residual, next_gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)
+    acc, _, used, rows_used = multiply(
+        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_DOWN, nothing, nothing, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
     )
-    _add_residual(acc, row_scale, own_gain, old, planes, counters + PLANES_DOWN, counters + DOWN_DONE, new_residual, qkv_q, qkv_q_scale, next_squares, tile,
-                  part, tokens, WIDTH, BLOCK_T, PADDED, STORE)
+    publish(acc, planes, counters + PLANES_DOWN, tile, part, tokens, SPLIT, BLOCK_T, STORE)
+    if part * OWN < tokens:
+        own = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, STORE))
+        update = collect(planes, counters + PLANES_DOWN, tile, own, SPLIT, BLOCK_T, STORE) * row_scale[:, None]
+        add_residual(update, own_gain, old, counters + DOWN_DONE, new_residual, qkv_q, qkv_q_scale, next_squares, tile, part, tokens, WIDTH, BLOCK_T, PADDED,
+                     STORE)
     if HAS_QKV:  # noqa: SIM102  a constant
         if program >= QKV_FIRST:
             share = program - QKV_FIRST
             row_scale = gl.load(qkv_scale + share // 2 * 128 + gl.arange(0, 128, gl.SliceLayout(1, STORE)))
-            qkv_acc, _nothing, used, rows_used = _multiply(
-                ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H // 2, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
+            qkv_acc, _nothing, used, rows_used = multiply(
+                ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H // 2, nothing, nothing, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
             )
-            _finish_qkv_half(qkv_acc, row_scale, planes, counters + PLANES_QKV, next_squares, out, share // 2, share % 2, tokens, eps, QKV_WIDTH, TILES,
-                             BLOCK_T, STORE)
+            half = gl.arange(0, BLOCK_T // 2, gl.SliceLayout(0, STORE)) + share % 2 * (BLOCK_T // 2)
+            token_scale = inverse_rms(next_squares, half, eps, TILES, BLOCK_T, BLOCK_T // 2, STORE)
+            publish(qkv_acc, planes, counters + PLANES_QKV, share // 2, share % 2, tokens, 2, BLOCK_T, STORE)
+            if share % 2 * (BLOCK_T // 2) < tokens:
+                value = collect(planes, counters + PLANES_QKV, share // 2, half, 2, BLOCK_T, STORE) * row_scale[:, None] * token_scale[None, :]
+                column = share // 2 * 128 + gl.arange(0, 128, gl.SliceLayout(1, STORE))
+                gl.store(out + half[None, :] * QKV_WIDTH + column[:, None], value.to(out.dtype.element_ty), mask=(half < tokens)[None, :])
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a block
@@ -243,5 +141,5 @@ def decoder_block_kernel(
                            HAS_QKV, SLOTS, DEPTH, EARLY_DEPTH, PDL)),
         (bring_rows, (o_rows, o_row_scales, gate_rows, gate_row_scales, down_rows, down_row_scales, qkv_rows, qkv_row_scales, rows, scales, rows_ready,
                        rows_empty, counters, program, finishers, STEPS_O, STEPS_H, STEPS_DOWN, TILES, GATE_TILES, QKV_FIRST, HAS_QKV, BLOCK_T, PADDED,
-                       ROW_SLOTS, PDL)),
+                       ROW_SLOTS, PDL, 0)),
     ], [1, 1], [32, 32])

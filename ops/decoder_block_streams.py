@@ -12,7 +12,11 @@ SPLIT = gl.constexpr(4)  # CTAs that share a tile of o or down
 BOX_BYTES = gl.constexpr(128 * 128)  # a weight slot: 128 rows of 128 columns
 # Counters, 128 bytes apart where many CTAs watch one of them.
 O_DONE = gl.constexpr(0)
+SHRUNK_O = gl.constexpr(1)  # this and the next two belong to `decoder_block_lora`; each is cleared with its neighbour
 DOWN_DONE = gl.constexpr(32)
+SHRUNK_GATE_UP = gl.constexpr(33)
+SHRUNK_DOWN = gl.constexpr(34)
+SHRUNK_QKV = gl.constexpr(35)
 GATE_UP_DONE = gl.constexpr(64)
 PLANES_O = gl.constexpr(192)
 PLANES_DOWN = gl.constexpr(320)
@@ -21,7 +25,7 @@ COUNTERS = 704
 
 
 @gluon.jit
-def _fence_before_tma(x):
+def fence_before_tma(x):
     """Orders what this thread has seen of other CTAs' plain stores before its TMA reads of them."""
     gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -39,7 +43,7 @@ def clear(counters, FIRST: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexp
 
 
 @gluon.jit
-def _stream(boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr,
+def stream(boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr,
             EARLY_DEPTH: gl.constexpr):
     """`count` slots of one matrix into the ring, at most DEPTH in flight (EARLY_DEPTH while the matrix before is still being multiplied).
 
@@ -70,19 +74,19 @@ def stream_weights(o_boxes, gate_up_boxes, down_boxes, qkv_boxes, ring, ready, e
     tile_row = program // SPLIT * 128
     part = program % SPLIT
     filled = 0
-    filled = _stream(o_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_O * 128), STEPS_O, False, SLOTS, DEPTH, EARLY_DEPTH)
+    filled = stream(o_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_O * 128), STEPS_O, False, SLOTS, DEPTH, EARLY_DEPTH)
     if program < GATE_TILES:
         up_row = (GATE_TILES + program) * 128
-        filled = _stream(gate_up_boxes, ring, ready, empty, filled, program * 128, up_row, 0, 2 * STEPS_H, True, SLOTS, DEPTH, EARLY_DEPTH)
-    filled = _stream(down_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_DOWN * 128), STEPS_DOWN, False, SLOTS, DEPTH, EARLY_DEPTH)
+        filled = stream(gate_up_boxes, ring, ready, empty, filled, program * 128, up_row, 0, 2 * STEPS_H, True, SLOTS, DEPTH, EARLY_DEPTH)
+    filled = stream(down_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_DOWN * 128), STEPS_DOWN, False, SLOTS, DEPTH, EARLY_DEPTH)
     if HAS_QKV:  # noqa: SIM102  a constant
         if program >= QKV_FIRST:
             share = program - QKV_FIRST
-            _stream(qkv_boxes, ring, ready, empty, filled, share // 2 * 128, 0, share % 2 * (STEPS_H * 64), STEPS_H // 2, False, SLOTS, DEPTH, EARLY_DEPTH)
+            stream(qkv_boxes, ring, ready, empty, filled, share // 2 * 128, 0, share % 2 * (STEPS_H * 64), STEPS_H // 2, False, SLOTS, DEPTH, EARLY_DEPTH)
 
 
 @gluon.jit
-def _bring(boxes, scale_boxes, rows, scales, ready, empty, filled, first, count, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr):
+def bring(boxes, scale_boxes, rows, scales, ready, empty, filled, first, count, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr):
     """`count` blocks of 128 columns of an activation, each with its scales."""
     for i in range(count):
         slot = filled % SLOTS
@@ -97,26 +101,30 @@ def _bring(boxes, scale_boxes, rows, scales, ready, empty, filled, first, count,
 @gluon.jit
 def bring_rows(o_rows, o_scales, gate_rows, gate_scales, down_rows, down_scales, qkv_rows, qkv_scales, rows, scales, ready, empty, counters, program,
                finishers, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr, TILES: gl.constexpr, GATE_TILES: gl.constexpr,
-               QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr):
-    """The warp that brings each linear's activations, as soon as the CTAs that make them have counted themselves in."""
+               QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+               OTHERS: gl.constexpr):
+    """The warp that brings each linear's activations, as soon as the CTAs that make them have counted themselves in.
+
+    OTHERS: further CTAs that watch O_DONE, and count themselves into DOWN_DONE when they no longer do.
+    """
     if PDL:
         gdc_wait()
     part = program % SPLIT
     filled = 0
-    filled = _bring(o_rows, o_scales, rows, scales, ready, empty, filled, part * STEPS_O, STEPS_O, BLOCK_T, PADDED, SLOTS)
+    filled = bring(o_rows, o_scales, rows, scales, ready, empty, filled, part * STEPS_O, STEPS_O, BLOCK_T, PADDED, SLOTS)
     await_count(counters + O_DONE, TILES * finishers)
-    _fence_before_tma(program)
+    fence_before_tma(program)
     if program < GATE_TILES:
-        filled = _bring(gate_rows, gate_scales, rows, scales, ready, empty, filled, 0, STEPS_H, BLOCK_T, PADDED, SLOTS)
+        filled = bring(gate_rows, gate_scales, rows, scales, ready, empty, filled, 0, STEPS_H, BLOCK_T, PADDED, SLOTS)
     await_count(counters + GATE_UP_DONE + 32 * part, GATE_TILES // SPLIT)
-    _fence_before_tma(program)
-    filled = _bring(down_rows, down_scales, rows, scales, ready, empty, filled, part * STEPS_DOWN, STEPS_DOWN, BLOCK_T, PADDED, SLOTS)
+    fence_before_tma(program)
+    filled = bring(down_rows, down_scales, rows, scales, ready, empty, filled, part * STEPS_DOWN, STEPS_DOWN, BLOCK_T, PADDED, SLOTS)
     if program >= QKV_FIRST:
-        await_count(counters + DOWN_DONE, TILES * finishers)
+        await_count(counters + DOWN_DONE, TILES * finishers + OTHERS)
         if program == QKV_FIRST:
-            clear(counters, O_DONE, 1, 1)
+            clear(counters, O_DONE, 2, 1)
             clear(counters, PLANES_O, 128, 1)
         if HAS_QKV:
-            _fence_before_tma(program)
+            fence_before_tma(program)
             half = (program - QKV_FIRST) % 2
-            _bring(qkv_rows, qkv_scales, rows, scales, ready, empty, filled, half * (STEPS_H // 2), STEPS_H // 2, BLOCK_T, PADDED, SLOTS)
+            bring(qkv_rows, qkv_scales, rows, scales, ready, empty, filled, half * (STEPS_H // 2), STEPS_H // 2, BLOCK_T, PADDED, SLOTS)

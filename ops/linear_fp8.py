@@ -1,7 +1,7 @@
 """linear_fp8: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 operands, one scale per token and per output channel.
 
-Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_fp8_decode.py`, `linear_fp8_gluon.py`); many tokens
-are bound by arithmetic and go to `torch._scaled_mm`. `tuning.py` says which kernel and which tiles.
+Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_fp8_decode.py`, `linear_fp8_gluon.py`), from 65 tokens on those with
+few output tiles on `linear_fp8_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`. `tuning.py` says which kernel and which tiles.
 """
 from functools import lru_cache
 from typing import Optional
@@ -11,6 +11,7 @@ import torch
 from .linear_fp8_decode import launch_triton
 from .linear_fp8_gluon import launch_gluon
 from .linear_fp8_prefill import launch_scaled_mm, scaled_mm_takes
+from .linear_fp8_wide import launch_wide
 from .registry import register
 from .triton_support import INTERPRETED
 from .tuning import H200_SMS, LinearConfig, linear_config, without_tma, work_split
@@ -94,7 +95,7 @@ def launch(
     addends = [None if t is None else t.reshape(-1, n) for t in (delta, residual)]
     sms = multiprocessors(q.device)
     config = linear_config(tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED)
-    if config.kernel == "gluon" and (INTERPRETED or x.data_ptr() % 16 or weight.data_ptr() % 16):
+    if config.kernel in ("gluon", "wide") and (INTERPRETED or any(tensor.data_ptr() % 16 for tensor in (x, weight, y))):
         config = without_tma(config)
     launch_config(config, x, token_scale, weight, weight_scale, addends[0], addends[1], y, sms=sms, sm_budget=sm_budget, pdl=pdl)
 
@@ -117,7 +118,7 @@ def launch_config(
     if config.kernel == "scaled_mm":
         launch_scaled_mm(q, scale, weight, weight_scale, delta, residual, out, sms_left_free=0 if sm_budget is None else sms - sm_budget)
         return
-    run = launch_gluon if config.kernel == "gluon" else launch_triton
+    run = {"gluon": launch_gluon, "wide": launch_wide, "triton": launch_triton}[config.kernel]
     split = work_split(config, q.shape[0], weight.shape[0], weight.shape[1], min(sms, sm_budget or sms))
     run(q, scale, weight, weight_scale, delta, residual, out, config, split, pdl)
 

@@ -1,51 +1,58 @@
 """LoRA for a batch of mixed adapters, as one semantic op: what the graph means before a pass lowers it to plan, shrink and expand."""
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 
 from . import lora_expand, lora_plan, lora_shrink
+from .lora_shrink import dequantized
 from .registry import register
 
 
-def lora_reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int]) -> torch.Tensor:
+def lora_reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],
+                   a_scale: Optional[torch.Tensor] = None, b_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     """delta[t, slice i] = b[slot, slice i] @ (a[slot, i*R:(i+1)*R] @ x[t]), slot = adapter_index[t].
 
-    x              [T, K] model dtype
-    a              [S, n*R, K] like x: n packed linears (q/k/v, gate/up) share one input
-    b              [S, N, R] like x, alpha / rank already folded in
+    x              [T, K] model dtype, or e4m3 with x_scale [T] fp32
+    a              [S, n*R, K] model dtype, or e4m3 with a_scale [S, n*R] fp32: n packed linears (q/k/v, gate/up) share one input
+    b              [S, N, R] model dtype, or e4m3 with b_scale [S, N] fp32; alpha / rank already folded in
     adapter_index  [T] int32, -1 = no adapter: zeros
     slices         the n output widths, adding up to N
-    returns        [T, N]; the ranks' activations are accumulated in fp32 and rounded to b's dtype once between the two products
+    returns        [T, N] in b's dtype (bf16 for an e4m3 one); the ranks' activations are summed in fp32 and rounded to that dtype once
     """
     ranks = b.shape[2]
-    delta = torch.zeros(x.shape[0], b.shape[1], dtype=b.dtype, device=b.device)
+    delta = lora_fake(x, a, b, adapter_index, slices).zero_()
+    rows = dequantized(x, x_scale)
     for slot in adapter_index.unique().tolist():
         if slot < 0:
             continue
         tokens = (adapter_index == slot).nonzero().squeeze(1)
-        shrunk = (x[tokens].float() @ a[slot].float().T).to(b.dtype).float()
+        shrunk = (rows[tokens] @ dequantized(a[slot], None if a_scale is None else a_scale[slot]).T).to(delta.dtype).float()
+        expanding = dequantized(b[slot], None if b_scale is None else b_scale[slot])
         start = 0
         for i, width in enumerate(slices):
-            product = shrunk[:, i * ranks:(i + 1) * ranks] @ b[slot, start:start + width].float().T
-            delta[tokens, start:start + width] = product.to(b.dtype)
+            product = shrunk[:, i * ranks:(i + 1) * ranks] @ expanding[start:start + width].T
+            delta[tokens, start:start + width] = product.to(delta.dtype)
             start += width
     return delta
 
 
-def lora_fake(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int]) -> torch.Tensor:
-    return b.new_empty((x.shape[0], b.shape[1]))
+def lora_fake(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],
+              a_scale: Optional[torch.Tensor] = None, b_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+    return b.new_empty((x.shape[0], b.shape[1]), dtype=lora_expand.delta_dtype(b))
 
 
 def lora_launch(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],
-           *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
+                a_scale: Optional[torch.Tensor] = None, b_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None,
+                *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
     """Plan, shrink and expand in a row: right, and what an unlowered graph runs."""
     tokens, tile = x.shape[0], lora_plan.lora_tile(x.shape[0])
     splits = lora_plan.lora_splits(x.shape[1], tokens)
     plan = lora_plan.lora_plan_fake(adapter_index, a.shape[0], tile)
     lora_plan.lora_plan_launch(adapter_index, a.shape[0], tile, out=plan, sm_budget=sm_budget, pdl=pdl)
     planes = lora_shrink.lora_shrink_fake(x, a, *plan, tile, splits)
-    lora_shrink.lora_shrink_launch(x, a, *plan, tile, splits, out=(planes,), sm_budget=sm_budget)
-    lora_expand.lora_expand_launch(planes, b, *plan, tile, slices, out=out, sm_budget=sm_budget, pdl=True)
+    lora_shrink.lora_shrink_launch(x, a, *plan, tile, splits, a_scale, x_scale, out=(planes,), sm_budget=sm_budget)
+    lora_expand.lora_expand_launch(planes, b, *plan, tile, slices, b_scale, out=out, sm_budget=sm_budget, pdl=True)
 
 
 lora = register("lora", lora_reference, lora_fake, lora_launch)

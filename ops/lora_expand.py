@@ -1,47 +1,57 @@
 """The second half of LoRA: the ranks of `lora_shrink` up to the linear's output width."""
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 import triton
 import triton.language as tl
 
 from .attention_pieces import dot_ieee, multiprocessors
+from .lora_shrink import dequantized
+from .quantize import E4M3
 from .registry import register
 from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
-CTAS_PER_SM = 8  # programs for each SM: loads in flight, not arithmetic, are what an expand beside a base GEMM is short of
+CTAS_PER_SM = 8  # programs for each SM of a limited launch: loads in flight, not arithmetic, are what an expand beside a base GEMM is short of
+
+
+def delta_dtype(b: torch.Tensor) -> torch.dtype:
+    """The dtype of a delta: b's own, bf16 beside a quantized b."""
+    return torch.bfloat16 if b.dtype == E4M3 else b.dtype
 
 
 def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int,
-                          slices: Sequence[int]) -> torch.Tensor:
-    """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to b's dtype) @ b[slot of t, slice i]^T.
+                          slices: Sequence[int], b_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to delta's dtype) @ b[slot of t, slice i]^T.
 
     planes       [splits, T, n*R] fp32, added in order
-    b            [S, N, R] model dtype, alpha / rank already folded in
+    b            [S, N, R] model dtype, or e4m3 with b_scale [S, N] fp32; alpha / rank already folded in
     token_order, tiles, tile   of `lora_plan`
     slices       the n output widths of the packed linears, adding up to N
-    returns      [T, N] in b's dtype; zeros for tokens without an adapter
+    returns      [T, N] in b's dtype (bf16 for an e4m3 one); zeros for tokens without an adapter
     """
     ranks = b.shape[2]
-    delta = torch.zeros(planes.shape[1], b.shape[1], dtype=b.dtype, device=b.device)
+    delta = lora_expand_fake(planes, b, token_order, tiles, tile, slices).zero_()
     shrunk = planes[0]
     for plane in planes[1:]:
         shrunk = shrunk + plane
-    shrunk = shrunk.to(b.dtype).float()
+    shrunk = shrunk.to(delta.dtype).float()
     for slot, first, count in tiles.tolist():
         if slot < 0:
             continue
         tokens = token_order[first:first + count].long()
+        rows = dequantized(b[slot], None if b_scale is None else b_scale[slot])
         start = 0
         for i, width in enumerate(slices):
-            product = shrunk[tokens, i * ranks:(i + 1) * ranks] @ b[slot, start:start + width].float().T
-            delta[tokens, start:start + width] = product.to(b.dtype)
+            product = shrunk[tokens, i * ranks:(i + 1) * ranks] @ rows[start:start + width].T
+            delta[tokens, start:start + width] = product.to(delta.dtype)
             start += width
     return delta
 
 
-def lora_expand_fake(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int]) -> torch.Tensor:
-    return b.new_empty((planes.shape[1], b.shape[1]))
+def lora_expand_fake(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int],
+                     b_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+    return b.new_empty((planes.shape[1], b.shape[1]), dtype=delta_dtype(b))
 
 
 @triton.jit
@@ -58,15 +68,18 @@ def _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr)
 
 
 @triton.jit
-def _load_b(b, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr, RANKS: tl.constexpr):
-    """B's rows for a piece of work; zeros past the last one and for tokens without adapter."""
+def _load_b(b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr, RANKS: tl.constexpr):
+    """B's rows for a piece of work and their scales (ones if it has none); zeros past the last one and for tokens without adapter."""
     tile, _, begin, stop = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot = tl.load(tiles + tile * 3, mask=item < end, other=-1)
     stop = tl.where(slot >= 0, stop, 0)
     column = begin + tl.arange(0, COLUMNS)
     rank = tl.arange(0, RANKS)
     rows = b + slot.to(tl.int64) * n * ranks + column[:, None] * ranks + rank[None, :]
-    return tl.load(rows, mask=(column < stop)[:, None] & (rank < ranks)[None, :], other=0.0)
+    scale = tl.full([COLUMNS], 1.0, tl.float32)
+    if b_scale is not None:
+        scale = tl.load(b_scale + slot.to(tl.int64) * n + column, mask=column < stop, other=0.0)
+    return tl.load(rows, mask=(column < stop)[:, None] & (rank < ranks)[None, :], other=0.0), scale
 
 
 @triton.jit
@@ -80,7 +93,7 @@ def _load_tokens(token_order, tiles, tile, wanted, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr):
+def sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr):
     """The planes of one tile and slice added up in order: [RANKS, TILE] fp32."""
     rank = tl.arange(0, RANKS)
     source = planes + token[None, :] * all_ranks + part * ranks + rank[:, None]
@@ -92,12 +105,50 @@ def _sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLIT
 
 
 @triton.jit
-def expand_kernel(planes, b, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, num_tiles, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2,
+def expand_operand(shrunk, delta_type: tl.constexpr, stored: tl.constexpr):
+    """The summed planes as the product's operand: rounded to the delta's dtype, and beside e4m3 rows in fp16, to which those convert in one instruction."""
+    shrunk = shrunk.to(delta_type)
+    if stored == tl.float8e4nv:
+        shrunk = tl.minimum(tl.maximum(shrunk.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return shrunk
+
+
+@triton.jit
+def expand_once_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2,
+                       SPLITS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr):
+    """A program for each piece of work (tile, block of COLUMNS columns of one slice); those of unused tiles end at once.
+
+    It needs half the registers of a program that loops: more of them fit beside a base GEMM, and hide each other's latencies.
+    """
+    tile, part, begin, stop = _place(tl.program_id(0), blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+    slot, first, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    if count > 0:
+        lane = tl.arange(0, TILE)
+        token = tl.load(token_order + first + lane, mask=lane < count, other=0)
+        column = begin + tl.arange(0, COLUMNS)
+        rank = tl.arange(0, RANKS)
+        wanted = column < tl.where(slot >= 0, stop, 0)
+        at = slot.to(tl.int64) * n + column
+        b_rows = tl.load(b + at[:, None] * ranks + rank[None, :], mask=wanted[:, None] & (rank < ranks)[None, :], other=0.0)
+        if b_scale is not None:
+            scale = tl.load(b_scale + at, mask=wanted, other=0.0)
+        pdl_start(PDL)
+        shrunk = sum_planes(planes, token, tl.where(slot >= 0, count, 0), part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
+        shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
+        result = dot_ieee(b_rows.to(shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
+        if b_scale is not None:
+            result *= scale[:, None]
+        target = delta + token[None, :].to(tl.int64) * n + column[:, None]
+        tl.store(target, result.to(delta.dtype.element_ty), mask=(lane < count)[None, :] & (column < stop)[:, None])
+
+
+@triton.jit
+def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, num_tiles, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2,
                   SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr):
     """One piece of work = (tile, block of COLUMNS columns of one slice): delta[tile's tokens, columns] = (B rows @ shrunk^T)^T.
 
-    A program takes a run of neighbouring pieces, an even share of those that the plan really uses: the planes are summed once for each tile and slice
-    that it meets, and B's rows for the next piece are on their way while one is multiplied.
+    For a limited number of SMs, and for 16-bit rows. A program takes a run of neighbouring pieces, an even share of those that the plan really uses: the
+    planes are summed once for each tile and slice that it meets, and B's rows for the next piece are on their way while one is multiplied.
     """
     used = tl.zeros([TILES], tl.int32)
     for start in range(0, num_tiles, TILES):
@@ -108,25 +159,27 @@ def expand_kernel(planes, b, token_order, tiles, delta, num_tokens, n, ranks, al
     item = tl.program_id(0) * share
     end = tl.minimum(item + share, work)
     # the plan and B are older than the shrink that is waited for
-    b_rows = _load_b(b, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+    b_rows, scale = _load_b(b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
     tile, part, _, _ = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     token, count, active = _load_tokens(token_order, tiles, tile, item < end, TILE)
     pdl_start(PDL)
     if item < end:
-        shrunk = _sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS).to(b_rows.dtype)
+        shrunk = sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
+        shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
         while item < end:
-            next_rows = _load_b(b, tiles, item + 1, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+            next_rows, next_scale = _load_b(b, b_scale, tiles, item + 1, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
             now_tile, now_part, begin, stop = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
             if (now_tile != tile) | (now_part != part):
                 tile, part = now_tile, now_part
                 token, count, active = _load_tokens(token_order, tiles, tile, True, TILE)
-                shrunk = _sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS).to(b_rows.dtype)
-            result = dot_ieee(b_rows, shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
+                shrunk = sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
+                shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
+            result = dot_ieee(b_rows.to(shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32)) * scale[:, None]
             column = begin + tl.arange(0, COLUMNS)
             lane = tl.arange(0, TILE)
             target = delta + token[None, :].to(tl.int64) * n + column[:, None]
-            tl.store(target, result.to(b_rows.dtype), mask=(lane < count)[None, :] & (column < stop)[:, None])
-            b_rows = next_rows
+            tl.store(target, result.to(delta.dtype.element_ty), mask=(lane < count)[None, :] & (column < stop)[:, None])
+            b_rows, scale = next_rows, next_scale
             item += 1
 
 
@@ -137,6 +190,7 @@ def expand_columns(ranks: int, tile: int, widest: int, itemsize: int) -> int:
 
 
 def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int],
+                       b_scale: Optional[torch.Tensor] = None,
                        *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
     """With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the one that wrote b.
 
@@ -144,7 +198,10 @@ def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch
     """
     splits, tokens, all_ranks = planes.shape
     _, n, ranks = b.shape
-    require_contiguous("lora_expand", planes=planes, b=b, delta=out[0])
+    require_contiguous("lora_expand", planes=planes, b=b, b_scale=b_scale, delta=out[0])
+    if (b.dtype == E4M3) != (b_scale is not None) or (b_scale is not None and b_scale.shape != b.shape[:-1]):
+        raise ValueError(f"lora_expand: b is {b.dtype}{tuple(b.shape)} with scales {None if b_scale is None else tuple(b_scale.shape)}; "
+                         f"{E4M3} needs one for each row, other dtypes none")
     if not 1 <= len(slices) <= 3 or sum(slices) != n or all_ranks != len(slices) * ranks:
         raise ValueError(f"lora_expand: slices {list(slices)} and planes {tuple(planes.shape)} do not fit b {tuple(b.shape)}: needs 1 to 3 slices that add up "
                          f"to {n}, and {ranks} ranks for each")
@@ -153,10 +210,16 @@ def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch
     columns = expand_columns(ranks, tile, max(slices), b.element_size())
     blocks_per_tile = sum(cdiv(width, columns) for width in slices)
     widths = [*slices, 0, 0][:3]
+    if sm_budget is None and b_scale is not None:
+        expand_once_kernel[(tiles.shape[0] * blocks_per_tile,)](
+            planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, blocks_per_tile, *widths, SPLITS=splits, TILE=tile, COLUMNS=columns,
+            RANKS=next_power_of_2(ranks), num_warps=4, **pdl_options(pdl))
+        return
     programs = CTAS_PER_SM * (multiprocessors(b.device) if sm_budget is None else sm_budget)
     expand_kernel[(min(programs, tiles.shape[0] * blocks_per_tile),)](
-        planes, b, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile, *widths, SPLITS=splits, TILE=tile,
-        TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=4, **pdl_options(pdl))
+        planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile, *widths, SPLITS=splits, TILE=tile,
+        TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=4,
+        **pdl_options(pdl))
 
 
 lora_expand = register("lora_expand", lora_expand_reference, lora_expand_fake, lora_expand_launch)

@@ -17,12 +17,12 @@ def lora_tile(num_tokens: int) -> int:
 
 
 def lora_splits(k: int, num_tokens: int) -> int:
-    """Into how many split-K planes `lora_shrink` cuts `k` input features: many while few tiles exist, 1 once the tiles alone fill the GPU.
+    """Into how many split-K planes `lora_shrink` cuts `k` input features: many while few tiles exist, few once the tiles alone fill the GPU.
 
     Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which beside a base GEMM is what counts;
     but each plane is read again by the expand.
     """
-    chunk = k if num_tokens > 2048 else 2048 if num_tokens > 1024 else 1024 if num_tokens >= 128 else 512 if num_tokens > 8 or k > 8192 else 256
+    chunk = 4096 if num_tokens > 4096 else 2048 if num_tokens > 1024 else 1024 if num_tokens > 32 else 512 if num_tokens > 8 or k > 8192 else 256
     return max(1, min(32, cdiv(k, max(1, chunk))))
 
 

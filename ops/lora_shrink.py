@@ -1,9 +1,12 @@
 """The first half of LoRA: every token's hidden state down to its adapter's ranks, as split-K planes that `lora_expand` adds up in order."""
+from typing import Optional
+
 import torch
 import triton
 import triton.language as tl
 
 from .attention_pieces import dot_ieee, multiprocessors
+from .quantize import E4M3
 from .registry import register
 from .triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
 
@@ -16,11 +19,18 @@ def split_width(k: int, splits: int) -> int:
     return cdiv(cdiv(k, splits), 128) * 128
 
 
-def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int) -> torch.Tensor:
+def dequantized(values: torch.Tensor, scale: Optional[torch.Tensor]) -> torch.Tensor:
+    """values [..., K] in fp32, times their row's scale [...] if they have one."""
+    return values.float() if scale is None else values.float() * scale.unsqueeze(-1)
+
+
+def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
+                          a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
-    x            [T, K] model dtype
-    a            [S, n*R, K] like x: the A matrices of S adapters, those of n packed linears under each other; n*R a multiple of 16
+    x            [T, K] model dtype, or e4m3 with x_scale [T] fp32 (then a is e4m3 too)
+    a            [S, n*R, K] model dtype, or e4m3 with a_scale [S, n*R] fp32: the A matrices of S adapters, those of n packed linears under each other;
+                 n*R a multiple of 16
     token_order, tiles, tile   of `lora_plan`
     returns      [splits, T, n*R] fp32; rows of tokens without an adapter are zero. Chunk p is columns p*w .. (p+1)*w, w = split_width(K, splits)
     """
@@ -32,11 +42,13 @@ def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.T
         tokens = token_order[first:first + count].long()
         for plane in range(splits):
             chunk = slice(min(k, plane * width), min(k, (plane + 1) * width))
-            planes[plane, tokens] = x[tokens, chunk].float() @ a[slot, :, chunk].float().T
+            rows = dequantized(x[tokens, chunk], None if x_scale is None else x_scale[tokens])
+            planes[plane, tokens] = rows @ dequantized(a[slot, :, chunk], None if a_scale is None else a_scale[slot]).T
     return planes
 
 
-def lora_shrink_fake(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int) -> torch.Tensor:
+def lora_shrink_fake(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
+                     a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     return x.new_empty((splits, x.shape[0], a.shape[1]), dtype=torch.float32)
 
 
@@ -50,8 +62,25 @@ def _start(PDL: tl.constexpr):
 
 
 @triton.jit
-def shrink_once_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, width, rank_blocks, splits, TILE: tl.constexpr, RANKS: tl.constexpr,
-                       BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
+def _product(a_part, x_part, acc):
+    """acc + a_part @ x_part; quantized rows beside 16-bit activations are widened (exactly), e4m3 beside e4m3 goes to the tensor cores as it is."""
+    return dot_ieee(a_part.to(x_part.dtype), x_part, acc)
+
+
+@triton.jit
+def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks):
+    """A tile of a plane [RANKS, TILE], times the scales of its rows and columns; `slot` -1: the result is zero already."""
+    if a_scale is not None:
+        result *= tl.load(a_scale + slot.to(tl.int64) * ranks + rank, mask=rank < tl.where(slot >= 0, ranks, 0), other=0.0)[:, None]
+    if x_scale is not None:
+        result *= tl.load(x_scale + token, mask=lane < count, other=0.0)[None, :]
+    target = planes + (split * num_tokens + token[None, :]) * ranks + rank[:, None]
+    tl.store(target, result, mask=(lane < count)[None, :] & (rank < ranks)[:, None])
+
+
+@triton.jit
+def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, rank_blocks, splits, TILE: tl.constexpr,
+                       RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
     """A program for each piece of work, which it loads at once: planes[split, tile's tokens, ranks] = (A rows @ x^T)^T for a (tile, split, block of ranks).
 
     Beside a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
@@ -74,14 +103,13 @@ def shrink_once_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, w
         x_inside = x_inside & (column < stop)[:, None]
     a_part = tl.load(a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0)
     x_part = tl.load(x + token[None, :] * k + column[:, None], mask=x_inside, other=0.0)
-    result = dot_ieee(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
-    target = planes + (split * num_tokens + token[None, :]) * ranks + rank[:, None]
-    tl.store(target, result, mask=(lane < count)[None, :] & (rank < ranks)[:, None])
+    result = _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
+    _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
 
 
 @triton.jit
-def shrink_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits, TILE: tl.constexpr, RANKS: tl.constexpr,
-                  BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
+def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits, TILE: tl.constexpr,
+                  RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
     """The same pieces of work for any number of programs and columns: loads pipelined through shared memory."""
     _start(PDL)
     per_tile = splits * rank_blocks
@@ -109,9 +137,11 @@ def shrink_kernel(x, a, token_order, tiles, planes, num_tokens, k, ranks, width,
                     else:
                         a_part = tl.load(a_rows + column[None, :], mask=(rank < ranks)[:, None] & (column < k)[None, :], other=0.0)
                         x_part = tl.load(x_rows + column[:, None], mask=(lane < count)[None, :] & (column < k)[:, None], other=0.0)
-                    acc = dot_ieee(a_part, x_part, acc)
-            target = planes + (split * num_tokens + token[None, :]) * ranks + rank[:, None]
-            tl.store(target, acc, mask=(lane < count)[None, :] & (rank < ranks)[:, None])
+                    if x_scale is None:
+                        acc = _product(a_part, x_part, acc)
+                    else:  # FP8 tensor cores keep 14 bits of a running sum: only a step's own sum is left to them
+                        acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
+            _store(planes, acc, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
             item += tl.num_programs(0)
 
 
@@ -127,24 +157,29 @@ def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
         return 16, 32
     if tile < 64:
         return 32 if ranks % 32 == 0 else 16, 128
-    return next_power_of_2(cdiv(ranks, cdiv(ranks, 128))), 64
+    return next_power_of_2(cdiv(ranks, cdiv(ranks, 128))), 128 // itemsize
 
 
 def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
+                       a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None,
                        *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
-    """ValueError unless x and a are contiguous, of one dtype, and a's ranks a multiple of 16."""
+    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and e4m3 tensors, and only they, have scales; a may be e4m3 beside a 16-bit x."""
     tokens, k = x.shape
     ranks = a.shape[1]
-    require_contiguous("lora_shrink", x=x, a=a, planes=out[0])
-    if ranks % 16 or a.shape[2] != k or a.dtype != x.dtype:
+    require_contiguous("lora_shrink", x=x, a=a, a_scale=a_scale, x_scale=x_scale, planes=out[0])
+    if ranks % 16 or a.shape[2] != k or (a.dtype != x.dtype and a.dtype != E4M3):
         raise ValueError(f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; "
-                         f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype")
+                         f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype or in {E4M3}")
+    for name, values, scale in (("a", a, a_scale), ("x", x, x_scale)):
+        if (values.dtype == E4M3) != (scale is not None) or (scale is not None and scale.shape != values.shape[:-1]):
+            raise ValueError(f"lora_shrink: {name} is {values.dtype}{tuple(values.shape)} with scales {None if scale is None else tuple(scale.shape)}; "
+                             f"{E4M3} needs one for each row, other dtypes none")
     if tokens == 0:
         return
     width = split_width(k, splits)
     programs = CTAS_PER_SM * (multiprocessors(x.device) if sm_budget is None else sm_budget)
-    tensors = (x, a, token_order, tiles, out[0])
-    if tile < 64 and tokens <= 1024 and width <= MAX_ONCE and x.element_size() == 2:
+    tensors = (x, a, a_scale, x_scale, token_order, tiles, out[0])
+    if tile < 64 and tokens <= 1024 and width <= MAX_ONCE and x.element_size() <= 2:
         rank_block, block_k, warps = once_block(ranks, width)
         rank_blocks = cdiv(ranks, rank_block)
         work = tiles.shape[0] * splits * rank_blocks

@@ -2,12 +2,13 @@
 
 `paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 form that the o projection reads. This file holds the
 specification and picks a kernel:
-  attention_decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3 or bf16 cache
+  attention_decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
   attention_decode.py         every other decode
+  attention_prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, the same caches
   attention_prefill.py        everything else
 
 Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is finite; the scales of V
-stay below 255 (a token's largest |V| below 114000 in e4m3).
+stay below 255 (a token's largest |V| below 114000 in e4m3; where attention_prefill_gluon reads them, scales end at a largest |V| of 4090).
 """
 import math
 from typing import Optional

@@ -1,7 +1,7 @@
 """`rope_append`: from a packed [q | k | v] row to the rotated q and the filled KV cache, in one launch.
 
-x = qkv + delta in fp32; q and k are rotated (and, with `hadamard`, transformed); q is rounded to the model's dtype once, k and v go
-from fp32 straight into the cache's dtype.
+x = qkv + delta in fp32; q and k are rotated (and, with `hadamard`, transformed); q is rounded to the model's dtype once, k (less
+`key_center`) and v go from fp32 straight into the cache's dtype.
 """
 from typing import Optional
 
@@ -9,21 +9,25 @@ import torch
 import triton
 import triton.language as tl
 
-from .append_kv import check_cache, store_heads, store_kv_reference
+from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
 from .hadamard import fht_halves, hadamard_reference
 from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from .registry import register
 from .rope import rope_reference, rotate_halves
 from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 
+MOST_PDL_TOKENS = 512  # beyond, the wait that a dependent launch puts into each of very many short programs costs more than the launch that it hides
+
 
 def rope_append_reference(
     qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool
+    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool,
+    key_center: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """qkv and delta [T, (HQ + 2 HK) * D], cos and sin [T, 1, D], slot_mapping [T] int32 (-1: padding) -> q [T, HQ, D].
 
-    Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does.
+    Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does; key_center [HK, D] fp32 is subtracted from the keys as they
+    are stored, behind RoPE and `hadamard`.
     """
     check_cache(kv_cache, kv_scales)
     total = qkv.float() if delta is None else qkv.float() + delta.float()
@@ -33,23 +37,24 @@ def rope_append_reference(
     if hadamard:
         rotated = hadamard_reference(rotated)
     q, k = rotated.split((num_heads, num_kv_heads), dim=1)
-    store_kv_reference(k, KEY, kv_cache, kv_scales, slot_mapping)
+    store_kv_reference(centered(k, key_center), KEY, kv_cache, kv_scales, slot_mapping)
     store_kv_reference(v, VALUE, kv_cache, kv_scales, slot_mapping)
     return q.to(qkv.dtype, copy=True).contiguous()
 
 
 def rope_append_fake(
     qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool
+    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool,
+    key_center: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     return qkv.new_empty((qkv.shape[0], num_heads, kv_cache.shape[-1]))
 
 
 @triton.jit
 def _rope_append_kernel(
-    qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, q, qkv_token, delta_token, cos_token, sin_token,
+    qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, q, qkv_token, delta_token, cos_token, sin_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr,
-    HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, CENTERED: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
@@ -64,6 +69,10 @@ def _rope_append_kernel(
     channel = tl.arange(0, D // 2)[None, :]
     column = packed_head[:, None] * D + channel
     inside = present[:, None]
+    if CENTERED:  # a weight: it may be read before the kernel in front has ended
+        is_key = (head < tl.where(is_q, 0, tl.where(is_v, 0, KV_HEADS)))[:, None]
+        center_first = tl.load(key_center + head[:, None] * D + channel, mask=is_key, other=0.0)
+        center_second = tl.load(key_center + head[:, None] * D + channel + D // 2, mask=is_key, other=0.0)
     pdl_start(PDL)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     first = tl.load(qkv + token * qkv_token + column, mask=inside, other=0.0).to(tl.float32)
@@ -83,28 +92,33 @@ def _rope_append_kernel(
             tl.store(target, round_to(first, q.dtype.element_ty), mask=inside)
             tl.store(target + D // 2, round_to(second, q.dtype.element_ty), mask=inside)
         elif slot >= 0:
+            if CENTERED:
+                first -= center_first
+                second -= center_second
             store_heads(first, second, head, present, 0, slot, kv_cache, kv_scales, KV_HEADS, D, PAGE, LIMIT)
 
 
 def rope_append_launch(
     qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    key_center: Optional[torch.Tensor] = None, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (q,) and the cache: one warp for every token and up to four heads. Too small to heed `sm_budget`."""
     check_cache(kv_cache, kv_scales)
-    require_contiguous("rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping)
+    require_contiguous("rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center)
     width = kv_cache.shape[-1]
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * width or width != next_power_of_2(width):
         raise ValueError(f"rope_append: rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} heads of {width} (a power of two)")
+    check_center(key_center, num_kv_heads, width)
     if qkv.shape[0] == 0:
         return
     group = min(next_power_of_2(num_heads), 1 if qkv.shape[0] <= 16 else 2 if qkv.shape[0] <= 128 else 4)  # few tokens: short programs, many of them
     _rope_append_kernel[(qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group))](
-        qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, out[0],
+        qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, out[0],
         qkv.stride(0), 0 if delta is None else delta.stride(0), cos.stride(0), sin.stride(0),
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group,
-        HAS_DELTA=delta is not None, HADAMARD=hadamard, STAGES=(width // 2).bit_length() - 1, NORM=width**-0.5, num_warps=1, **pdl_options(pdl),
+        HAS_DELTA=delta is not None, HADAMARD=hadamard, CENTERED=key_center is not None, STAGES=(width // 2).bit_length() - 1, NORM=width**-0.5,
+        num_warps=1, **pdl_options(pdl and qkv.shape[0] <= MOST_PDL_TOKENS),
     )
 
 

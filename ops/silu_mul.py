@@ -116,7 +116,7 @@ def silu_mul_quant_launch(
     width = gate_up.shape[-1] // 2
     rows = gate_up.numel() // (2 * width)
     block, warps = row_block(width)
-    if rows <= H200_SMS:  # an SM has at most one row: what counts is how soon that is done
+    if rows <= H200_SMS or width > 8192:  # an SM has at most one row: what counts is how soon that is done; two wide rows an SM: only so do they fit
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](
         gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl)

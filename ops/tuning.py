@@ -1,14 +1,18 @@
 """Which kernel and which tiles a linear runs with: measured choices from `tuned/*.json`, a heuristic for shapes that were never measured."""
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from .triton_support import cdiv, next_power_of_2
 
-Kernel = Literal["triton", "gluon", "scaled_mm"]
-TUNED = Path(__file__).parent / "tuned" / "h200.json"
+Kernel = Literal["triton", "gluon", "wide", "scaled_mm"]
+TABLES = Path(__file__).parent / "tuned"
+TUNED = TABLES / "h200.json"
 SCALED_MM_TOKENS = 256  # above this many tokens arithmetic, not bytes, is the limit
 WIDE = 16384  # from this many outputs on there are several tiles for each SM
 H200_SMS = 132
@@ -18,6 +22,8 @@ BLOCK_K = 128  # columns of K that a step reads: 128 bytes, the widest TMA swizz
 MAX_PARTS = 8  # more programs than that on one tile spend their time adding planes
 MAX_TILES = 1 << 16  # tiles of a launch that cuts tiles between programs: one arrival counter each
 MAX_UNITS = 2**31 - 1  # units x programs is computed in 32 bits
+WIDE_BYTES = 225 * 1024  # shared memory of the wide kernel's ring and staging buffer
+WIDE_STAGING = 32 * 1024  # shared memory through which the wide kernel's results leave
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,9 @@ class LinearConfig:
 
     A tile is `block_n` weight rows x `block_t` tokens, read `block_k` columns at a time through a ring of `stages` buffers by `warps` warps.
     `ctas_per_sm` programs are launched per SM, at most `ctas` in all (0 = no such limit). `split` always cuts the work into even shares, through
-    tiles where need be; otherwise that is done only where whole tiles would be shared out too unevenly.
+    tiles where need be; otherwise that is done only where whole tiles would be shared out too unevenly. `promote` (wide kernel): after so many steps the
+    tensor cores' running sum, which has 14 bits, is added to one in fp32; 0: at the end of the tile. `parts` (wide kernel): programs that share
+    the steps of each tile, 1, 2 or 4.
     """
 
     kernel: Kernel
@@ -39,6 +47,8 @@ class LinearConfig:
     ctas: int = 0
     split: bool = False
     max_registers: int = 0
+    promote: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,9 @@ def work_split(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> W
     steps = cdiv(k, config.block_k)
     tiles = cdiv(n, config.block_n) * cdiv(tokens, config.block_t)
     units = tiles * steps
+    if config.kernel == "wide":  # programs that share a tile wait for each other, so all of them must have an SM
+        shared = config.parts > 1 and tiles * config.parts <= min(sms, MAX_TILES) and steps >= config.parts
+        return WorkSplit(tiles * config.parts, config.parts, True) if shared else WorkSplit(min(sms, tiles), 1, False)
     whole = min(sms * config.ctas_per_sm, config.ctas or MAX_UNITS, tiles)
     uneven = cdiv(tiles, whole) * whole > MAX_UNEVENNESS * tiles  # some programs would hold a tile more than others, for too long
     if tiles > MAX_TILES or not (config.split or uneven):
@@ -65,14 +78,44 @@ def work_split(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> W
     return WorkSplit(programs, next_power_of_2(parts), parts > 1)
 
 
-@lru_cache(maxsize=1)
-def tuned_table() -> dict[tuple[int, int, int], LinearConfig]:
-    """(N, K, padded tokens) -> the fastest configuration measured on an H200."""
+def gpu_slug(device: str) -> str:
+    """The name of a GPU's table: `NVIDIA H200` -> `h200`."""
+    return "-".join(re.findall(r"[a-z0-9]+", device.lower().replace("nvidia", ""))) or "gpu"
+
+
+def table_path(device: str | None) -> Path:
+    """The table of this GPU; the H200's where it has none."""
+    own = TUNED if device is None else TABLES / f"{gpu_slug(device)}.json"
+    return own if own.exists() else TUNED
+
+
+def this_gpu() -> str | None:
+    """The name of the GPU in use; None before CUDA is."""
+    return torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
+
+
+def tuned_table(op: str = "linear_fp8") -> dict[tuple[int, int, int], LinearConfig]:
+    """(N, K, padded tokens) -> the fastest configuration of `op` measured on this GPU."""
+    return read_table(_path_for(this_gpu()), op)
+
+
+_path_for = lru_cache(maxsize=8)(table_path)
+
+
+@lru_cache(maxsize=16)
+def read_table(path: Path, op: str) -> dict[tuple[int, int, int], LinearConfig]:
+    """One op's entries of a table file."""
     table = {}
-    for shape in json.loads(TUNED.read_text())["linear_fp8"]:
+    for shape in json.loads(path.read_text()).get(op, ()):
         for tokens, config in shape["tokens"].items():
             table[shape["n"], shape["k"], int(tokens)] = LinearConfig(**config)
     return table
+
+
+def activation_config(tokens: int, n: int, k: int) -> LinearConfig | None:
+    """How `linear_fp8_silu_mul` runs in one launch for a weight [N, K] of gates and ups; None: two launches are as fast, or nobody measured."""
+    config = tuned_table("linear_fp8_silu_mul").get((n, k, padded_tokens(tokens)))
+    return config if config is not None and n % config.block_n == 0 else None
 
 
 def padded_tokens(tokens: int) -> int:
@@ -100,10 +143,14 @@ def most_registers(warps: int, ctas_per_sm: int) -> int:
 def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True) -> LinearConfig:
     """A configuration for a shape that was never measured, by what won on the shapes that were.
 
-    `scaled_mm` says whether `torch._scaled_mm` may be chosen (it takes not every shape and result dtype).
+    `scaled_mm` says whether bf16 results are wanted and N and K are multiples of 16: `torch._scaled_mm` and the wide kernel do nothing else.
     """
-    if scaled_mm and (tokens > 128 or (tokens > 64 and n >= WIDE)):
-        return LinearConfig("scaled_mm")
+    if scaled_mm and tokens > 64:
+        shared = [config for config in wide_candidates(tokens, n, sm_count) if config.parts > 1] if tokens <= SCALED_MM_TOKENS and n < WIDE else []
+        if shared:  # few tiles: several programs on each. The most SMs, then the fewest parts, then the sums in fp32
+            return max(shared, key=lambda config: (work_split(config, tokens, n, k, sm_count).programs, -config.parts, config.promote))
+        if tokens > 128 or n >= WIDE:
+            return LinearConfig("scaled_mm")
     block_t = min(128, padded_tokens(tokens))
     if tokens > SCALED_MM_TOKENS:
         block_n, ctas_per_sm, ctas, split = 128, 1, 0, False
@@ -121,15 +168,41 @@ def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = 
 
 def without_tma(config: LinearConfig) -> LinearConfig:
     """The Triton kernel with a Gluon configuration's tiles: for the interpreter, and for tensors that don't begin on 16 bytes."""
-    return replace(config, kernel="triton", stages=max(2, min(4, config.stages)), max_registers=0)
+    block_n, block_t = (128, 128) if config.kernel == "wide" else (config.block_n, config.block_t)
+    stages = max(2, min(4, config.stages))
+    return replace(config, kernel="triton", block_n=block_n, block_t=block_t, stages=stages, max_registers=0, promote=0, parts=1)
 
 
 def linear_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True) -> LinearConfig:
     """The measured configuration where there is one, else `choose_config`'s."""
     tuned = tuned_table().get((n, k, padded_tokens(tokens)))
-    if tuned is None or (tuned.kernel == "scaled_mm" and not scaled_mm):
+    if tuned is None or (tuned.kernel in ("scaled_mm", "wide") and not scaled_mm):
         return choose_config(tokens, n, k, sm_count, scaled_mm)
     return tuned
+
+
+def wide_config(block_t: int, block_n: int, parts: int = 1, promote: int = 0) -> LinearConfig:
+    """A configuration of the wide kernel: the largest tiles take the whole SM, the others leave registers and shared memory for a LoRA kernel beside them."""
+    large = block_t * block_n > 128 * 128
+    room = (WIDE_BYTES if large else RING_BYTES) - min(WIDE_STAGING, block_t * block_n * 2 // parts)
+    registers = 168 if large else 128 if block_t * block_n > 128 * 64 else 96
+    stages = min(6, room // ((block_t + block_n) * BLOCK_K))
+    return LinearConfig("wide", block_n, block_t, BLOCK_K, stages, 8, max_registers=registers, promote=promote, parts=parts)
+
+
+def wide_candidates(tokens: int, n: int, sm_count: int, activate: bool = False) -> list[LinearConfig]:
+    """Configurations of the wide kernel worth measuring; `activate`: for `linear_fp8_silu_mul`."""
+    found = []
+    for block_t, block_n in ((128, 64), (128, 128), (128, 256), (256, 64), (256, 128)):
+        if (block_t > 128 and tokens <= 128) or (activate and (n % block_n or block_n == 64)):
+            continue
+        tiles = cdiv(n, block_n) * cdiv(tokens, block_t)
+        shared = () if activate else tuple(parts for parts in (2, 4) if 0.6 * sm_count <= tiles * parts <= sm_count)
+        for parts in (1, *shared):
+            found.append(wide_config(block_t, block_n, parts))
+            if block_t * block_n <= 128 * 128:  # the sums in fp32 beside the tensor cores' own fit the registers
+                found.append(wide_config(block_t, block_n, parts, promote=4))
+    return found
 
 
 def candidates(tokens: int, n: int, k: int, sm_count: int) -> list[LinearConfig]:
@@ -150,6 +223,8 @@ def candidates(tokens: int, n: int, k: int, sm_count: int) -> list[LinearConfig]
                 found.append(LinearConfig("gluon", block_n, block_t, BLOCK_K, stages, warps, ctas_per_sm, ctas, cut, most_registers(warps, ctas_per_sm)))
     for block_n, ctas_per_sm, cut in ((64, 2, True), (64, 3, True), (64, 4, True), (64, 4, False), (128, 2, True)):
         found.append(LinearConfig("triton", block_n, block_t, BLOCK_K, 4, consumer_warps(block_n, block_t), ctas_per_sm, split=cut))
+    if tokens > 64 and n % 8 == 0:
+        found += wide_candidates(tokens, n, sm_count)
     if tokens >= 64 and n % 16 == 0:
         found.append(LinearConfig("scaled_mm"))
     distinct: dict[tuple[LinearConfig, WorkSplit], LinearConfig] = {}

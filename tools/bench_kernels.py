@@ -2,6 +2,8 @@
 
 The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights. One op's launches of all six layers follow each other
 in a CUDA graph, so its weights (100 MB and more in all) are never in the L2 cache; launches don't overlap (no programmatic dependent launch).
+
+A second table is attention alone: decode by sequences and context beside the bytes, prefill beside the tensor cores' peak, for each cache dtype.
 """
 import argparse
 import json
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import collect_env
+from .bench_kernels_attention import measure_attention
 from .bench_latency import pick_adapters
 from .bench_layer import CONTEXT, DEPTHS, Layers, Variant
 from .engine_arguments import positive
@@ -22,7 +25,8 @@ CHOICES = (1, 16, 64, 256)
 EXAMPLES = """\
 examples:
   sidestream bench kernels                 all ops for 1, 16, 64 and 256 sequences
-  sidestream bench kernels --tokens 64"""
+  sidestream bench kernels --tokens 64
+  sidestream bench kernels --only attention"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)")
     parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: 8)")
     parser.add_argument("--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)")
+    parser.add_argument("--only", choices=("ops", "attention"), help="one of the two tables (default: both)")
     parser.add_argument("--output-json", type=Path, default=Path("bench-kernels.json"), metavar="FILE", help="where the figures go")
     parser.set_defaults(run=run)
 
@@ -55,18 +60,39 @@ def run(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ValueError("bench kernels times CUDA kernels, and this machine has no GPU")
+    tables: dict[str, Any] = {"workload": "K"}
+    if options.only != "attention":
+        tables["rows"] = print_ops(options)
+    if options.only != "ops":
+        tables["attention"] = print_attention(options.repeats)
+    options.output_json.write_text(json.dumps({**tables, "environment": collect_env.collect()}, indent=2) + "\n")
+    print(f"wrote {options.output_json}")
+    return 0
+
+
+def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The table of a layer's ops, printed as it grows."""
     layers = Layers(options.lora_rank, options.num_adapters)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     print(f"{'T':>4}  {'op':<36}{'result':<24}{'us':>8}{'floor':>8}{'share':>7}")
     for tokens in options.tokens:
         names = [str(slot) for slot in range(options.num_adapters)]
         adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
         for row in measure(layers, tokens, adapters, options.repeats):
-            rows.append(row)
+            rows.append(asdict(row))
             print(f"{row.tokens:>4}  {row.op:<36}{row.output:<24}{row.us:>8.2f}{row.floor_us:>8.2f}{row.floor_us / row.us:>7.0%}", flush=True)
-    options.output_json.write_text(json.dumps({"workload": "K", "rows": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n")
-    print(f"wrote {options.output_json}")
-    return 0
+    return rows
+
+
+def print_attention(repeats: int) -> list[dict[str, Any]]:
+    """The table of attention, printed as it grows."""
+    rows: list[dict[str, Any]] = []
+    print(f"{'attention':<10}{'sequences x tokens':<27}{'cache':<10}{'us':>10}{'rate':>16}{'share':>7}")
+    for row in measure_attention(repeats):
+        rows.append(asdict(row))
+        unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
+        print(f"{row.kind:<10}{row.shape:<27}{row.cache:<10}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{row.share:>7.0%}", flush=True)
+    return rows
 
 
 def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) -> list[Row]:

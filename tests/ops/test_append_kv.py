@@ -66,7 +66,8 @@ def test_scales_must_match_the_cache() -> None:
 @pytest.mark.parametrize(("heads", "width"), [(1, 64), (6, 32)])
 def test_kernel(dtype: torch.dtype, heads: int, width: int) -> None:
     k, v = normal(5, heads, width), normal(5, heads, width)
-    check_kernel(append_kv, k, v, *cache_of(2, heads, width, dtype), slots_of(5, 2), tolerances=stored_tolerances(dtype, 5, 2))
+    for center in ((), (2 * torch.randn(heads, width),)):
+        check_kernel(append_kv, k, v, *cache_of(2, heads, width, dtype), slots_of(5, 2), *center, tolerances=stored_tolerances(dtype, 5, 2))
 
 
 @pytest.mark.interpret
@@ -89,7 +90,9 @@ def test_kernel_rounds_int8_half_to_even() -> None:
 def test_kernel_on_the_gpu(dtype: torch.dtype, tokens: int) -> None:
     packed = torch.randn(tokens, 48, 128, device="cuda", dtype=torch.bfloat16)
     cache = cache_of(40, 8, 128, dtype, "cuda")
-    check_kernel(append_kv, packed[:, 32:40], packed[:, 40:], *cache, slots_of(tokens, 40, "cuda"), tolerances=stored_tolerances(dtype, tokens, 40), pdl=True)
+    for center in ((), (torch.randn(8, 128, device="cuda"),)):
+        args = (packed[:, 32:40], packed[:, 40:], *cache, slots_of(tokens, 40, "cuda"), *center)
+        check_kernel(append_kv, *args, tolerances=stored_tolerances(dtype, tokens, 40), pdl=True)
 
 
 @pytest.mark.parametrize("dtype", CACHES)
@@ -97,5 +100,6 @@ def test_machine_code(dtype: torch.dtype) -> None:
     cache, scales = torch.empty(kv_cache_shape(9, 8, 128), dtype=dtype, device="meta"), torch.empty(kv_scales_shape(9, 8), device="meta")
     k = torch.empty(64, 48, 128, device="meta", dtype=torch.bfloat16)[:, 32:40]
     slots = torch.empty(64, device="meta", dtype=torch.int32)
-    (code,) = launched(append_kv, k, k, cache, None if dtype == torch.bfloat16 else scales, slots, pdl=True)
-    assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1
+    for center in ((), (torch.empty(8, 128, device="meta"),)):
+        (code,) = launched(append_kv, k, k, cache, None if dtype == torch.bfloat16 else scales, slots, *center, pdl=True)
+        assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1

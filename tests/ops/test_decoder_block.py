@@ -3,10 +3,12 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream import ops
 from sidestream.ops.decoder_block import decoder_block, fits
 from sidestream.ops.quantize_blocks import dequantize_blocks
 from sidestream.ops.registry import as_outputs
 from support.checks import bits, poison
+from support.gluon_threads import kernels_in_threads
 from support.samples import decoder_block_inputs
 from support.sm90 import launched
 
@@ -85,6 +87,19 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
     assert code.registers * code.num_warps * 32 <= 65536
     assert code.ptx_count("wgmma.mma_async") > 0 and code.ptx_count("cp.async.bulk.tensor") > 0 and code.ptx_count("griddepcontrol") == 3
     assert code.sass["HMMA"] == 0
+
+
+# The kernel's own code, in threads on the CPU
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, SMALL), (17, SMALL), (64, SMALL), (5, (*SMALL[:3], 0)), (20, (1024, 2048, 2048, 1536))], ids=str)
+def test_kernel_in_threads_is_the_reference(tokens: int, sizes: tuple[int, ...]) -> None:
+    args = decoder_block_inputs(tokens, *sizes)
+    out = tuple(poison(tensor) for tensor in as_outputs(decoder_block.fake(*args)))
+    with kernels_in_threads(ops.decoder_block, ops.decoder_block_gluon, ops.decoder_block_pieces, ops.decoder_block_streams):
+        decoder_block.launch(*args, out=out)
+    for got, right in zip(out, decoder_block.reference(*args), strict=True):
+        assert torch.isfinite(got.float()).all() and (not right.numel() or relative(got, right) < 4e-2)
 
 
 # On a GPU

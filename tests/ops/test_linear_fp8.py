@@ -1,6 +1,6 @@
 """linear_fp8: the reference against torch's own rowwise product, the kernels against the reference, the configurations' sanity."""
 import itertools
-from typing import Any, Optional
+from typing import Optional
 
 import pytest
 import torch
@@ -11,29 +11,12 @@ from sidestream.ops.quantize import quantize_rowwise
 from sidestream.ops.triton_support import INTERPRETED
 from sidestream.ops.tuning import LinearConfig, work_split
 from support.checks import Tolerance, assert_near, check_kernel, poison
+from support.linears import BF16, E4M3, NEAR, SHAPES, inputs, run, tolerance
 from support.sm90 import MachineCode, compile_launch
 
-BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+FP32 = torch.float32
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "lm_head": (128256, 4096)}
 TOKENS = (1, 8, 16, 64, 128, 256, 1000)
-# Outputs are of order 1. The tensor cores add 128 products with 14 bits; cuBLAS's fast accumulation all K of them.
-NEAR = Tolerance(rtol=2.0**-7, atol=4e-3)
-FAST_ACCUMULATION = Tolerance(rtol=2.0**-6, atol=1e-1)
-
-
-def inputs(tokens: int, n: int, k: int, device: str = "cpu", addends: bool = True) -> tuple[Any, ...]:
-    """(q, scale, weight, weight_scale, delta, residual) whose outputs are of order 1."""
-    q, weight = (torch.randn(rows, k, device=device).to(E4M3) for rows in (tokens, n))
-    scale, weight_scale = torch.rand(tokens, device=device) + 0.5, (torch.rand(n, device=device) + 0.5) / k**0.5
-    more = [torch.randn(tokens, n, device=device).to(BF16) if addends else None for _ in range(2)]
-    return (q, scale, weight, weight_scale, *more)
-
-
-def run(config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: int = tuning.H200_SMS, **options: Any) -> torch.Tensor:
-    """The poisoned output after a launch of `config`."""
-    out = poison(torch.empty(args[0].shape[0], args[2].shape[0], dtype=dtype, device=args[0].device))
-    launch_config(config, *args, out, sms=sms, **options)
-    return out
 
 
 # The reference
@@ -77,9 +60,6 @@ def test_misfits_are_named() -> None:
 
 # Configurations
 
-SHAPES = [*LLAMA_8B.values(), (256, 256), (64, 14336), (100, 208), (1, 16), (8192, 8192), (57344, 8192), (8192, 28672)]
-
-
 def shares(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> list[range]:
     """The units of each program, as the kernels compute them."""
     split = work_split(config, tokens, n, k, sms)
@@ -93,7 +73,7 @@ def shares(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> list[
 def test_programs_share_all_units(n: int, k: int, sms: int) -> None:
     for tokens in (1, 16, 17, 100, 256):
         for config in {tuning.linear_config(tokens, n, k, 132), *tuning.candidates(tokens, n, k, 132)}:
-            if config.kernel == "scaled_mm":
+            if config.kernel in ("scaled_mm", "wide"):
                 continue
             split = work_split(config, tokens, n, k, sms)
             units = shares(config, tokens, n, k, sms)
@@ -116,8 +96,10 @@ def test_configurations_fit_the_gpu(tokens: int, n: int, k: int) -> None:
     if config.kernel == "scaled_mm":
         return
     ring = config.stages * (config.block_n + config.block_t) * config.block_k
-    assert 0 < ring * config.ctas_per_sm <= 220 * 1024
+    staging = min(tuning.WIDE_STAGING, config.block_n * config.block_t * 2 // config.parts) if config.kernel == "wide" else 0
+    assert 0 < ring * config.ctas_per_sm + staging <= (226 if config.kernel == "wide" else 220) * 1024
     assert config.block_n in (64, 128, 256) and config.block_t >= 16 and config.warps in (4, 8)
+    assert config.kernel == "wide" or (config.parts, config.promote) == (1, 0)
     assert config.kernel == "triton" or config.block_k == tuning.BLOCK_K
 
 
@@ -199,7 +181,7 @@ def test_launch_with_leading_dimensions_and_a_budget() -> None:
 
 
 def near(tokens: int, n: int, k: int) -> Tolerance:
-    return FAST_ACCUMULATION if tuning.linear_config(tokens, n, k, tuning.H200_SMS).kernel == "scaled_mm" else NEAR
+    return tolerance(tuning.linear_config(tokens, n, k, tuning.H200_SMS))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,9 @@ FP8 = torch.float8_e4m3fn
 CACHES = [torch.bfloat16, FP8, torch.int8]
 
 
-def arguments(tokens: int, heads: int, kv_heads: int, width: int, cache: torch.dtype, delta: bool, fht: bool, device: str = "cpu") -> tuple[Any, ...]:
+def arguments(
+    tokens: int, heads: int, kv_heads: int, width: int, cache: torch.dtype, delta: bool, fht: bool, device: str = "cpu", center: bool = False
+) -> tuple[Any, ...]:  # fmt: skip
     row = (heads + 2 * kv_heads) * width
     pages = tokens // 64 + 2
     slots = torch.randperm(pages * 64)[:tokens].to(torch.int32)
@@ -26,7 +28,8 @@ def arguments(tokens: int, heads: int, kv_heads: int, width: int, cache: torch.d
         poison(torch.empty(kv_cache_shape(pages, kv_heads, width), dtype=cache)),
         None if cache == torch.bfloat16 else torch.randn(kv_scales_shape(pages, kv_heads)), slots,
     )
-    return (*(part if part is None else part.to(device) for part in made), heads, kv_heads, fht)
+    key_center = (3 * torch.randn(kv_heads, width)).to(device) if center else None
+    return (*(part if part is None else part.to(device) for part in made), heads, kv_heads, fht, *((key_center,) if center else ()))
 
 
 def check(args: tuple[Any, ...], **options: Any) -> None:
@@ -49,12 +52,38 @@ def test_reference_is_its_parts_in_a_row(fht: bool) -> None:
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_center_is_subtracted_from_the_stored_keys_only(cache: torch.dtype) -> None:
+    *args, center = arguments(5, 4, 2, 16, cache, True, True, center=True)
+    qkv, delta, cos, sin, stored, scales, slots, heads, kv_heads, _ = args
+    stored, scales = torch.zeros_like(stored), None if scales is None else torch.zeros_like(scales)
+    q = rope_append(qkv, delta, cos, sin, stored, scales, slots, heads, kv_heads, True, center)
+    total = (qkv.float() + delta.float()).view(5, 8, 16)
+    turned = hadamard(rope(total[:, :6], cos, sin))
+    expected, expected_scales = torch.zeros_like(stored), None if scales is None else torch.zeros_like(scales)
+    append_kv(turned[:, 4:] - center, total[:, 6:], expected, expected_scales, slots)
+    again, again_scales = torch.zeros_like(stored), None if scales is None else torch.zeros_like(scales)
+    append_kv(turned[:, 4:], total[:, 6:], again, again_scales, slots, center)
+    assert torch.equal(q, turned[:, :4].bfloat16())
+    assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(again.view(torch.uint8), expected.view(torch.uint8))
+    assert scales is None or (torch.equal(scales, expected_scales) and torch.equal(again_scales, expected_scales))
+
+
+def test_a_center_of_another_shape_is_refused() -> None:
+    args = arguments(2, 4, 2, 16, FP8, False, False)
+    for wrong in (torch.zeros(4, 16), torch.zeros(2, 16, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"key_center must be fp32 \[2, 16\]"):
+            rope_append(*args, wrong)
+        with pytest.raises(ValueError, match=r"key_center must be fp32 \[2, 16\]"):
+            rope_append.launch(*args, wrong, out=(torch.empty(2, 4, 16),))
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (5, 1, 128), (6, 6, 32)])
 def test_kernel(cache: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
-    for delta, fht in ((False, True), (True, False)):
-        check(arguments(4, heads, kv_heads, width, cache, delta, fht))
+    for delta, fht, center in ((False, True, False), (True, False, False), (True, True, True), (False, False, True)):
+        check(arguments(4, heads, kv_heads, width, cache, delta, fht, center=center))
 
 
 @pytest.mark.interpret
@@ -67,18 +96,20 @@ def test_kernel_in_fp32_mode() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
 @pytest.mark.parametrize(("cache", "delta", "fht"), [(FP8, True, False), (FP8, False, True), (torch.int8, True, True), (torch.bfloat16, False, False)])
 def test_kernel_on_the_gpu(tokens: int, cache: torch.dtype, delta: bool, fht: bool) -> None:
-    check(arguments(tokens, 32, 8, 128, cache, delta, fht, "cuda"), pdl=True)
+    for center in (False, True):
+        check(arguments(tokens, 32, 8, 128, cache, delta, fht, "cuda", center), pdl=True)
 
 
 @pytest.mark.gpu
 def test_kernel_on_the_gpu_with_heads_of_64() -> None:
-    check(arguments(64, 24, 8, 64, FP8, True, True, "cuda"))
+    check(arguments(64, 24, 8, 64, FP8, True, True, "cuda", True))
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("width", [64, 128])
-def test_machine_code(cache: torch.dtype, width: int) -> None:
-    args = arguments(2, 32, 8, width, cache, True, True, "meta")
+@pytest.mark.parametrize("center", [False, True])
+def test_machine_code(cache: torch.dtype, width: int, center: bool) -> None:
+    args = arguments(2, 32, 8, width, cache, True, True, "meta", center)
     (code,) = launched(rope_append, *args, pdl=True)
     assert code.spills == 0 and code.registers <= 128 and code.ptx_count("griddepcontrol.wait") == 1
 

@@ -32,14 +32,10 @@ class Checked(FakeRunner):
         self.poison = sizes.poison
 
     def submit(self, plan: StepPlan) -> StepResult:
-        issued = len(self.plans)
-        try:
-            if self.poison is not None and plan.num_tokens > 2 and [self.poison] * 3 in np.lib.stride_tricks.sliding_window_view(plan.input_ids, 3).tolist():
-                raise RuntimeError("a poisoned step")
-            return super().submit(plan)
-        finally:
-            if len(self.plans) == issued:
-                self.plans.append(plan)  # a failed step counts
+        if self.poison is not None and plan.num_tokens > 2 and [self.poison] * 3 in np.lib.stride_tricks.sliding_window_view(plan.input_ids, 3).tolist():
+            self.fail(plan)
+            raise RuntimeError("a poisoned step")
+        return super().submit(plan)
 
     def place(self, slot: int, number: int) -> None:
         self.slots[slot] = number

@@ -74,6 +74,8 @@ class FakeRunner:
 
     def fail(self, plan: StepPlan) -> None:
         """The step stores and samples nothing; what later plans compute from it is not checked."""
+        for slot, number in plan.slot_loads.tolist():
+            self.slots[slot] = number
         for slot in plan.slot_mapping.tolist():
             self.store[slot] = EMPTY
         self._last = np.full(plan.num_sequences, -7, np.int32)

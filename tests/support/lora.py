@@ -1,9 +1,10 @@
 """Random LoRA problems: activations, stacked adapters, and the plan that says which tokens meet which."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from sidestream.ops.lora_plan import lora_plan_reference, lora_splits, lora_tile
+from sidestream.ops.quantize import quantize_rowwise_reference
 
 
 @dataclass(frozen=True)
@@ -19,17 +20,26 @@ class LoraCase:
     tile: int
     splits: int
     slices: list[int]
+    a_scale: torch.Tensor | None = None
+    b_scale: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
 
     @property
     def lora(self) -> tuple[Any, ...]:
-        return self.x, self.a, self.b, self.adapter_index, self.slices
+        return self.x, self.a, self.b, self.adapter_index, self.slices, self.a_scale, self.b_scale, self.x_scale
 
     @property
     def shrink(self) -> tuple[Any, ...]:
-        return self.x, self.a, self.token_order, self.tiles, self.tile, self.splits
+        return self.x, self.a, self.token_order, self.tiles, self.tile, self.splits, self.a_scale, self.x_scale
 
     def expand(self, planes: torch.Tensor) -> tuple[Any, ...]:
-        return planes, self.b, self.token_order, self.tiles, self.tile, self.slices
+        return planes, self.b, self.token_order, self.tiles, self.tile, self.slices, self.b_scale
+
+    def quantized(self, activations: bool) -> "LoraCase":
+        """The same with e4m3 stacks and a scale a row; the activations too if asked."""
+        (a, a_scale), (b, b_scale) = quantize_rowwise_reference(self.a), quantize_rowwise_reference(self.b)
+        x, x_scale = quantize_rowwise_reference(self.x) if activations else (self.x, None)
+        return replace(self, x=x, a=a, b=b, a_scale=a_scale, b_scale=b_scale, x_scale=x_scale)
 
 
 def lora_case(tokens: int, k: int, ranks: int, slices: list[int], *, slots: int = 4, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",

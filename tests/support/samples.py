@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.lora_groups import lora_groups_reference
 from sidestream.ops.quantize_blocks import quantize_blocks_reference
 
 from support.lora import lora_case
@@ -55,6 +56,31 @@ def decoder_block_inputs(tokens: int, attention: int, hidden: int, intermediate:
         *linear(hidden, attention), gains[0].to(BF16), *linear(2 * intermediate, hidden), *linear(hidden, intermediate), gains[1].to(BF16),
         *(linear(qkv, hidden) if qkv else (None, None)), 1e-5,
     )  # fmt: skip
+
+
+@samples("argmax")
+def _argmax() -> list[tuple[Any, ...]]:
+    return [(normal(3, 50, dtype=dtype),) for dtype in (BF16, torch.float32)]
+
+
+def decoder_block_lora_inputs(
+    tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, *, ranks: int = 32, slots: int = 8, adapters: int | None = None,
+    kv: int = 128, without: tuple[int, ...] = (), device: str = "cpu",
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of `decoder_block_lora`: deltas of the base products' size; about a fifth of the tokens have no adapter, the others one of `adapters`.
+
+    `kv`: the width of k and of v; `without`: which of o, gate_up, down, q/k/v have no LoRA.
+    """
+    def stacks(packed: int, columns: int, rows: int) -> list[torch.Tensor]:
+        a, b = (torch.randn(slots, *size, device=device, dtype=BF16).to(FP8) for size in ((packed * ranks, columns), (rows, ranks)))
+        return [a, (torch.rand(slots, packed * ranks, device=device) + 0.5) * columns**-0.5, b, (torch.rand(slots, rows, device=device) + 0.5) * ranks**-0.5]
+
+    *layer, eps = decoder_block_inputs(tokens, attention, hidden, intermediate, qkv, device)
+    index = torch.randperm(slots)[:slots if adapters is None else adapters][torch.randint(0, slots if adapters is None else adapters, (tokens,))]
+    index = index.where(torch.rand(tokens) > 0.2, -1).to(torch.int32)
+    sizes = ((1, attention, hidden), (2, hidden, 2 * intermediate), (1, intermediate, hidden), (3, hidden, qkv))
+    loras = [[] if place in without or not size[2] else stacks(*size) for place, size in enumerate(sizes)]
+    return (*layer, *loras, lora_groups_reference(index).to(device), [qkv - 2 * kv, kv, kv] if qkv else [], eps)
 
 
 @samples("embedding")
@@ -115,15 +141,16 @@ def _hadamard() -> list[tuple[Any, ...]]:
 @samples("append_kv")
 def _append_kv() -> list[tuple[Any, ...]]:
     slots = torch.tensor([65, -1, 3], dtype=torch.int32)
-    return [(normal(3, 2, 16), normal(3, 2, 16), *empty_cache(2, 2, 16, dtype), slots) for dtype in (BF16, FP8, torch.int8)]
+    cases = ((BF16, None), (FP8, None), (torch.int8, torch.randn(2, 16)))
+    return [(normal(3, 2, 16), normal(3, 2, 16), *empty_cache(2, 2, 16, dtype), slots, center) for dtype, center in cases]
 
 
 @samples("rope_append")
 def _rope_append() -> list[tuple[Any, ...]]:
     slots = torch.tensor([65, -1, 3], dtype=torch.int32)
     return [
-        (normal(3, 96), delta, *angles(3, 16), *empty_cache(2, 1, 16, dtype), slots, 4, 1, hadamard)
-        for delta, dtype, hadamard in ((None, BF16, False), (normal(3, 96), FP8, False), (None, torch.int8, True))
+        (normal(3, 96), delta, *angles(3, 16), *empty_cache(2, 1, 16, dtype), slots, 4, 1, hadamard, center)
+        for delta, dtype, hadamard, center in ((None, BF16, False, None), (normal(3, 96), FP8, False, None), (None, torch.int8, True, torch.randn(1, 16)))
     ]
 
 
@@ -179,6 +206,16 @@ def _lora() -> list[tuple[Any, ...]]:
     return [lora_case(9, 64, 16, [32, 16]).lora, lora_case(3, 64, 32, [32], dtype=torch.float32).lora]
 
 
+@samples("lora_groups")
+def _lora_groups() -> list[tuple[Any, ...]]:
+    return [(torch.tensor(index, dtype=torch.int32),) for index in ([3, -1, 3, 0, 1], [-1])]
+
+
+@samples("decoder_block_lora")
+def _decoder_block_lora() -> list[tuple[Any, ...]]:
+    return [decoder_block_lora_inputs(3, 512, 512, 512, 384, slots=3), decoder_block_lora_inputs(2, 512, 512, 512, 0, without=(1,), slots=2)]
+
+
 @samples("sample")
 def _sample() -> list[tuple[Any, ...]]:
     def row(*values: float) -> torch.Tensor:
@@ -186,6 +223,14 @@ def _sample() -> list[tuple[Any, ...]]:
 
     top_k, keys = torch.tensor([0, 7], dtype=torch.int32), torch.tensor([3, -5])
     return [(normal(2, 50, dtype=dtype), row(0.0, 0.8), top_k, row(1.0, 0.9), row(0.0, 0.05), keys, keys) for dtype in (BF16, torch.float32)]
+
+
+@samples("linear_fp8_silu_mul")
+def _linear_fp8_silu_mul() -> list[tuple[Any, ...]]:
+    def case(*leading: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+        return normal(*leading, k, dtype=FP8), torch.rand(leading) + 0.5, normal(n, k, dtype=FP8), torch.rand(n) / k**0.5
+
+    return [(*case(3, n=48, k=32), None, BF16), (*case(2, 2, n=32, k=16), normal(2, 2, 32), torch.float32)]
 
 
 @samples("linear_fp8")

@@ -1,0 +1,79 @@
+"""`argmax`: the greedy token of each row, in one launch.
+
+A row is cut into pieces so that a few rows fill the GPU too; whoever finishes a row last takes the best of its pieces. The largest value with the lowest
+id is the same whatever the order, so the result does not depend on who is last.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from .attention_pieces import multiprocessors
+from .registry import register
+from .triton_support import cdiv, pdl_options, pdl_start, require_contiguous
+from .workspace import workspace
+
+BLOCK = 4096
+MAX_PIECES = 64
+PROGRAMS_PER_SM = 4
+
+
+def argmax_reference(logits: torch.Tensor) -> torch.Tensor:
+    """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits. NaN counts as the least."""
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    known = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    return ids.where(known == known.amax(-1, keepdim=True), logits.shape[1]).amin(-1).to(torch.int32)
+
+
+def argmax_fake(logits: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty((logits.shape[0],), dtype=torch.int32)
+
+
+@triton.jit
+def _argmax_kernel(logits, tokens, values, ids, arrivals, vocabulary, span, pieces, MAX_PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (piece, row): ids piece * span ... of the row; the last of a row's programs also takes the best of all pieces."""
+    piece, row = tl.program_id(0), tl.program_id(1)
+    pdl_start(PDL)
+    source = logits + row.to(tl.int64) * vocabulary
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    index = piece * span + tl.arange(0, BLOCK)
+    for start in range(0, span, BLOCK):
+        token = piece * span + start + tl.arange(0, BLOCK)
+        inside = (start + tl.arange(0, BLOCK) < span) & (token < vocabulary)
+        logit = tl.load(source + token, mask=inside, other=float("-inf")).to(tl.float32)
+        index = tl.where(logit > best, token, index)
+        best = tl.where(logit > best, logit, best)
+    largest = tl.max(best, axis=0)
+    chosen = tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
+    if pieces == 1:
+        tl.store(tokens + row, chosen)
+    else:
+        tl.store(values + row * MAX_PIECES + piece, largest)
+        tl.store(ids + row * MAX_PIECES + piece, chosen)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == pieces - 1:
+            place = tl.arange(0, MAX_PIECES)
+            value = tl.load(values + row * MAX_PIECES + place, mask=place < pieces, other=float("-inf"), cache_modifier=".cg")
+            token = tl.load(ids + row * MAX_PIECES + place, mask=place < pieces, other=0x7FFFFFFF, cache_modifier=".cg")
+            tl.store(tokens + row, tl.min(tl.where(value == tl.max(value, axis=0), token, 0x7FFFFFFF), axis=0))
+            tl.store(arrivals + row, 0)
+
+
+def argmax_launch(logits: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
+    """Enough pieces a row to fill the GPU, a whole number of blocks each. Too short to heed `sm_budget`."""
+    require_contiguous("argmax", logits=logits)
+    rows, vocabulary = logits.shape
+    if rows == 0:
+        return
+    wanted = max(1, min(MAX_PIECES, PROGRAMS_PER_SM * multiprocessors(logits.device) // rows))
+    span = cdiv(cdiv(vocabulary, wanted), BLOCK) * BLOCK
+    pieces = cdiv(vocabulary, span)
+    device = logits.device
+    values = workspace(device, "argmax_values", rows * MAX_PIECES * 4).view(torch.float32)
+    ids = workspace(device, "argmax_ids", rows * MAX_PIECES * 4).view(torch.int32)
+    arrivals = workspace(device, "argmax_arrivals", rows * 4, zero=True).view(torch.int32)
+    _argmax_kernel[(pieces, rows)](
+        logits, out[0], values, ids, arrivals, vocabulary, span, pieces, MAX_PIECES=MAX_PIECES, BLOCK=BLOCK, num_warps=8, **pdl_options(pdl)
+    )
+
+
+argmax = register("argmax", argmax_reference, argmax_fake, argmax_launch)

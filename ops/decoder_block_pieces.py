@@ -1,0 +1,112 @@
+"""What the whole-layer kernels share: the product over a ring of weights, the exchange of partial sums, the epilogues of norm and quantization."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .attention_gluon_pieces import cta_barrier
+from .decoder_block_streams import SPLIT, await_count
+
+
+@gluon.jit
+def issue(ring, ready, rows, rows_ready, used, rows_used, nothing, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr):
+    """Starts the product of one slot of weights with one block of activations, when both have landed."""
+    slot = used % SLOTS
+    row = rows_used % ROW_SLOTS
+    mbarrier.wait(ready.index(slot), used // SLOTS & 1)
+    mbarrier.wait(rows_ready.index(row), rows_used // ROW_SLOTS & 1)
+    return warpgroup_mma(ring.index(slot), rows.index(row).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply(ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, steps, first, second, PAIR: gl.constexpr, BLOCK_T: gl.constexpr,
+             SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Adds weights times activations over `steps` blocks of K -> (first, second, used, rows_used); with PAIR `first` is the gate, `second` up.
+
+    Each block's product is scaled and added in fp32: its activations have a scale of their own, and the tensor cores' running sum has 14 bits only. One product
+    at a time: starting the next one before this one is added frees the slots later, and cost 5 us a layer.
+    """
+    nothing = gl.zeros([128, BLOCK_T], gl.float32, LAYOUT)
+    for _ in range(steps):
+        product = issue(ring, ready, rows, rows_ready, used, rows_used, nothing, SLOTS, ROW_SLOTS)
+        scale = scales.index(rows_used % ROW_SLOTS).slice(0, BLOCK_T, dim=1).load(LAYOUT)
+        if PAIR:
+            up = issue(ring, ready, rows, rows_ready, used + 1, rows_used, nothing, SLOTS, ROW_SLOTS)
+            product, up = warpgroup_mma_wait(0, deps=(product, up))
+            mbarrier.arrive(empty.index(used % SLOTS), count=1)
+            used += 1
+        else:
+            product = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(empty.index(used % SLOTS), count=1)
+        mbarrier.arrive(rows_empty.index(rows_used % ROW_SLOTS), count=1)
+        first += product * scale
+        if PAIR:
+            second += up * scale
+        used += 1
+        rows_used += 1
+    return first, second, used, rows_used
+
+
+@gluon.jit
+def store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr):
+    """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED]."""
+    step = gl.maximum(gl.max(gl.abs(values), axis=0), 1e-12) * (1.0 / 448.0)
+    gl.store(q + token[None, :] * WIDTH + (block * 128 + row)[:, None], (values / step[None, :]).to(gl.float8e4nv), mask=(token < tokens)[None, :])
+    gl.store(scale + block * PADDED + token, step)
+
+
+@gluon.jit
+def inverse_rms(squares, token, eps, TILES: gl.constexpr, BLOCK_T: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """1 / rms of each token from the tiles' sums of squares, added in order."""
+    total = gl.zeros([COUNT], gl.float32, gl.SliceLayout(0, LAYOUT))
+    for tile in gl.static_range(TILES):
+        total += gl.load(squares + tile * BLOCK_T + token, cache_modifier=".cg")
+    return gl.rsqrt(total * (1.0 / (TILES * 128)) + eps)
+
+
+@gluon.jit
+def residual_inputs(weight_scale, residual, gain, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `add_residual` needs and nothing delays: loaded before the products."""
+    column = tile * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    token = part * (BLOCK_T // SPLIT) + gl.arange(0, BLOCK_T // SPLIT, gl.SliceLayout(0, LAYOUT))
+    old = gl.load(residual + token[None, :] * WIDTH + column[:, None], mask=(token < tokens)[None, :], other=0.0, cache_modifier=".cg")
+    return gl.load(weight_scale + column), gl.load(gain + column), old
+
+
+@gluon.jit
+def publish(acc, planes, arrivals, tile, part, tokens, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
+    """Stores this CTA's sums of a tile where the other parts of the tile find them, and counts itself in."""
+    row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, LAYOUT))
+    plane = planes + (tile * PARTS + part) * (128 * BLOCK_T)
+    gl.store(plane + row[:, None] + token[None, :] * 128, gl.convert_layout(acc, LAYOUT), mask=(token < tokens)[None, :])
+    cta_barrier()
+    gl.atomic_add(arrivals + tile, 1, sem="release")
+
+
+@gluon.jit
+def collect(planes, arrivals, tile, token, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sums of all parts for some tokens [128, tokens], added in order."""
+    row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    await_count(arrivals + tile, PARTS)
+    plane = planes + tile * (PARTS * 128 * BLOCK_T) + row[:, None] + token[None, :] * 128
+    total = gl.load(plane, cache_modifier=".cg")
+    for other in gl.static_range(1, PARTS):
+        total += gl.load(plane + other * (128 * BLOCK_T), cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def add_residual(update, gain, old, done, residual, q, q_scale, squares, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
+                 PADDED: gl.constexpr, LAYOUT: gl.constexpr):
+    """A quarter of a tile's tokens: `update` + residual -> `residual`, their squares summed, times the norm's gain and quantized."""
+    OWN: gl.constexpr = BLOCK_T // SPLIT
+    row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    token = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
+    present = (token < tokens)[None, :]
+    new = (old.to(gl.float32) + update).to(residual.dtype.element_ty)
+    gl.store(residual + token[None, :] * WIDTH + (tile * 128 + row)[:, None], new, mask=present)
+    value = gl.where(present, new.to(gl.float32), 0.0)
+    gl.store(squares + tile * BLOCK_T + token, gl.sum(value * value, axis=0))
+    store_quantized(value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED)
+    cta_barrier()
+    gl.atomic_add(done, 1, sem="release")

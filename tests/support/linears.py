@@ -1,0 +1,36 @@
+"""Inputs, launches and tolerances for tests of the FP8 linears."""
+from typing import Any
+
+import torch
+from sidestream.ops import tuning
+from sidestream.ops.linear_fp8 import launch_config
+from sidestream.ops.tuning import LinearConfig
+
+from support.checks import Tolerance, poison
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+# Outputs are of order 1. Blocks of 128 products are added with 14 bits and then in fp32; with fast accumulation all K of them have 14 bits.
+NEAR = Tolerance(rtol=2.0**-7, atol=4e-3)
+FAST_ACCUMULATION = Tolerance(rtol=2.0**-6, atol=1e-1)
+# What a test of every shape should try: Llama-3.1-8B's, small ones, odd ones, larger models'.
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (256, 256), (64, 14336), (100, 208), (1, 16), (8192, 8192), (57344, 8192),
+          (8192, 28672)]  # fmt: skip
+
+
+def inputs(tokens: int, n: int, k: int, device: str = "cpu", addends: bool = True) -> tuple[Any, ...]:
+    """(q, scale, weight, weight_scale, delta, residual) whose outputs are of order 1."""
+    q, weight = (torch.randn(rows, k, device=device).to(E4M3) for rows in (tokens, n))
+    scale, weight_scale = torch.rand(tokens, device=device) + 0.5, (torch.rand(n, device=device) + 0.5) / k**0.5
+    more = [torch.randn(tokens, n, device=device).to(BF16) if addends else None for _ in range(2)]
+    return (q, scale, weight, weight_scale, *more)
+
+
+def run(config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: int = tuning.H200_SMS, **options: Any) -> torch.Tensor:
+    """The poisoned output after a launch of `config`."""
+    out = poison(torch.empty(args[0].shape[0], args[2].shape[0], dtype=dtype, device=args[0].device))
+    launch_config(config, *args, out, sms=sms, **options)
+    return out
+
+
+def tolerance(config: LinearConfig) -> Tolerance:
+    return FAST_ACCUMULATION if config.kernel == "scaled_mm" or (config.kernel == "wide" and not config.promote) else NEAR

@@ -1,0 +1,225 @@
+"""`sidestream tune`: measures how each linear of a model runs fastest on this GPU, and writes the table that the kernels choose from."""
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .engine_arguments import positive
+
+if TYPE_CHECKING:
+    from ..ops.tuning import LinearConfig
+
+TOKENS = (16, 32, 64, 128, 256, 512)
+LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
+AS_FAST = 1.03  # slower than the fastest by so much counts as the same speed
+SECONDS_EACH = 0.05  # compiling (several at a time), checking and timing one configuration, about
+
+DESCRIPTION = """\
+Find the fastest way to run each linear of a model on this GPU, and write it down.
+
+A linear in FP8 can run on several kernels, with tiles of several sizes, its work shared out in several ways. Which is fastest depends on its shape and on
+how many tokens a step has. This command tries what is worth trying for each shape and token count. A configuration counts only if its results equal the
+reference's on fresh random data, and are the same bits twice. It is timed behind another kernel and with cold weights, as in a real step. Of those within
+3% of the fastest the most exact one is kept.
+
+The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries for other shapes are left as they are.
+The token counts are powers of two: a step of 100 tokens uses the entry for 128."""
+
+EXAMPLES = """\
+examples:
+  sidestream tune --dry-run                              what would be measured for Llama-3.1-8B's shape; needs no GPU
+  sidestream tune                                        measure it (a minute or two), and write the table inside the package
+  sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
+  sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One entry of the table: a linear's weight [N, K] and a token count."""
+
+    layer: str
+    n: int
+    k: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A configuration that gave right results: microseconds, and the error relative to the exact product."""
+
+    config: "LinearConfig"
+    us: float
+    error: float
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command to the `sidestream` parser."""
+    parser = commands.add_parser(
+        "tune", help="find the fastest kernels for a model's linears on this GPU", usage="%(prog)s [MODEL] [options]",
+        description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory with a config.json (default: Llama-3.1-8B's shape)")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="NAME", help=f"which linears: {', '.join(LAYERS)} (default: all)")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS), metavar="T", help="tokens of a step (default: 16 32 64 128 256 512)")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed replays of a configuration; the median counts (default: 5)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the table to write (default: this GPU's table inside the package)")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures and writes, or lists. Raises ValueError for a model that is none, and without a GPU unless it is a dry run."""
+    from ..ops.tuning import H200_SMS
+
+    name, config = _model(options.model)
+    work = list(jobs(config, options.layers, options.tokens))
+    if options.dry_run:
+        print(plan(work, H200_SMS))
+        return 0
+    import torch
+    from tqdm import tqdm
+
+    if not torch.cuda.is_available():
+        raise ValueError("tune times CUDA kernels, and this machine has no GPU; --dry-run lists what would be measured")
+    from ..ops import tuning
+
+    device = torch.cuda.get_device_name(0)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    output = options.output or tuning.TUNED.parent / f"{tuning.gpu_slug(device)}.json"
+    table = json.loads(output.read_text()) if output.exists() else {}
+    table.update(device=device, model=name)
+    with tqdm(total=sum(len(_configs(job, sms)) for job in work), desc="Tuning", unit="config", dynamic_ncols=True) as bar:
+        for job in work:
+            bar.set_postfix_str(f"{job.layer} x {job.tokens}")
+            measured = measure_linear(job, sms, options.repeats, bar.update, bar.write)
+            if not measured:
+                raise ValueError(f"no configuration of {job.layer} [{job.n}, {job.k}] gave right results for {job.tokens} tokens")
+            best = choose(measured)
+            put(table, "linear_fp8", job, best.config)
+            line = f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {best.us:8.2f} us  {show(best.config)}"
+            if job.layer == "gate_up":
+                fused = measure_activation(job, sms, best, options.repeats, bar.update, bar.write)
+                put(table, "linear_fp8_silu_mul", job, fused.config if fused is not None else None)
+                line += "" if fused is None else f"; with SiLU {fused.us:.2f} us  {show(fused.config)}"
+            bar.write(line)
+            write(output, table)
+    print(f"wrote {output}")
+    return 0
+
+
+def _model(path: str | None) -> tuple[str, dict[str, Any]]:
+    """(name, fields of config.json)."""
+    if path is None:
+        from .bench_latency import LLAMA_8B
+
+        return "Llama-3.1-8B", LLAMA_8B
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} is no model directory: it has no config.json; give a directory, or nothing for Llama-3.1-8B's shape")
+    return Path(path).resolve().name, json.loads(file.read_text())
+
+
+def jobs(config: dict[str, Any], layers: list[str], tokens: list[int]) -> Iterator[Job]:
+    """The entries to measure for a model; token counts are rounded up to those of the table."""
+    from ..graphs.config import LlamaConfig
+    from ..ops.tuning import padded_tokens
+
+    c = LlamaConfig.from_dict(config)
+    heads = c.num_attention_heads * c.head_dim
+    shapes = {
+        "qkv": (heads + 2 * c.num_key_value_heads * c.head_dim, c.hidden_size), "o": (c.hidden_size, heads),
+        "gate_up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size), "lm_head": (c.vocab_size, c.hidden_size),
+    }  # fmt: skip
+    for layer in layers:
+        for count in sorted({padded_tokens(count) for count in tokens}):
+            yield Job(layer, *shapes[layer], count)
+
+
+def _configs(job: Job, sms: int) -> list[Any]:
+    from ..ops.tuning import candidates, wide_candidates
+
+    fused = wide_candidates(job.tokens, job.n, sms, activate=True) if job.layer == "gate_up" and job.tokens > 64 else []
+    return [*candidates(job.tokens, job.n, job.k, sms), *fused]
+
+
+def plan(work: list[Job], sms: int) -> str:
+    """What would be measured, one line an entry."""
+    counts = [len(_configs(job, sms)) for job in work]
+    lines = [f"{job.layer:>8}  [{job.n}, {job.k}] x {job.tokens:<4} {count:>3} configurations" for job, count in zip(work, counts, strict=True)]
+    minutes = max(1, round(sum(counts) * SECONDS_EACH / 60))
+    return "\n".join([*lines, f"{sum(counts)} configurations in {len(work)} entries, about {minutes} minute{'s' if minutes > 1 else ''} on a GPU of {sms} SMs"])
+
+
+def choose(measured: list[Timing]) -> Timing:
+    """The most exact one of those within 3% of the fastest."""
+    fastest = min(timing.us for timing in measured)
+    return min((timing for timing in measured if timing.us <= AS_FAST * fastest), key=lambda timing: (round(timing.error, 4), timing.us))
+
+
+def show(config: "LinearConfig") -> str:
+    """A configuration's fields that differ from the defaults."""
+    return " ".join(f"{name}={value}" if name != "kernel" else value for name, value in sparse(config).items())
+
+
+def sparse(config: "LinearConfig") -> dict[str, Any]:
+    """The fields that the table needs."""
+    from ..ops.tuning import LinearConfig
+
+    if config.kernel == "scaled_mm":
+        return {"kernel": "scaled_mm"}
+    optional = {field.name: field.default for field in fields(LinearConfig) if field.name in ("block_k", "ctas", "split", "max_registers", "promote", "parts")}
+    return {name: value for name, value in asdict(config).items() if name not in optional or value != optional[name]}
+
+
+def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
+    """Sets one entry, or removes it."""
+    shapes = table.setdefault(op, [])
+    shape = next((shape for shape in shapes if (shape["n"], shape["k"]) == (job.n, job.k)), None)
+    if shape is None:
+        shape = {"layer": job.layer, "n": job.n, "k": job.k, "tokens": {}}
+        shapes.append(shape)
+    shape["tokens"].pop(str(job.tokens), None)
+    if config is not None:
+        shape["tokens"][str(job.tokens)] = sparse(config)
+    shape["tokens"] = dict(sorted(shape["tokens"].items(), key=lambda entry: int(entry[0])))
+
+
+def write(path: Path, table: dict[str, Any]) -> None:
+    """The table as JSON, an entry a line."""
+    heads = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if not isinstance(value, list)]
+    ops = []
+    for op, shapes in table.items():
+        if not isinstance(shapes, list):
+            continue
+        blocks = []
+        for shape in shapes:
+            head = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in shape.items() if key != "tokens")
+            entries = ",\n".join(f"      {json.dumps(tokens)}: {json.dumps(config)}" for tokens, config in shape["tokens"].items())
+            blocks.append("    {" + head + ', "tokens": {\n' + entries + "\n    }}")
+        ops.append(f"  {json.dumps(op)}: [\n" + ",\n".join(blocks) + "\n  ]")
+    path.write_text("{\n" + ",\n".join([*heads, *ops]) + "\n}\n")
+
+
+def measure_linear(job: Job, sms: int, repeats: int, advance: Any, say: Any) -> list[Timing]:
+    """Every configuration of `linear_fp8` that gives right results, timed."""
+    from ..ops.tuning import candidates
+    from .tune_bench import Bench
+
+    bench = Bench(job.n, job.k, job.tokens, repeats)
+    return list(bench.linear(candidates(job.tokens, job.n, job.k, sms), sms, advance, say))
+
+
+def measure_activation(job: Job, sms: int, linear: Timing, repeats: int, advance: Any, say: Any) -> Timing | None:
+    """The best one launch of `linear_fp8_silu_mul` and the quantization behind it, if that is faster than `linear` and `silu_mul_quant`."""
+    from ..ops.tuning import wide_candidates
+    from .tune_bench import Bench
+
+    if job.tokens <= 64:
+        return None
+    bench = Bench(job.n, job.k, job.tokens, repeats)
+    measured = list(bench.activation(wide_candidates(job.tokens, job.n, sms, activate=True), sms, advance, say))
+    if not measured or choose(measured).us > 0.98 * bench.separate(linear.config, sms):
+        return None
+    return choose(measured)
