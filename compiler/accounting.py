@@ -98,18 +98,25 @@ def _quantize_fused(e: Expectation) -> int | None:
     return norms + silu + e.shape.layers
 
 
+def _layers(e: Expectation, option: str) -> int:
+    return sum(e.options.applies(option, layer) for layer in range(e.shape.layers))
+
+
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_embedding": lambda e: 1 if e.shape.paged else None,
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1,
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * e.shape.layers,
     "lift_lora": lambda e: e.shape.lora_linears,
+    "rotate_values": lambda e: _layers(e, "rotate_values") if e.shape.paged and (e.on("lift_lora") or not e.shape.lora_linears) else None,
     "pack_projections": lambda e: 2 * e.shape.layers,
     "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
     "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,
     "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,
+    "center_keys": lambda e: _layers(e, "center_keys") if e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv") else 0,
     "fuse_rope_append": lambda e: e.shape.layers if e.shape.paged and e.on("lift_rope") and e.clean else 0,
     "quantize_linears": _linears,
+    "quantize_lora": lambda e: _lora_branches(e) if e.options.quantizes_lora else 0,
     "fuse_quantize": _quantize_fused,
     "lower_lora": _lora_branches,
 }

@@ -176,19 +176,21 @@ class CompiledModel:
 
     def dump(
         self, directory: str | Path, buckets: Sequence[Bucket] = (), *, layers: Sequence[int] | None = None, timings: Timings | None = None,
-        show_timings: bool = False, ledger: Mapping[str, float] | None = None,
+        show_timings: bool = False, show_resources: bool = False, ledger: Mapping[str, float] | None = None,
     ) -> Path:  # fmt: skip
         """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules, traces and `index.html`; returns the directory.
 
         Same model, options and version, same bytes, but for `timings.json`. `layers`: whose graphs to write, default all. `timings`: steps measured on a
-        GPU, for timings.json, and with `show_timings` for the page. `ledger`: pass name -> relative error that it added, for the page.
+        GPU and what `program_resources` says of the kernels, for timings.json, and with `show_timings` or `show_resources` for the page. `ledger`: pass
+        name -> relative error that it added, for the page.
         """
         from .dump import dump
 
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
         target, count = Path(directory), len({line.layer for record in self.records[:1] for line in record.lines_before} - {HEAD, TAIL})
         title = f"{'A graph' if self._module is None else type(self._module).__name__}, {count} layer{'s' * (count != 1)}"
-        dump(target, self.records, programs, options=self.options, title=title, layers=layers, timings=timings, show_timings=show_timings, ledger=ledger)
+        shown = {"show_timings": show_timings, "show_resources": show_resources}
+        dump(target, self.records, programs, options=self.options, title=title, layers=layers, timings=timings, ledger=ledger, **shown)
         return target
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def build_program(
     """Specialize, schedule and lay out one program.
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `options.lora_lowering` decides whether side-lane nodes get their
-    own stream (`auto`: in decode buckets). Raises ProgramError (SpecializeError) when the graph does not fit these sizes.
+    own stream (`auto` and `one_launch`: in decode buckets). Raises ProgramError (SpecializeError) when the graph does not fit these sizes.
     """
     options = options or CompileOptions()
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -41,7 +41,7 @@ def build_program(
         return any(record.matches for record in records)
 
     draft = lower(specialize(graph_module, sizes, rewrite=rewrite if bucket is not None and bucket.decode else None))
-    two_streams = options.lora_lowering == "side_stream" or (options.lora_lowering == "auto" and bucket is not None and bucket.decode)
+    two_streams = options.lora_lowering == "side_stream" or (options.lora_lowering in ("auto", "one_launch") and bucket is not None and bucket.decode)
     steps = schedule(draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl)
     buffers, arena_bytes = plan_memory(draft.buffers, steps)
     return Program(bucket, buffers, steps, arena_bytes, draft.outputs, draft.recipes, single_output=draft.single_output, passes=_pass_text(records))

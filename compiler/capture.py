@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TorchDynamoException
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .recipe import param
 
@@ -51,6 +49,9 @@ def capture_module(module: torch.nn.Module, example_inputs: dict[str, Any] | Seq
 
     Raises CaptureError with torch's explanation when the module branches on data or calls what torch.export can't see into.
     """
+    from torch._dynamo.exc import TorchDynamoException  # seconds of imports that a start from kept programs does without
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
     args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
     try:
         with torch.no_grad():

@@ -17,7 +17,6 @@ from .cost import estimate, step_bytes
 from .memory import unshared_bytes
 from .options import CompileOptions
 from .page.data import page_data
-from .page.kernels import compiled_resources
 from .page.render import render
 from .program import Program
 from .report import PassRecord, columns, pass_table, short_dtype, text_of
@@ -36,6 +35,7 @@ def dump(
     layers: Container[int] | None = None,
     timings: Timings | None = None,
     show_timings: bool = False,
+    show_resources: bool = False,
     ledger: Mapping[str, float] | None = None,
 ) -> list[Path]:
     """Write the dump and return the files written, in order.
@@ -43,8 +43,9 @@ def dump(
     For pass number NN: `NN_pass.before.py`, `NN_pass.after.py`, `NN_pass.diff`; `passes.txt` (op counts of each pass), `rejected.txt`,
     `summary.txt`, `summary.json`, `timings.json`, and `index.html` over all of it. For each program `program.txt`, `program.json`, `schedule.svg` and
     `trace.json`: in `directory` when there is one program, else in a folder named like its bucket.
-    `layers`: whose lines of the graphs to write (default: all). `timings`: steps and kernels as measured; they, and the passes' seconds, are on the
-    page only with `show_timings`. `ledger`: pass -> relative error that it added.
+    `layers`: whose lines of the graphs to write (default: all). `timings`: steps as measured, kernels as compiled. The page has the steps'
+    and passes' seconds only with `show_timings`, the kernels' resources only with `show_resources` (or `show_timings`). `ledger`: pass ->
+    relative error that it added.
     Files of earlier dumps with the same names are replaced; pass files that no longer belong are removed.
     """
     root = Path(directory)
@@ -70,9 +71,9 @@ def dump(
     write(root / "summary.txt", summary_text(records, programs, options))
     write(root / "summary.json", json.dumps(summary(records, programs, options), indent=1) + "\n")
     timings = timings or Timings()
-    measured = replace(timings, passes={record.name: record.seconds for record in records}, kernels=timings.kernels or compiled_resources())
+    measured = replace(timings, passes={record.name: record.seconds for record in records})
     write(root / "timings.json", json.dumps(measured.to_json(), indent=1) + "\n")
-    shown = measured if show_timings else None
+    shown = measured if show_timings else Timings(resources=timings.resources) if show_resources else None
     data = page_data(records, programs, title=title, version=__version__, options=options, layers=layers, timings=shown, ledger=ledger)
     write(root / "index.html", render(data))
     for program in programs:

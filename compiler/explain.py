@@ -1,4 +1,5 @@
 """Where a program's time goes and what an option would change, as plain values (for JSON) and as text. Everything is estimated by `cost.py`."""
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,7 +9,7 @@ from .accounting import PassCountError
 from .api import CompiledModel, optimize
 from .build import build_program
 from .capture import Captured
-from .cost import critical_path, estimate, floor_seconds, step_costs, total_seconds
+from .cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from .hardware import H200, Gpu
 from .layers import HEAD, TAIL, step_layers
 from .options import CompileOptions, OptionError
@@ -89,6 +90,7 @@ def explain(compiled: CompiledModel, buckets: Sequence[Bucket], assume: Assumpti
     """A compilation and its programs for `buckets`."""
     return {
         "gpu": {"name": gpu.name, "source": gpu.source},
+        "error": KNOWN_ERROR,
         "options": compiled.options.to_dict(),
         "passes": [describe_pass(record) for record in compiled.records],
         "programs": [explain_program(compiled.program(bucket), assume, gpu) for bucket in buckets],
@@ -133,7 +135,7 @@ def _variants(options: CompileOptions, bucket: Bucket, passes: tuple[Pass, ...])
         yield "no adapter in the batch", options, replace(bucket, lora=False)
     for field in fields(CompileOptions):
         kind, now = hints[field.name], getattr(options, field.name)
-        values = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
+        values = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool or bool in get_args(kind) else ()
         for value in values if field.name not in NO_NUMBERS else ():
             if value not in (now, "auto", "fp32"):
                 try:
@@ -166,7 +168,7 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
         rows.append((row["op"].removeprefix("sidestream."), row["lane"], str(row["steps"]), f"{row['us']:.1f}", share, moved, computed, floor, reached))
     left = len(facts["ops"]) - TOP_OPS
     sequences = f"{facts['context']} cached tokens a sequence" + (f", {facts['adapters']} adapters in the batch" if facts["adapters"] else "")
-    own = ["", "  its own passes, on static sizes:", *(f"  {line}" for line in facts["passes"].splitlines())] if facts["passes"] else []
+    own = ["", "  its own passes, on static sizes:", *(f"  {line}" for line in _without_repeats(facts["passes"]))] if facts["passes"] else []
     return "\n".join(
         [
             f"{facts['program']}, {sequences}",
@@ -182,11 +184,20 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
     )
 
 
+def _without_repeats(text: str) -> list[str]:
+    """Lines that differ in numbers only (the same refusal in each layer) as one, with how many more there are."""
+    groups: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        refusal = line.startswith(" ")
+        groups.setdefault(re.sub(r"_?\d+", "", line) if refusal else line, []).append(line)
+    return [own[0] + (f"  (and {len(own) - 1} more like it)" if len(own) > 1 else "") for own in groups.values()]
+
+
 def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
     """`explain`'s values for a terminal."""
     refused = sum(len(record.rejected) for record in records)
     parts = [pass_table(records) + (f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n" if refused else "")]
-    parts.append(f"Estimates for {facts['gpu']['name']} ({facts['gpu']['source']}).\n")
+    parts.append(f"Estimates for {facts['gpu']['name']} ({facts['gpu']['source']}); their error is {facts['error']}.\n")
     parts += [program_as_text(program) for program in facts["programs"]]
     return "\n".join(parts)
 

@@ -1,10 +1,10 @@
 """The numerics ledger: what each pass changes about the logits. The graph runs after every pass on the same inputs, so a bug is attributed to a pass.
 
-The graphs themselves run, node by node, on the CPU's references; the program that is made of the last one runs as the last row. A decode program's
-own passes (`DECODE_PASSES`) are not among them.
+The graphs themselves run, node by node, on the CPU's references; the program that is made of the last one runs as one more row. A decode program's own
+passes (`DECODE_PASSES`) follow as programs: one step more of the sequences without adapter, over the cache that the program before has filled.
 """
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +22,16 @@ from .emit import BoundProgram
 from .layers import HEAD, TAIL, graph_layers, layer_name
 from .nodes import CASTS, args_of, aten, is_call, is_check
 from .options import CompileOptions
-from .pipeline import PASSES, Pass, run_passes
+from .passes.base import Context
+from .pipeline import DECODE_PASSES, PASSES, Pass, run_passes
+from .program import Bucket
 from .recipe import Recipe, materialize
 from .report import PassRecord, columns
+from .schedule import H200_SMS
 from .sizes import dimensions_of, placeholders
+from .specialize import specialize
 
-CAPTURE, PROGRAM = "(capture)", "(program)"
+CAPTURE, PROGRAM, DECODE = "(capture)", "(program)", " (decode)"
 _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of the op is the residual stream
 
 
@@ -35,7 +39,8 @@ _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of
 class LedgerRow:
     """What one pass did to the logits of a batch.
 
-    name, tier   the pass and its tier; `(capture)`: the captured graph beside a reference of other precision; `(program)`: the program of the last graph
+    name, tier   the pass and its tier; `(capture)`: the captured graph beside a reference of other precision; `(program)`: the program of the last graph;
+                 a name with ` (decode)` behind it: a decode program's own pass
     matches      how often the pass matched
     added        relative RMSE of the logits against those of the graph right before the pass
     total        the same against the reference: the graph before any pass, or what the caller gave
@@ -68,7 +73,9 @@ def ledger(
     captured: Captured, options: CompileOptions, inputs: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *,
     passes: tuple[Pass, ...] = PASSES, reference: torch.Tensor | None = None,
 ) -> list[LedgerRow]:  # fmt: skip
-    """One row a pass, in order, and one for the program. `captured` stays as it is.
+    """One row a pass, in order, one for the program, and one for each pass of decode programs where a sequence runs without adapter.
+
+    `captured` stays as it is.
 
     `inputs`     the graph's inputs on the CPU but for the KV caches: each run gets empty ones, of the dtype and with the scales that its graph asks for.
     `state`      the model's parameters and buffers (adapter stacks too) by name.
@@ -95,7 +102,51 @@ def ledger(
     tensors = runner.tensors(copy.graph_module)
     program = _Run(_logits(BoundProgram(build_program(copy.graph_module, tensors, options), tensors, poison=True).run()))
     rows.append(_row(PROGRAM, "emits", 0, before, program, truth, places))
+    return rows + _decode_rows(copy.graph_module, options, tensors, truth)
+
+
+def _decode_rows(graph_module: fx.GraphModule, options: CompileOptions, tensors: Mapping[str, torch.Tensor], truth: torch.Tensor) -> list[LedgerRow]:
+    """The last token of every sequence without adapter again, as a decode step with more and more of the decode programs' own passes.
+
+    `tensors`: those of the program that ran; its caches hold all tokens. The logits must be those of every token.
+    """
+    last = tensors["query_start"][1:].long() - 1
+    base = [row for row, place in enumerate(last.tolist()) if "adapter_index" not in tensors or int(tensors["adapter_index"][place]) < 0]
+    if not base or len(truth) != int(tensors["query_start"][-1]):
+        return []
+    last, count = last[base], len(base)
+    caches = next(tensor for name, tensor in tensors.items() if dimensions_of(name) == ("NP",))
+    bucket = Bucket(count, count, len(caches), tensors["block_table"].shape[1], decode=True, lora=False)
+    steps = torch.arange(count + 1, dtype=torch.int32)
+    inputs = {name: tensors[name][last] for name in ("input_ids", "positions", "slot_mapping", "adapter_index") if name in tensors}
+    inputs |= {name: tensors[name][base] for name in ("block_table", "context_lens")} | {"query_start": steps, "logits_indices": steps[:-1]}
+    present = [each for each in DECODE_PASSES if each.name not in options.disable]
+    rows: list[LedgerRow] = []
+    before: _Run | None = None
+    for number in range(len(present) + 1):
+        chosen = replace(options, disable=(*options.disable, *(each.name for each in present[number:])))
+        after = _Run(_logits(BoundProgram(build_program(graph_module, bucket, chosen), {**tensors, **inputs}, poison=True).run()))
+        if before is not None:
+            each = present[number - 1]
+            row = _row(each.name + DECODE, each.tier, _decode_matches(graph_module, bucket, chosen)[each.name], before, after, truth[last], [])
+            rows.append(replace(row, worst_token=None if row.worst_token is None else int(last[row.worst_token])))
+        before = after
     return rows
+
+
+def _decode_matches(graph_module: fx.GraphModule, bucket: Bucket, options: CompileOptions) -> dict[str, int]:
+    """How often each pass of a decode program matches."""
+    found: dict[str, int] = {}
+
+    def rewrite(graph: fx.Graph) -> bool:
+        for each in DECODE_PASSES:
+            if each.name not in options.disable:
+                found[each.name] = each.run(graph, Context(options, H200_SMS)).matches
+                graph.eliminate_dead_code()
+        return any(found.values())
+
+    specialize(graph_module, bucket, rewrite=rewrite)
+    return found
 
 
 def largest(rows: Sequence[LedgerRow]) -> LedgerRow:
@@ -105,7 +156,7 @@ def largest(rows: Sequence[LedgerRow]) -> LedgerRow:
 
 def as_json(rows: Sequence[LedgerRow]) -> dict[str, float]:
     """Pass -> relative error that it added, as `dump(ledger=...)` takes it."""
-    return {row.name: row.added for row in rows if row.name not in (CAPTURE, PROGRAM)}
+    return {row.name: row.added for row in rows if row.name not in (CAPTURE, PROGRAM) and not row.name.endswith(DECODE)}
 
 
 def as_text(rows: Sequence[LedgerRow], tokens: Sequence[str] = ()) -> str:

@@ -11,11 +11,12 @@ from torch import fx
 from .accounting import Expectation
 from .options import CompileOptions, OptionError
 from .passes.base import Context, PassReport
+from .passes.center_keys import center_keys
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse_decoder_block import fuse_decoder_block
 from .passes.fuse_quantize import fuse_quantize
 from .passes.fuse_rope_append import fuse_rope_append
-from .passes.fuse_silu_mul import fuse_silu_mul
+from .passes.fuse_silu_mul import fuse_linear_silu_mul, fuse_silu_mul
 from .passes.lift_embedding import lift_embedding
 from .passes.lift_lora import lift_lora
 from .passes.lift_rms_norm import lift_rms_norm
@@ -26,6 +27,8 @@ from .passes.normalize import normalize
 from .passes.pack_projections import pack_projections
 from .passes.quantize_kv import quantize_kv
 from .passes.quantize_linears import quantize_linears
+from .passes.quantize_lora import quantize_lora
+from .passes.rotate_values import rotate_values
 from .report import PassRecord, graph_lines, op_counts, text_of
 
 
@@ -55,14 +58,17 @@ PASSES: tuple[Pass, ...] = (
     Pass(lift_rope_angles, "keeps"),
     Pass(lift_rope, "keeps"),
     Pass(lift_lora, "keeps"),
+    Pass(rotate_values, "keeps"),  # while each projection still has a weight of its own
     # Fewer and larger ops, same numbers.
     Pass(pack_projections, "keeps"),
     Pass(fuse_silu_mul, "keeps"),
     Pass(fuse_add_rms_norm, "keeps"),
     # Eight bits; the append is fused behind the cache's quantization, because that decides what it must do.
     Pass(quantize_kv, "quantizes"),
+    Pass(center_keys, "quantizes"),
     Pass(fuse_rope_append, "keeps"),
     Pass(quantize_linears, "quantizes"),
+    Pass(quantize_lora, "quantizes"),
     Pass(fuse_quantize, "keeps"),
     # Kernels and lanes.
     Pass(lower_lora, "lowers"),
@@ -71,6 +77,7 @@ PASSES: tuple[Pass, ...] = (
 DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: behind the last norm no rows are selected any more
     Pass(fuse_decoder_block, "quantizes"),
+    Pass(fuse_linear_silu_mul, "keeps"),
 )
 ALWAYS_ON = frozenset({"normalize"})
 

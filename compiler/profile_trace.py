@@ -29,6 +29,9 @@ def lane_trace(trace: Mapping[str, Any], programs: Iterable[Program]) -> dict[st
     if not events:
         raise ProfileError(f"the trace holds no step of {', '.join(known) or 'any program'}; run it within step_ranges()")
     events += _others(trace, inside, begin)
+    earliest = min(event["ts"] for event in events)  # the batcher may have been first; Perfetto drops what lies before zero
+    for event in events:
+        event["ts"] = round(event["ts"] - earliest, 3)
     return {"displayTimeUnit": "ns", "traceEvents": [*lane_names("measured"), *sorted(events, key=lambda event: (event["tid"], event["ts"], -event["dur"]))]}
 
 

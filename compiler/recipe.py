@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 
+from ..ops.hadamard import hadamard_reference
+
 E4M3_MAX = 448.0
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB
 
 # op -> (number of operands, None = one or more; attribute names)
 _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "param": (0, frozenset({"name"})),
+    "calibrated": (0, frozenset({"name", "shape"})),
     "cat": (None, frozenset({"dim"})),
     "unsqueeze": (1, frozenset({"dim"})),
     "transpose": (1, frozenset({"dim0", "dim1"})),
     "pad": (1, frozenset({"dim", "size"})),
     "zeros": (0, frozenset({"shape", "dtype"})),
+    "hadamard": (1, frozenset({"dim", "width"})),
     "scale": (1, frozenset({"factor"})),
     "cast": (1, frozenset({"dtype"})),
     "quantize": (1, frozenset()),
@@ -74,12 +78,12 @@ class Recipe:
 
     def sources(self) -> frozenset[str]:
         """The checkpoint names that this recipe reads."""
-        if self.op == "param":
+        if self.op in ("param", "calibrated"):
             return frozenset({self.attrs["name"]})
         return frozenset().union(*(arg.sources() for arg in self.args))
 
     def __str__(self) -> str:
-        if self.op == "param":
+        if self.op in ("param", "calibrated"):
             return str(self.attrs["name"])
         if self.op == "item":
             return f"{self.args[0]}[{self.attrs['index']}]"
@@ -101,6 +105,11 @@ class Recipe:
 def param(name: str) -> Recipe:
     """The checkpoint tensor `name` as it is."""
     return Recipe("param", (), {"name": name})
+
+
+def calibrated(name: str, shape: tuple[int, ...]) -> Recipe:
+    """The fp32 tensor `name` of a calibration; zeros where there is none, so that a program can be made before anything was measured."""
+    return Recipe("calibrated", (), {"name": name, "shape": tuple(shape)})
 
 
 def cat(dim: int, recipes: Iterable[Recipe]) -> Recipe:
@@ -127,6 +136,14 @@ def pad(recipe: Recipe, dim: int, size: int) -> Recipe:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
     """Zeros: the part of a packed LoRA stack whose projection has no adapter."""
     return Recipe("zeros", (), {"shape": tuple(shape), "dtype": str(dtype).removeprefix("torch.")})
+
+
+def hadamard(recipe: Recipe, dim: int, width: int) -> Recipe:
+    """Normalised Walsh-Hadamard transform of each block of `width` (a power of two) along `dim`, in fp32, rounded once to the tensor's own dtype.
+
+    What is rotated like this on its output (W_v, B_v: dim of the heads' channels) and on its consumer's input (W_o, A_o) computes the same.
+    """
+    return Recipe("hadamard", (recipe,), {"dim": dim, "width": width})
 
 
 def scale(recipe: Recipe, factor: float) -> Recipe:
@@ -180,6 +197,14 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
             return lookup(recipe.attrs["name"])
         except KeyError as error:
             raise RecipeError(f"the weights hold no tensor {recipe.attrs['name']!r}") from error
+    if recipe.op == "calibrated":
+        try:
+            found = lookup(recipe.attrs["name"])
+        except KeyError:
+            return torch.zeros(recipe.attrs["shape"])
+        if tuple(found.shape) != recipe.attrs["shape"]:
+            raise RecipeError(f"{recipe} is {tuple(found.shape)}, the model needs {recipe.attrs['shape']}: it was calibrated for another model")
+        return found.float()
     if recipe.op == "zeros":
         return torch.zeros(recipe.attrs["shape"], dtype=getattr(torch, recipe.attrs["dtype"]))
     if recipe in memo:
@@ -203,6 +228,9 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
         return first.unsqueeze(attrs["dim"])
     if recipe.op == "transpose":
         return first.transpose(attrs["dim0"], attrs["dim1"]).contiguous()
+    if recipe.op == "hadamard":
+        blocks = first.movedim(attrs["dim"], -1).unflatten(-1, (-1, attrs["width"]))
+        return hadamard_reference(blocks).flatten(-2).movedim(-1, attrs["dim"]).contiguous()
     if recipe.op == "scale":
         return (first.float() * attrs["factor"]).to(first.dtype)
     return first.to(getattr(torch, attrs["dtype"]))

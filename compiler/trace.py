@@ -1,5 +1,6 @@
 """A program's schedule for Perfetto (Chrome's trace format): lanes main, side, copies and batcher, waits as arrows; estimated, or with measured steps."""
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from .cost import Placed, estimate, step_bytes, total_seconds
@@ -23,12 +24,13 @@ def trace(program: Program, placed: Sequence[Placed] | None = None, *, assume: A
     events = lane_names(f"{program.name} ({origin})")
     events.append(span("copies", "inputs to the GPU", 0.0, arrive, {"bytes": input_bytes(program)}))
     events.append(span("batcher", "plans the next step (this long at most)", shift, shift + total, {}))
+    flows = count(1)  # Perfetto takes nothing but numbers
     for step, where in zip(program.steps, timing, strict=True):
         about = {"step": step.index, "name": step.name, "bytes": step_bytes(program, step, assume)}
         arguments = {**about, "sm_budget": step.sm_budget, "pdl": step.pdl, "waits": list(step.waits)}
         events.append(span(step.stream, step.op, shift + where.start, shift + where.end, arguments))
         for wait in step.waits:
-            flow = {"cat": "wait", "name": "wait", "id": f"{wait}-{step.index}", "pid": 1}
+            flow = {"cat": "wait", "name": "wait", "id": next(flows), "pid": 1}
             events.append({"ph": "s", **flow, "tid": LANES[program.steps[wait].stream], "ts": microseconds(shift + timing[wait].end - 1e-9)})
             events.append({"ph": "f", "bp": "e", **flow, "tid": LANES[step.stream], "ts": microseconds(shift + where.start)})
     events.append(span("copies", "sampled tokens to the host", shift + total, shift + total + leave, {}))

@@ -126,7 +126,7 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
         if "block_table" in names:
             return min(1.0, _sequences(program, step) * assume.context_of(program) / slots)
         return min(1.0, _tokens(program, step) / slots)
-    if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 2:
+    if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 1:
         return assume.adapters_of(program, rows) / rows
     return 1.0
 
@@ -160,6 +160,8 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
             counted[width] = counted.get(width, 0.0) + 2.0 * rows * prod(view.shape)
         elif kind == "adapter" and len(view.shape) == 3:
             tokens = program.bucket.tokens if program.bucket is not None else rows
+            read = arguments.get("x", arguments.get("attention"))
+            width = width if read is not None and _itemsize(program, read) == 1 else max(2, width)  # an e4m3 stack alone is widened
             counted[width] = counted.get(width, 0.0) + 2.0 * tokens * prod(view.shape[1:])
     return counted
 

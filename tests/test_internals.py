@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.tools.internals import BLOCK, EXCERPTS, PAGE, ExcerptError, main, rewritten
+from sidestream.tools.excerpts import BLOCK, ExcerptError, rewritten
+from sidestream.tools.internals import EXCERPTS, PAGE, main
 
 ROOT = Path(__file__).parents[1]
 MADE_WITH = (2, 13)  # other releases of torch capture other node names
@@ -34,7 +35,7 @@ def test_every_excerpt_but_spare_ones_is_shown_once_and_every_block_is_an_excerp
 
 def test_an_unknown_excerpt_is_refused() -> None:
     with pytest.raises(ExcerptError, match="no excerpt 'nothing'"):
-        rewritten("<!-- excerpt: nothing -->\n```python\n```\n")
+        rewritten("<!-- excerpt: nothing -->\n```python\n```\n", EXCERPTS)
 
 
 @same_torch

@@ -3,7 +3,9 @@
 import argparse
 import json
 import re
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ examples:
   sidestream dump --disable-pass pack_projections -o without/     compare with `diff -r sidestream_dump without`
   sidestream dump --bucket 64 mixed:512                   the programs of 64 decoding sequences, and of 512 tokens of prefill and decode mixed
   sidestream dump --layers 0                              graphs of layer 0 only; the others look alike
-  sidestream dump --timings --measured gpu/timings.json   show times on the page: of the passes, and of steps measured on a GPU"""
+  sidestream dump --resources                             with registers, shared memory and spills of every kernel; needs no GPU
+  sidestream dump --measure                               with each step's time on this machine too
+  sidestream dump --timings --measured gpu/timings.json   the same with what --measure found on another machine"""
 
 DEFAULT_BUCKETS = ("decode:8", "mixed:256")
 CONTEXT_BLOCKS = 8
@@ -68,7 +72,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--layers", nargs="+", type=layer, metavar="N", help="write the graphs of these layers only (default: all)")
     parser.add_argument("--timings", action="store_true", help="show measured times on the page too; it then differs from run to run")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="a timings.json with steps and kernels measured on a GPU, for --timings")
+    parser.add_argument(
+        "--measure", action="store_true", help="run the programs here, with random weights, and show each step's time; includes --resources"
+    )
+    parser.add_argument(
+        "--resources",
+        action="store_true",
+        help="compile every kernel that the programs launch, for this GPU or else for sm_90, and show its registers, shared memory and spills",
+    )
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="a timings.json that --measure wrote elsewhere, for --timings")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON of pass names and the relative error that each added, for the page")
     add_compile_options(parser)
     add_lora_options(parser)
@@ -86,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
     from ..graphs.config import LlamaConfig
     from ..graphs.llama import Llama
 
+    if options.measured is not None and options.measure:
+        raise ValueError("--measure and --measured FILE contradict each other: measure here, or read what was measured elsewhere")
     if options.measured is not None and not options.timings:
         raise ValueError("--measured FILE is for the page, which shows measured times with --timings only; add --timings")
     timings = None if options.measured is None else Timings.load(options.measured)
@@ -99,7 +113,20 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     compiled = compile_model(model, compile_options)
     buckets = [as_bucket(kind, count, model.lora is not None) for kind, count in options.bucket]
-    written = compiled.dump(options.output, buckets, layers=options.layers, timings=timings, show_timings=options.timings, ledger=ledger)
+    if options.measure:
+        import torch
+
+        from .measured_steps import measured_timings
+
+        timings = measured_timings(compiled, buckets, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if options.resources or options.measure:
+        from .measured_steps import kernel_resources
+
+        resources = kernel_resources(compiled, buckets, sys.stderr.isatty())
+        timings = replace(timings or Timings(), resources=resources)
+        print("".join(f"{op}: not compiled, {reason}\n" for op, reason in resources.refused.items()), end="", file=sys.stderr)
+    show = options.timings or options.measure
+    written = compiled.dump(options.output, buckets, layers=options.layers, timings=timings, show_timings=show, show_resources=options.resources, ledger=ledger)
     print(compiled.report())
     count = sum(path.is_file() for path in written.rglob("*"))
     print(f"compiled in {time.monotonic() - started:.1f} s; {count} files in {written}; open {written / 'index.html'} in a browser")

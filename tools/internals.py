@@ -2,13 +2,8 @@
 
     python -m sidestream.tools.internals            exit code 1 and a diff when an excerpt is out of date
     python -m sidestream.tools.internals --write    put the excerpts of today in
-
-An excerpt is a fenced block behind a line `<!-- excerpt: NAME -->`; NAME is a key of EXCERPTS.
 """
-import argparse
-import difflib
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,16 +18,12 @@ from ..compiler.report import GraphLine, columns, short_dtype
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
 from ..graphs.lora import LoRALinear, LoraShape
+from .excerpts import ExcerptError, keep_true
 
 PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
-BLOCK = re.compile(r"(<!-- excerpt: (?P<name>[^>\n]+?) -->\n```\w*\n)(?P<text>.*?)(```\n)", re.DOTALL)
 CONFIG = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 DECODE = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True)
 LAYER = 0
-
-
-class ExcerptError(ValueError):
-    """The page asks for an excerpt that there is not, or an excerpt finds nothing to show."""
 
 
 @cache
@@ -139,34 +130,9 @@ EXCERPTS: dict[str, Callable[[], str]] = {
 }
 
 
-def rewritten(page: str) -> str:
-    """The page with every excerpt as it is today. Raises ExcerptError for an unknown excerpt or an empty one."""
-
-    def replace(block: re.Match[str]) -> str:
-        name = block["name"]
-        if name not in EXCERPTS:
-            raise ExcerptError(f"there is no excerpt {name!r}; there are: {', '.join(EXCERPTS)}")
-        text = EXCERPTS[name]()
-        if not text.strip():
-            raise ExcerptError(f"the excerpt {name!r} is empty: what it shows has moved")
-        return f"{block[1]}{text}{block[4]}"
-
-    return BLOCK.sub(replace, page)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.internals", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite the page")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/internals.md)")
-    options = parser.parse_args(arguments)
-    before = options.page.read_text(encoding="utf-8")
-    after = rewritten(before)
-    if options.write:
-        options.page.write_text(after, encoding="utf-8")
-        return 0
-    print("".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "on the page", "today")), end="")
-    return int(before != after)
+    return keep_true("python -m sidestream.tools.internals", str(__doc__), {PAGE: EXCERPTS}, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Measures a model's decode programs step by step on the GPU and prints the cost model's estimate beside it.
 
     python -m sidestream.tools.measure_cost -o docs/measurements/cost_model_h200
+    python -m sidestream.tools.measure_cost --steps docs/measurements/bench_latency_h200.json -o docs/measurements/cost_check_h200
 
 The model has Llama-3.1-8B's shape and random weights. Each program is captured as a CUDA graph and replayed under the profiler; a step's time is what it adds
-to its lane (from the end of what it follows to its own end). Writes PREFIX.txt (also printed) and PREFIX.json.
+to its lane (from the end of what it follows to its own end). Writes PREFIX.txt (also printed) and PREFIX.json. With --steps nothing is measured: estimates
+of whole decode steps stand beside what `sidestream bench latency` measured, which the model's constants were not fitted to; no GPU is needed.
 """
 import argparse
 import json
@@ -12,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -20,14 +22,15 @@ from ..compiler.api import CompiledModel, compile_model
 from ..compiler.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
 from ..compiler.emit import BoundProgram
 from ..compiler.hardware import H200, Gpu, UnknownGpu, gpu_named
-from ..compiler.options import CompileOptions
+from ..compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
 from ..compiler.profile import advances, capture_profile
 from ..compiler.program import Bucket, Program
 from ..compiler.report import columns
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama
 from ..graphs.lora import LoraShape
-from .bench_latency import LLAMA_8B
+from .bench_latency import LLAMA_8B, SHORT_OUTPUT
+from .random_tensors import random_tensors
 
 BLOCKS = 8
 REPLAYS = 5
@@ -59,44 +62,6 @@ class Measured:
     measured: float
     rows: tuple[OpRow, ...]
     steps: tuple[tuple[str, float, float, int], ...]
-
-
-def random_tensors(program: Program, device: torch.device, assume: Assumptions, known: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
-    """A tensor for each input, weight and adapter; weights and adapters are taken from `known` and added to it."""
-    source = torch.Generator(device).manual_seed(seed)
-    result = {}
-    for buffer in program.of_kind("input", "weight", "adapter"):
-        if buffer.kind == "input" and not buffer.name.startswith("kv_"):
-            result[buffer.name] = _input(program, buffer.name, buffer.shape, buffer.dtype, device, assume)
-            continue
-        tensor = known.get(buffer.name)
-        if tensor is None or tuple(tensor.shape) != buffer.shape:
-            tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            if buffer.dtype == torch.float32:
-                tensor.fill_(0.002)
-            else:
-                spread = 1.0 if buffer.dtype.itemsize == 1 else 0.05
-                tensor.copy_(torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(0.0, spread, generator=source))
-            known[buffer.name] = tensor
-        result[buffer.name] = tensor
-    return result
-
-
-def _input(program: Program, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, assume: Assumptions) -> torch.Tensor:
-    context, bucket = assume.context_of(program), program.bucket
-    count = shape[0] if shape else 1
-    rows = torch.arange(count, device=device)
-    blocks = 1 if bucket is None else bucket.blocks
-    if name == "block_table":
-        value: torch.Tensor = torch.arange(count * shape[1], device=device).view(shape) + 1
-    elif name == "slot_mapping":
-        value = (rows * blocks + (context - 1) // 64 + 1) * 64 + (context - 1) % 64
-    elif name == "adapter_index":
-        slots = max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=1)
-        value = rows % max(1, assume.adapters_of(program, slots))
-    else:
-        value = {"context_lens": torch.full_like(rows, context), "positions": torch.full_like(rows, context - 1), "input_ids": rows % 251}.get(name, rows)
-    return value.to(dtype)
 
 
 def measure(bound: BoundProgram, replays: int = REPLAYS) -> tuple[list[float], float]:
@@ -159,8 +124,75 @@ def text(results: Iterable[Measured], title: str) -> str:
     return "\n".join(parts)
 
 
+@dataclass(frozen=True)
+class WholeStep:
+    """A decode step of `concurrency` sequences in milliseconds; `measured` holds sampling and the host's pauses too."""
+
+    lora: str
+    concurrency: int
+    adapters: int
+    kernels: int
+    estimated: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the estimate."""
+        return self.estimated / self.measured - 1
+
+
+def whole_steps(bench: dict[str, Any], layers: int | None = None, lora_dtype: LoraDtype = "auto") -> tuple[list[WholeStep], int]:
+    """(today's estimates beside the rows of a `sidestream bench latency` JSON file, cached tokens of a sequence in the middle of what it timed)."""
+    asked = bench["options"]
+    fields = {**bench["config"], "num_hidden_layers": layers or bench["config"]["num_hidden_layers"]}
+    gpu = gpu_named(bench["environment"]["gpus"][0]["name"]) if bench["environment"]["gpus"] else H200
+    chosen = CompileOptions(precision=asked["precision"], kv_dtype=asked["kv_cache_dtype"], disable=tuple(asked["disable_pass"]), lora_dtype=lora_dtype)
+    adapters = LoraShape(asked["num_adapters"], asked["lora_rank"])
+    compiled = compile_model(Llama(LlamaConfig.from_dict(fields), adapters, chosen.model_dtype, device="meta"), chosen)
+    context = asked["input_len"] + (SHORT_OUTPUT + asked["output_len"]) // 2
+    blocks, found = -(-(asked["input_len"] + asked["output_len"]) // 64), []
+    for row in bench["rows"]:
+        count, lora = row["concurrency"], row["lora"] != "none"
+        program = compiled.program(Bucket(count, count, count * blocks + 1, blocks, decode=True, lora=lora))
+        seconds = total_seconds(estimate(program, Assumptions(context, row["active_adapters"] or None), gpu))
+        found.append(WholeStep(row["lora"], count, row["active_adapters"], len(program.steps), seconds * 1e3, row["ms_per_step"]))
+    return found, context
+
+
+def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context: int, held: str) -> str:
+    """The published table."""
+    gpus, packages, layers = bench["environment"]["gpus"], bench["environment"]["packages"], bench["config"]["num_hidden_layers"]
+    rows = [("lora", "C", "adapters", "kernels", "estimated ms", "measured ms", "error")]
+    for each in found:
+        counts = (str(each.concurrency), str(each.adapters), str(each.kernels))
+        rows.append((each.lora, *counts, f"{each.estimated:.3f}", f"{each.measured:.3f}", f"{each.error:+.1%}"))
+    mean, worst = statistics.mean(abs(each.error) for each in found), max((each.error for each in found), key=abs)
+    return (
+        f"The cost model's whole decode steps against `sidestream bench latency` on: {gpus[0]['name'] if gpus else 'a CPU'}; "
+        f"torch {packages['torch']}, triton {packages['triton']}\n"
+        f"{bench['model']}, {layers} layers, adapters of rank {bench['options']['lora_rank']} in {held}, {context} cached tokens a sequence.\n"
+        "The estimate is of the program alone; the measurement also holds the choice of tokens, copies and the host's pauses between steps.\n"
+        "No constant of the model was fitted to these rows: they come from single kernels, layers and steps of other runs (compiler/cost.py names them).\n"
+        f"Mean error {mean:.1%}, largest {worst:+.1%}.\n\n{columns(rows, right=range(1, 7))}"
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    bench = json.loads(options.steps.read_text())
+    found, context = whole_steps(bench, options.layers, options.lora_dtype)
+    held = DEFAULT_LORA_DTYPE if options.lora_dtype == "auto" else options.lora_dtype
+    shown = whole_steps_text(found, bench, context, held)
+    print(shown)
+    if options.output is not None:
+        options.output.with_suffix(".txt").write_text(shown)
+        options.output.with_suffix(".json").write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    return 0
+
+
 def run(options: argparse.Namespace) -> int:
     """Measures every bucket, prints and writes."""
+    if options.steps is not None:
+        return _check(options)
     device = torch.device(options.device)
     earlier = json.loads(options.measured.read_text()) if options.measured else None
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU (the model's figures are the H200's, so the error says nothing)"
@@ -223,6 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sidestream.tools.measure_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, metavar="PREFIX", help="write PREFIX.txt and PREFIX.json")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="measure nothing: hold the estimates against the steps in FILE, an earlier PREFIX.json")
+    parser.add_argument("--steps", type=Path, metavar="FILE", help="measure nothing: hold estimates of whole steps against FILE, of `sidestream bench latency`")
+    parser.add_argument("--lora-dtype", choices=get_args(LoraDtype), default="auto", help="what the adapters of --steps were held in (default: %(default)s)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json (default: Llama-3.1-8B's shape)")
     parser.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: the config's)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64], metavar="T", help="decode batch sizes (default: 1 16 64)")

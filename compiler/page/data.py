@@ -5,7 +5,7 @@ from typing import Any
 
 from ..buffers import View, views_in
 from ..calls import describe, overload_of
-from ..cost import critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ..cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from ..layers import HEAD, TAIL, step_layers
 from ..memory import unshared_bytes
 from ..options import CompileOptions
@@ -26,13 +26,15 @@ def page_data(
     timings, ledger = timings or Timings(), ledger or {}
     lines = _Lines(layers)
     passes = [_pass(record, lines, timings, ledger) for record in records]
-    sources = kernel_sources((step.op for program in programs for step in program.steps), timings.kernels)
+    resources = timings.resources
+    sources = kernel_sources((step.op for program in programs for step in program.steps), resources.kernels)
     return {
-        "title": title, "version": version, "options": {} if options is None else options.to_dict(), "passes": passes,
+        "title": title, "error": KNOWN_ERROR, "version": version, "options": {} if options is None else options.to_dict(), "passes": passes,
         "graphs": lines.graphs, "lines": lines.table,
         "modules": list(lines.modules), "sources": list(lines.sources), "programs": [_program(program, timings) for program in programs],
         "recipes": {name: str(recipe) for program in programs for name, recipe in program.recipes.items()},
         "functions": sources.functions, "ops": sources.ops,
+        **({"target": resources.target, "variants": list(resources.variants), "refused": dict(resources.refused)} if resources.target else {}),
     }  # fmt: skip
 
 
@@ -94,6 +96,9 @@ def _pass(record: PassRecord, lines: _Lines, timings: Timings, ledger: Mapping[s
 
 def _program(program: Program, timings: Timings) -> dict[str, Any]:
     costs, placed, layers = step_costs(program), estimate(program), step_layers(program)
+    launched = timings.resources.launches.get(program.name, ())
+    if launched and len(launched) != len(program.steps):
+        raise TimingsError(f"the resources of {program.name} hold {len(launched)} steps, the program has {len(program.steps)}; dump with --resources again")
     place = {buffer.name: index for index, buffer in enumerate(program.buffers)}
     by_name = program.by_name
 
@@ -110,6 +115,7 @@ def _program(program: Program, timings: Timings) -> dict[str, Any]:
         }  # fmt: skip
         entry |= {"sms": step.sm_budget} if step.sm_budget else {}
         entry |= {"pdl": True} if step.pdl else {}
+        entry |= {"variants": list(launched[step.index])} if launched else {}
         steps.append(entry)
     shown: dict[str, Any] = {
         "name": program.name, "bucket": {} if program.bucket is None else vars(program.bucket).copy(),

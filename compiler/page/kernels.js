@@ -21,17 +21,30 @@ function opSources(name) {
   const op = DATA.ops[name], steps = (program()?.steps || []).filter((step) => step.op === name);
   const total = steps.reduce((sum, step) => sum + step.alone, 0);
   const use = steps.length ? `${plural(steps.length, "call")} in this program, ${micro(total)} estimated in all.` : "This program does not call it.";
+  const compiled = op.kernels.some((kernel) => DATA.functions[kernel].resources) ? ` Registers, spills and shared memory: the most of what the dumped programs compile to for ${DATA.target}.` : "";
   const many = op.kernels.length > 1 ? ` ${op.kernels.length} kernels stand behind it; the launch chooses by shape.` : "";
-  return [el("div", { class: "card" }, el("h2", { class: "mono" }, swatch(name), name), el("p", {}, use + many), ...op.kernels.map((kernel, index) => sourceOf(kernel, index === 0)),
+  return [el("div", { class: "card" }, el("h2", { class: "mono" }, swatch(name), name), el("p", {}, use + many + compiled), ...op.kernels.map((kernel, index) => sourceOf(kernel, index === 0)),
     el("h3", {}, "What it computes: the reference in plain torch"), sourceOf(op.reference, !op.kernels.length), el("h3", {}, "How it is launched"), sourceOf(op.launch, false),
     op.helpers.length ? el("h3", {}, "Device functions that the kernels call") : "", ...op.helpers.map((helper) => sourceOf(helper, false)))];
 }
 
+// Registers and spills a thread, shared memory a CTA.
+function takesOfGpu(own) {
+  const words = [["registers", (count) => `${count} registers`], ["spills", (count) => `${count} spilled`], ["shared_bytes", (size) => `${bytes(size)} shared memory`], ["warps", (count) => plural(count, "warp")]];
+  return words.filter(([key]) => own[key] !== undefined).map(([key, say]) => say(own[key])).join(", ");
+}
+
+// What the kernels of a step take; null where nothing was compiled.
+function machineCode(step) {
+  if (!DATA.variants || !(step.op in DATA.ops)) return null;
+  if (!step.variants.length) return DATA.refused[step.op] ? `not compiled: ${DATA.refused[step.op]}` : "a kernel of another library";
+  return step.variants.map((place) => el("div", {}, el("span", { class: "mono" }, DATA.variants[place][0].split(".").at(-1)), `: ${takesOfGpu(DATA.variants[place][1])}`));
+}
+
 function sourceOf(name, open) {
-  const entry = DATA.functions[name], own = entry.resources, box = el("details", { open });
-  const words = [["registers", (count) => `${count} registers`], ["shared_bytes", (size) => `${bytes(size)} shared memory`], ["spills", (count) => `${count} spilled`]];
-  const resources = own ? `: ${words.filter(([key]) => own[key] !== undefined).map(([key, say]) => say(own[key])).join(", ")}` : "";
-  box.append(el("summary", {}, el("b", { class: "mono" }, name.split(".").at(-1)), ` ${entry.language} ${entry.kind}`, el("b", {}, resources), el("span", { class: "muted" }, `  ${entry.file}:${entry.line}`)));
+  const entry = DATA.functions[name], box = el("details", { open }), resources = entry.resources ? `: ${takesOfGpu(entry.resources)}` : "";
+  const unused = DATA.variants && entry.kind === "kernel" && !entry.resources ? ", launched by none of these programs" : "";
+  box.append(el("summary", {}, el("b", { class: "mono" }, name.split(".").at(-1)), ` ${entry.language} ${entry.kind}`, el("b", {}, resources), el("span", { class: "muted" }, `${unused}  ${entry.file}:${entry.line}`)));
   const write = () => { if (box.open && box.children.length === 1) box.append(el("pre", { class: "source", tabindex: "0" }, highlight(entry.text))); };
   box.addEventListener("toggle", write);
   write();

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from ...ops.registry import OPS
 from ..calls import own_op
 
 PACKAGE = __name__.partition(".compiler.")[0]
@@ -37,32 +38,6 @@ def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]
     return sources
 
 
-def compiled_resources() -> dict[str, dict[str, int]]:
-    """Registers a thread, spilled registers and bytes of shared memory of each kernel that this process has compiled for a GPU; the largest of its variants."""
-    found: dict[str, dict[str, int]] = {}
-    for function in _all_device_functions():
-        for cache in getattr(function, "device_caches", {}).values():
-            for compiled in cache[0].values():
-                shared = getattr(getattr(compiled, "metadata", None), "shared", None)
-                figures = {"registers": getattr(compiled, "n_regs", None), "spills": getattr(compiled, "n_spills", None), "shared_bytes": shared}
-                entry = found.setdefault(_name(function), {})
-                for key, value in figures.items():
-                    if value is not None:
-                        entry[key] = max(entry.get(key, 0), int(value))
-    return dict(sorted((name, entry) for name, entry in found.items() if entry))
-
-
-def _all_device_functions() -> Iterator[Any]:
-    from ...ops.registry import OPS
-
-    seen: set[int] = set()
-    for op in OPS.values():
-        for function, _ in _reached(op.launch):
-            if id(function) not in seen:
-                seen.add(id(function))
-                yield function
-
-
 def _reached(launch: Any) -> Iterator[tuple[Any, bool]]:
     """(device function, whether Python launches it) of what a launch's code names, directly or through this package's functions, each once."""
     queue, seen = [(launch, True)], {id(launch)}
@@ -85,6 +60,8 @@ def _named_by(function: Any) -> Iterator[Any]:
         value = plain.__globals__.get(name)
         if isinstance(value, ModuleType):
             candidates = [vars(value)[other] for other in names if other in vars(value)] if _ours(value.__name__) else []
+        elif value is OPS:  # a launch that ends with another op's: OPS["quantize_rowwise"].launch
+            candidates = [OPS[name].launch for name in plain.__code__.co_consts if isinstance(name, str) and name in OPS]
         else:
             candidates = [value]
         for candidate in candidates:

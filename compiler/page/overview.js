@@ -58,7 +58,7 @@ function layerTable() {
   const span = Math.max(...chosen.map((index) => times[index].end)) - Math.min(...chosen.map((index) => times[index].start));
   const cells = (tag, row) => el("tr", {}, row.map((cell, place) => el(tag, { class: numeric.includes(place) ? "number" : null }, cell)));
   const note = chosen.length ? `${plural(chosen.length, "kernel")} of ${layerName(state.layer)}: ${micro(sum)} one after the other, ${micro(span)} on the two lanes.` : "This program has no kernel here.";
-  return el("div", {}, el("table", {}, el("thead", {}, cells("th", head)), el("tbody", {}, rows.map((row) => cells("td", row)))), el("p", { class: "muted" }, note));
+  return el("div", {}, el("table", {}, el("thead", {}, cells("th", head)), el("tbody", {}, rows.map((row) => cells("td", row)))), el("p", { class: "muted" }, note), el("p", { class: "muted" }, `Estimates are for an H200; their error is ${DATA.error}.`));
 }
 
 function stepLink(index) {

@@ -94,7 +94,7 @@ function drawLanes(box, of, times, view) {
 }
 
 function stepFacts(index) {
-  const of = program(), step = of.steps[index], took = takes(of, index);
+  const of = program(), step = of.steps[index], took = takes(of, index), machine = machineCode(step);
   const jump = (other) => el("button", { class: "link mono", onclick: () => { state.step = other; changed("step"); } }, `${other} ${short(of.steps[other].op)}`);
   const after = of.steps.map((_, other) => other).filter((other) => of.steps[other].waits.includes(index));
   const list = (items) => items.length ? items.flatMap((item, place) => place ? [", ", item] : [item]) : ["nothing"];
@@ -106,7 +106,7 @@ function stepFacts(index) {
     of.measured ? ["measured", micro(took)] : null,
     ["floor", `${micro(step.floor)} for ${bytes(step.bytes)}${step.flops ? ` and ${flops(step.flops)}` : ""}`],
     ["floor reached", el("span", {}, percent(step.floor / took), bar(step.floor / took), of.measured ? " measured" : " estimated")],
-    ["bound by", step.bound], ["settings", step.settings || "none"], ["critical path", of.critical.includes(index) ? "yes: a faster one shortens the step" : "no"]].filter(Boolean);
+    ["bound by", step.bound], machine ? [`on ${DATA.target}`, machine] : null, ["settings", step.settings || "none"], ["critical path", of.critical.includes(index) ? "yes: a faster one shortens the step" : "no"]].filter(Boolean);
   const source = step.op in DATA.ops ? el("p", {}, el("button", { class: "link", onclick: () => { state.op = step.op; openTab("kernels"); changed("op"); } }, "Read its source")) : "";
   const table = el("dl", {}, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
   return [el("h2", { class: "mono" }, swatch(step.op), short(step.op)), table, source, el("h3", {}, "Reads"), bufferTable(step.reads), el("h3", {}, "Writes"), bufferTable(step.writes)];

@@ -2,13 +2,16 @@
 
 normalize           one spelling for what PyTorch spells in several ways
 lift_embedding, lift_rms_norm, lift_rope_angles, lift_rope, lift_lora      ATen idioms -> semantic ops; every dependence on a model's spelling lives in these
+rotate_values       V's heads rotated by their weights, which costs nothing at run time
 pack_projections    q/k/v and gate/up become one projection each
 fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one
 quantize_kv         a quantized KV cache, with or without a Hadamard rotation
+center_keys         a calibrated constant per channel is subtracted from the keys of a quantized cache
 fuse_rope_append    RoPE -> Hadamard -> quantize -> append, one op
 quantize_linears    rowwise FP8 on every linear
+quantize_lora       e4m3 adapters, and e4m3 activations for them
 fuse_quantize       the quantization of an activation moves into the op that makes it
-fuse_decoder_block  the linears between two attentions of a decode step become one launch
+fuse_decoder_block  the linears between two attentions of a decode step become one launch, on request with their LoRA
 lower_lora          LoRA -> plan, shrink, expand, marked for the side stream
 
 A pass is `def name(graph, context) -> PassReport`: it rewrites the graph in place and says how often it matched and why it refused the rest.

@@ -31,6 +31,8 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
             append_kv(k, v, kv_cache, kv_scales, slot_mapping); o = paged_attention(q, kv_cache, kv_scales, ...)
     after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True); o = paged_attention(q, ...)
 
+    The constant that center_keys subtracts from k goes along as the op's last argument.
+
     The op takes the append's place, because graph order is what gives the mutation its meaning. Leaves appends whose q, k and v are not
     the three parts of one packed projection, rotated by the same angles.
     """
@@ -38,7 +40,7 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
     for append in list(graph.nodes):
         if not is_call(append, append_kv):
             continue
-        key, value, cache, scales, slots = args_of(append)
+        key, value, cache, scales, slots, *center = args_of(append)
         attention = next((user for user in cache.users if is_call(user, paged_attention)), None)
         if attention is None:
             report.rejected.append(f"{append.name}: no paged_attention reads {cache.name}")
@@ -52,7 +54,7 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
         qkv, delta = split_delta(q.packed)
         heads, kv_heads = int(shape_of(query)[1]), int(shape_of(key)[1])
         with graph.inserting_before(append):
-            new = insert_call(graph, rope_append, (qkv, delta, *q.angles, cache, scales, slots, heads, kv_heads, q.transformed), like=append)
+            new = insert_call(graph, rope_append, (qkv, delta, *q.angles, cache, scales, slots, heads, kv_heads, q.transformed, *center), like=append)
         attention.replace_input_with(query, new)
         graph.erase_node(append)
         report.matches += 1

@@ -1,9 +1,15 @@
-"""silu(gate) * up over a packed projection -> `sidestream.silu_mul`."""
+"""silu(gate) * up over a packed projection -> `sidestream.silu_mul`; in decode programs of many tokens, into the projection's own launch."""
+import operator
+
 from torch import fx
 
-from ...ops.silu_mul import silu_mul
+from ...ops.linear_fp8 import linear_fp8
+from ...ops.linear_fp8_silu_mul import linear_fp8_silu_mul
+from ...ops.quantize import quantize_rowwise
+from ...ops.silu_mul import silu_mul, silu_mul_quant
+from ...ops.tuning import activation_config
 from ..matcher import Match, any_, call, find
-from ..nodes import args_of, aten, insert_call, shape_of, slice_range
+from ..nodes import args_of, aten, insert_call, is_call, shape_of, slice_range
 from .base import Context, PassReport
 from .joins import split_delta
 
@@ -32,3 +38,44 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
             new = insert_call(graph, silu_mul, (packed, delta), like=match.root)
         match.root.replace_all_uses_with(new)
     return PassReport(len(matches), rejected)
+
+
+def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
+    """The projection stores silu(gate) * up instead of gate and up, which nobody else reads.
+
+    before  gate_up = sidestream.linear_fp8(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep)
+    after   h = sidestream.linear_fp8_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h)
+
+    For graphs with static sizes. Leaves sizes for which the tuned table has no such launch, and projections that a LoRA delta joins: it comes from beside
+    the projection, which then need not wait for it.
+    """
+    report = PassReport(0)
+    for node in list(graph.nodes):
+        if not is_call(node, silu_mul_quant):
+            continue
+        linear, delta, _keep = args_of(node)
+        if not is_call(linear, linear_fp8):
+            continue
+        reason = _stays(linear, delta)
+        if reason is not None:
+            report.rejected.append(f"{node.name}: {reason}")
+            continue
+        q, scale, weight, weight_scale, _delta, _residual, out_dtype = args_of(linear)
+        with graph.inserting_before(node):
+            h = insert_call(graph, linear_fp8_silu_mul, (q, scale, weight, weight_scale, None, out_dtype), like=linear)
+            rounded = insert_call(graph, quantize_rowwise, (h,), like=node)
+            results = (h, *(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)))
+        for pick in list(node.users):
+            pick.replace_all_uses_with(results[args_of(pick)[1]])
+        report.matches += 1
+    return report
+
+
+def _stays(linear: fx.Node, delta: fx.Node | None) -> str | None:
+    q, _scale, weight, _weight_scale, added, residual, _dtype = args_of(linear)
+    if any(addend is not None for addend in (delta, added, residual)):
+        return f"something is added to {linear.name} first"
+    if len(linear.users) > 1:
+        return f"{linear.name} has other readers"
+    tokens, (n, k) = shape_of(q).numel() // shape_of(q)[-1], shape_of(weight)
+    return None if activation_config(int(tokens), int(n), int(k)) is not None else f"two launches are as fast for {tokens} tokens"

@@ -28,7 +28,8 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, lora):
             continue
-        x, a, b, index, slices = args_of(node)
+        x, a, b, index, slices, *scales = args_of(node)
+        a_scale, b_scale, x_scale = [*scales, None, None, None][:3]
         key = (index, int(shape_of(a)[0]))
         tokens = shape_of(x)[0]
         tokens = tokens if isinstance(tokens, int) else REPRESENTATIVE_TOKENS
@@ -44,8 +45,8 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
                 _mark(context, plan, order, tiles)
             order, tiles = plans[key]
             splits = lora_splits(int(shape_of(x)[-1]), tokens)
-            planes = insert_call(graph, lora_shrink, (x, a, order, tiles, tile, splits), like=node)
-            delta = insert_call(graph, lora_expand, (planes, b, order, tiles, tile, list(slices)), like=node)
+            planes = insert_call(graph, lora_shrink, (x, a, order, tiles, tile, splits, a_scale, x_scale), like=node)
+            delta = insert_call(graph, lora_expand, (planes, b, order, tiles, tile, list(slices), b_scale), like=node)
         _mark(context, planes, delta)
         node.replace_all_uses_with(delta)
         matches += 1

@@ -6,6 +6,7 @@ from ...ops.append_kv import append_kv
 from ...ops.hadamard import hadamard
 from ...ops.kv_layout import PAGE_SIZE
 from ...ops.paged_attention import paged_attention
+from ..layers import layer_of_name
 from ..nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
 from .base import Context, PassReport
 
@@ -18,8 +19,8 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
     after   append_kv = sidestream.append_kv(sidestream.hadamard(k), v, kv_cache, kv_scales, slot_mapping)      # kv_cache: e4m3
             o = sidestream.paged_attention(sidestream.hadamard(q), kv_cache, kv_scales, ..., quantize_q=True)
 
-    The rotation leaves every score as it was (it is orthogonal) and is left out with `hadamard=False`. With e4m3 the attention is hybrid:
-    QK^T in FP8 in prefill, V upcast inside the kernel, PV in 16-bit. Leaves caches that something else reads too.
+    The rotation leaves every score as it was (it is orthogonal) and is left out in layers without `hadamard`. With e4m3 the attention is hybrid: QK^T in FP8 in
+    prefill, V upcast inside the kernel, PV in 16-bit. Leaves caches that something else reads too.
     """
     report = PassReport(0)
     options = context.options
@@ -28,7 +29,7 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
     for append in list(graph.nodes):
         if not is_call(append, append_kv):
             continue
-        key, value, cache, _, slots = args_of(append)
+        key, value, cache, _, slots = args_of(append)[:5]
         readers = [user for user in cache.users if user is not append]
         if cache.op != "placeholder" or len(readers) != 1 or not is_call(readers[0], paged_attention):
             report.rejected.append(f"{append.name}: {cache.name} is not an input that one paged_attention reads")
@@ -38,7 +39,7 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
         scales = insert_placeholder(graph, cache.name.replace("kv_caches", "kv_scales"), "input", (pages, heads, 2, PAGE_SIZE), torch.float32, after=cache)
         cache.meta["val"] = cache.meta["val"].to(options.cache_dtype)
         query = args_of(attention)[0]
-        if options.hadamard:
+        if options.applies("hadamard", layer_of_name(cache.name)):
             with graph.inserting_before(append):
                 key = insert_call(graph, hadamard, (key,), like=append)
             with graph.inserting_before(attention):
@@ -47,3 +48,8 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
         attention.args = (query, cache, scales, *args_of(attention)[3:7], True, *args_of(attention)[8:])
         report.matches += 1
     return report
+
+
+def is_rotated(key: fx.Node) -> bool:
+    """Whether the keys of an append went through the Hadamard transform."""
+    return is_call(key, hadamard)

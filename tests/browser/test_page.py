@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sidestream.compiler.resources import Resources
 from sidestream.compiler.timings import Timings
 from support.browser import CHROMIUM, DRIVER, Browser, browser
 from support.dumped import DECODE, compiled_on_meta, dumped_8b
@@ -199,6 +200,28 @@ def test_nothing_is_cut_off_on_a_phone(opened: Browser) -> None:
         assert width <= inner == 390, name
         left, right = opened.run("const box = document.getElementById(arguments[0]).getBoundingClientRect(); return [box.left, box.right]", f"tab-{name}")
         assert 0 <= left < right <= 390, name
+
+
+def test_a_step_and_its_kernel_tell_registers_and_shared_memory(window: Browser, tmp_path: Path) -> None:
+    compiled = compiled_on_meta(FIELDS, 1)
+    steps = compiled.program(DECODE).steps
+    chosen = next(step.index for step in steps if step.op == "sidestream.rms_norm_quant")
+    variants = [("ops.rms_norm._rms_norm_kernel", {"registers": 37, "spills": 0, "shared_bytes": 1088, "warps": 16})]
+    refused = {"sidestream.silu_mul_quant": "CompilationError: no <reason>"}
+    resources = Resources("sm_90", variants, {DECODE.name: [[0] if step.index == chosen else [] for step in steps]}, refused)
+    window.size(1360, 900)
+    window.open(compiled.dump(tmp_path, [DECODE], timings=Timings(resources=resources), show_resources=True) / "index.html")
+    window.click("#tab-schedule")
+    facts = "return document.querySelector('#panel-schedule aside').innerText"
+    window.run("state.step = arguments[0]; changed('step')", chosen)
+    assert "_rms_norm_kernel: 37 registers, 0 spilled, 1.06 KiB shared memory, 16 warps" in window.run(facts)
+    window.run("state.step = arguments[0]; changed('step')", next(step.index for step in steps if step.op == "sidestream.silu_mul_quant"))
+    assert "not compiled: CompilationError: no <reason>" in window.run(facts)
+    window.run("state.op = 'sidestream.rms_norm_quant'; openTab('kernels'); changed('op')")
+    shown = window.run("return document.querySelector('#panel-kernels').innerText")
+    assert "37 registers" in shown and "for sm_90" in shown
+    window.run("state.op = 'sidestream.linear_fp8'; changed('op')")
+    assert "launched by none of these programs" in window.run("return document.querySelector('#panel-kernels').innerText")
 
 
 def test_measured_steps_can_be_shown_in_place_of_estimates(window: Browser, tmp_path: Path) -> None:

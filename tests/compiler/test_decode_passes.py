@@ -81,13 +81,12 @@ def test_auto_leaves_what_would_not_fill_the_gpu() -> None:
     assert ops(made)["decoder_block"] == 0 and "16 CTAs on 132 SMs would be slower" in made.passes
 
 
-@pytest.mark.parametrize(("bucket", "lora", "fields", "reason"), [
-    (Bucket(3, 3, 12, 2, decode=True), True, {}, "LoRA, if the program has it"),
-    (Bucket(65, 65, 200, 2, decode=True, lora=False), False, {}, "65 tokens; it takes up to 64"),
-    (DECODE, False, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
+@pytest.mark.parametrize(("bucket", "fields", "reason"), [
+    (Bucket(65, 65, 200, 2, decode=True, lora=False), {}, "65 tokens; it takes up to 64"),
+    (DECODE, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
 ])
-def test_what_the_kernel_does_not_take_is_refused(bucket: Bucket, lora: bool, fields: dict[str, Any], reason: str) -> None:
-    made = program(bucket, lora, fields, whole_layer="on")
+def test_what_the_kernel_does_not_take_is_refused(bucket: Bucket, fields: dict[str, Any], reason: str) -> None:
+    made = program(bucket, False, fields, whole_layer="on")
     assert ops(made)["decoder_block"] == 0 and reason in made.passes
 
 

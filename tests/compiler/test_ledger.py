@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.compiler.capture import Captured, capture_module
-from sidestream.compiler.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
+from sidestream.compiler.ledger import CAPTURE, DECODE, PROGRAM, as_json, as_text, largest, ledger
 from sidestream.compiler.nodes import args_of, is_call
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.passes.pack_projections import pack_projections
-from sidestream.compiler.pipeline import PASSES, insert_pass
+from sidestream.compiler.pipeline import DECODE_PASSES, PASSES, Pass, insert_pass
 from sidestream.compiler.recipe import scale
 from sidestream.ops.paged_attention import paged_attention
-from sidestream.ops.rms_norm import add_rms_norm
+from sidestream.ops.rms_norm import add_rms_norm, add_rms_norm_quant
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 from torch import fx
@@ -44,7 +44,7 @@ def test_passes_that_keep_numerics_add_nothing_in_fp32(models: dict[torch.dtype,
     captured, inputs, state, logits = models[torch.float32]
     text = captured.graph_module.graph.python_code("self").src
     rows = ledger(captured, CompileOptions(precision="fp32"), inputs, state, reference=logits)
-    assert [row.name for row in rows] == [CAPTURE, *(each.name for each in PASSES), PROGRAM]
+    assert [row.name for row in rows] == [CAPTURE, *(each.name for each in PASSES), PROGRAM, *(each.name + DECODE for each in DECODE_PASSES)]
     assert all(row.added < 1e-4 and row.total < 1e-4 and row.mean_kl < 1e-6 for row in rows), as_text(rows)
     assert sum(row.matches for row in rows) > 30 and any(row.added > 0 for row in rows), "the passes did nothing"
     assert captured.graph_module.graph.python_code("self").src == text, "the captured graph is the caller's"
@@ -55,7 +55,7 @@ def test_in_fp8_the_error_is_charged_to_the_passes_that_quantize(models: dict[to
     """What is left in fp32 rounds nothing, so that there nothing hides behind the roundings of bf16."""
     captured, inputs, state, _ = models[dtype]
     rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state)
-    quantizing = [row for row in rows if row.tier == "quantizes"]
+    quantizing = [row for row in rows if row.tier == "quantizes" and row.matches]
     others = max(row.added for row in rows if row.tier != "quantizes")
     assert [row.name for row in quantizing] == ["quantize_kv", "quantize_linears"] and largest(rows).name == "quantize_linears", as_text(rows)
     assert largest(rows).added > 2 * others and (dtype == torch.bfloat16 or quantizing[0].added > 2 * others), as_text(rows)
@@ -108,6 +108,25 @@ def test_a_scale_that_a_pass_of_the_list_spoils_is_named(models: dict[torch.dtyp
     rows = ledger(captured, CompileOptions(precision="fp32"), inputs, state, passes=passes)
     assert (largest(rows).name, largest(rows).worst_layer) == ("pack_projections", "layer 1 attention"), as_text(rows)
     assert largest(rows).added > 100 * max(row.added for row in rows if row.name != "pack_projections")
+
+
+def wrong_residual(graph: fx.Graph, context: Context) -> PassReport:
+    """Half of the last norm's gain, in decode programs only."""
+    node = [node for node in graph.nodes if is_call(node, add_rms_norm_quant)][-1]
+    node.args = (*args_of(node)[:4], args_of(node)[4] + 1.0, *args_of(node)[5:])
+    return PassReport(1)
+
+
+def test_a_fault_in_a_pass_of_decode_programs_is_named(models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, inputs, state, _ = models[torch.bfloat16]
+    monkeypatch.setattr("sidestream.compiler.ledger.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
+    monkeypatch.setattr("sidestream.compiler.pipeline.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
+    rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state)
+    found = {row.name: row for row in rows if row.name.endswith(DECODE)}
+    assert list(found) == [*(each.name + DECODE for each in DECODE_PASSES), "wrong_residual" + DECODE] and not set(found) & set(as_json(rows))
+    assert found["fuse_quantize" + DECODE].matches == found["wrong_residual" + DECODE].matches == 1
+    assert found["fuse_quantize" + DECODE].added < 1e-2 and largest(list(found.values())).name == "wrong_residual" + DECODE, as_text(rows)
+    assert found["fuse_quantize" + DECODE].total < 0.3
 
 
 def test_nan_is_the_largest_error_of_all(models: dict[torch.dtype, Model]) -> None:

@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sidestream.compiler.api import CompiledModel
-from sidestream.compiler.page.kernels import compiled_resources, kernel_sources
+from sidestream.compiler.page.kernels import kernel_sources
 from sidestream.compiler.page.render import SCRIPTS, part, render
+from sidestream.compiler.resources import Resources
 from sidestream.compiler.timings import Timings, TimingsError
 from sidestream.ops.registry import OPS
 from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
@@ -107,10 +107,31 @@ def test_scripts_stay_small_enough_to_read() -> None:
     assert all(part(name).startswith(("//", '"use strict";')) for name in SCRIPTS)
 
 
+def norm_resources(steps: int) -> Resources:
+    """Step 2 launches a norm kernel in two variants."""
+    figures = [{"registers": registers, "spills": 0, "shared_bytes": shared} for registers, shared in ((40, 512), (32, 1024))]
+    variants = [("ops.rms_norm._rms_norm_kernel", each) for each in figures]
+    return Resources("sm_90", variants, {DECODE.name: [[0, 1] if index == 2 else [] for index in range(steps)]}, {"sidestream.hadamard": "no reason"})
+
+
+def test_resources_are_on_the_page_only_when_asked_for(compiled: CompiledModel, tmp_path: Path) -> None:
+    timings = Timings(resources=norm_resources(len(compiled.program(DECODE).steps)))
+    compiled.dump(tmp_path / "none", [DECODE])
+    compiled.dump(tmp_path / "plain", [DECODE], timings=timings)
+    shown = data_of((compiled.dump(tmp_path / "shown", [DECODE], timings=timings, show_resources=True) / "index.html").read_text())
+    assert (tmp_path / "none" / "index.html").read_bytes() == (tmp_path / "plain" / "index.html").read_bytes()
+    assert shown["functions"]["ops.rms_norm._rms_norm_kernel"]["resources"] == {"registers": 40, "spills": 0, "shared_bytes": 1024}, "the largest of both"
+    assert shown["programs"][0]["steps"][2]["variants"] == [0, 1] and shown["target"] == "sm_90" and "sidestream.hadamard" in shown["refused"]
+    assert not any("seconds" in each for each in shown["passes"])
+    with pytest.raises(TimingsError, match="hold 1 steps"):
+        wrong = Timings(resources=Resources("sm_90", [], {DECODE.name: [[]]}))
+        compiled.dump(tmp_path / "wrong", [DECODE], timings=wrong, show_resources=True)
+
+
 def test_measured_times_are_on_the_page_only_when_asked_for(compiled: CompiledModel, tmp_path: Path) -> None:
     steps = compiled.program(DECODE).steps
     timings = Timings(steps={DECODE.name: [(1e-6 * index, 1e-6 * index + 3e-6) for index in range(len(steps))]},
-                      kernels={"ops.rms_norm._rms_norm_kernel": {"registers": 40, "spills": 0, "shared_bytes": 1024}})  # fmt: skip
+                      resources=norm_resources(len(steps)))  # fmt: skip
     plain = data_of((compiled.dump(tmp_path / "plain", [DECODE], timings=timings) / "index.html").read_text())
     timed = data_of((compiled.dump(tmp_path / "timed", [DECODE], timings=timings, show_timings=True) / "index.html").read_text())
     assert not any("seconds" in each for each in plain["passes"]) and "measured" not in plain["programs"][0]
@@ -118,12 +139,19 @@ def test_measured_times_are_on_the_page_only_when_asked_for(compiled: CompiledMo
     assert timed["functions"]["ops.rms_norm._rms_norm_kernel"]["resources"]["registers"] == 40
     assert "resources" not in plain["functions"]["ops.rms_norm._rms_norm_kernel"]
     again = Timings.load(tmp_path / "plain" / "timings.json")
-    assert [list(place) for place in again.steps[DECODE.name]] == [list(place) for place in timings.steps[DECODE.name]] and again.kernels == timings.kernels
+    assert [list(place) for place in again.steps[DECODE.name]] == [list(place) for place in timings.steps[DECODE.name]]
+    assert again.resources.kernels == timings.resources.kernels
     with pytest.raises(TimingsError, match="hold 1 steps"):
         compiled.dump(tmp_path / "wrong", [DECODE], timings=Timings(steps={DECODE.name: [(0.0, 1.0)]}), show_timings=True)
 
 
-@pytest.mark.parametrize("text", ["[", "[1]", '{"passes": []}', '{"passes": {"a": "b"}}', '{"steps": {"p": [1.0]}}', '{"steps": {"p": [[1.0]]}}'])
+BAD_RESOURCES = [f'{{"resources": {text}}}' for text in ("[]", '{"variants": [["k", 1]]}', '{"launches": {"p": [[0]]}}', '{"launches": {"p": 3}}')]
+
+
+BAD_TIMES = ["[", "[1]", '{"passes": []}', '{"passes": {"a": "b"}}', '{"steps": {"p": [1.0]}}', '{"steps": {"p": [[1.0]]}}']
+
+
+@pytest.mark.parametrize("text", [*BAD_TIMES, *BAD_RESOURCES])
 def test_what_is_no_timings_file_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "timings.json").write_text(text)
     with pytest.raises(TimingsError, match=r"timings\.json"):
@@ -141,14 +169,6 @@ def test_chosen_layers_only(compiled: CompiledModel, tmp_path: Path) -> None:
     text = next(tmp_path.glob("*_lift_rms_norm.after.py")).read_text()
     assert "# left out: layers 0" in text and "model.layers.1." in text and "model.layers.0." not in text and "p_lm_head_weight" in text
     compile(text, "after.py", "exec")
-
-
-def test_resources_are_those_of_the_kernels_that_were_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidestream.ops import rms_norm
-
-    variants = [SimpleNamespace(n_regs=regs, n_spills=spills, metadata=SimpleNamespace(shared=shared)) for regs, spills, shared in ((32, 0, 512), (40, 2, 256))]
-    monkeypatch.setattr(rms_norm._rms_norm_kernel, "device_caches", {0: (dict(enumerate(variants)), None)}, raising=False)
-    assert compiled_resources()["ops.rms_norm._rms_norm_kernel"] == {"registers": 40, "spills": 2, "shared_bytes": 512}
 
 
 def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.accounting import PassCountError, model_shape
-from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama, RMSNorm
 from sidestream.graphs.lora import LoraShape
@@ -51,6 +51,34 @@ def test_options_decide_which_passes_apply() -> None:
     assert matches(model(), lm_head="bf16")["quantize_linears"] == 4
     kept = sidestream.compile(model(), CompileOptions(lm_head="bf16")).records
     assert "lm_head='bf16'" in next(record for record in kept if record.name == "quantize_linears").rejected[0]
+
+
+@pytest.mark.parametrize("lora_input", ["bf16", "fp8"])
+def test_adapters_become_e4m3_with_a_scale_a_row(lora_input: str) -> None:
+    compiled = sidestream.compile(model(), CompileOptions(lora_dtype="fp8", lora_input=lora_input))
+    assert next(record for record in compiled.records if record.name == "quantize_lora").matches == 4
+    specs = {node.name: node.meta["val"] for node in compiled.graph_module.graph.nodes if node.meta.get("kind") == "adapter"}
+    assert set(specs) == set(compiled.adapter_recipes) and len(specs) == 16
+    for name, value in specs.items():
+        assert value.dtype == (torch.float32 if name.endswith("_scale") else torch.float8_e4m3fn), name
+        assert not name.endswith("_scale") or value.shape == specs[name.removesuffix("_scale") + "_fp8"].shape[:-1]
+    shrinks = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default]
+    quantized = lora_input == "fp8"
+    assert [node.args[0].meta["val"].dtype == torch.float8_e4m3fn and node.args[7] is not None for node in shrinks] == [quantized] * 4
+    norms = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.add_rms_norm_quant.default]
+    assert [node.args[-1] for node in norms] == [not quantized] * len(norms) and norms
+
+
+def test_adapters_stay_as_they_are() -> None:
+    """Switched off by name, by option, by precision, or with activations that nothing quantizes."""
+    assert "quantize_lora" not in matches(model(), lora_dtype="fp8", disable=("quantize_lora",))
+    assert matches(model(), lora_dtype="bf16")["quantize_lora"] == matches(model(), precision="bf16")["quantize_lora"] == 0
+    compiled = sidestream.compile(model(), CompileOptions(lora_dtype="fp8", lora_input="fp8", disable=("quantize_linears",)))
+    shrinks = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default]
+    assert len(shrinks) == 4 and all(node.args[0].meta["val"].dtype == torch.bfloat16 and node.args[7] is None for node in shrinks)
+    for options in ({"precision": "bf16", "lora_dtype": "fp8"}, {"lora_dtype": "bf16", "lora_input": "fp8"}):
+        with pytest.raises(OptionError, match="lora_"):
+            CompileOptions(**options)  # type: ignore[arg-type]
 
 
 class OtherNorm(RMSNorm):

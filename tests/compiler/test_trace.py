@@ -1,5 +1,9 @@
-"""Traces for Perfetto: lanes, order, arrows; estimated ones, and profiled ones in the program's words."""
-from collections import defaultdict
+"""Traces for Perfetto: the format's rules, lanes, order, arrows; estimated ones, profiled ones in the program's words, and those that are published."""
+import gzip
+import json
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +32,57 @@ def check_nesting(content: dict[str, Any]) -> None:
                 open_until.pop()
             assert not open_until or end <= open_until[-1] + 1e-4
             open_until.append(end)
+
+
+def check_format(content: dict[str, Any]) -> None:
+    """Chrome's trace event format, as far as viewers insist: required fields by phase, finite times, flows in pairs that begin and end inside bars."""
+    assert json.loads(json.dumps(content, allow_nan=False)) == content and isinstance(content["traceEvents"], list)
+    flows: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in content["traceEvents"]:
+        assert event["ph"] in ("X", "M", "s", "f") and isinstance(event["name"], str) and isinstance(event["pid"], int), event
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index") and event["args"], event
+            continue
+        assert isinstance(event["tid"], int) and math.isfinite(event["ts"]) and event["ts"] >= 0, event
+        if event["ph"] == "X":
+            assert math.isfinite(event["dur"]) and event["dur"] >= 0, event
+        else:
+            assert isinstance(event["id"], int), "Perfetto drops an arrow whose id is no number"
+            flows[event["cat"], event["name"], event["id"]].append(event)
+    for own in flows.values():
+        assert Counter(event["ph"] for event in own) == {"s": 1, "f": 1}, own
+        start, end = sorted(own, key=lambda event: event["ph"], reverse=True)
+        assert start["ts"] <= end["ts"] + 2e-3 and end["bp"] == "e"
+        for event in own:
+            inside = [bar for bar in bars(content) if bar["tid"] == event["tid"] and bar["ts"] - 2e-3 <= event["ts"] <= bar["ts"] + bar["dur"] + 2e-3]
+            assert inside, f"an arrow ends in no bar: {event}"
+
+
+def lanes_of(content: dict[str, Any]) -> dict[int, str]:
+    return {event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M" and event["name"] == "thread_name"}
+
+
+@pytest.mark.parametrize("kind", ["estimate", "profile", "dump"])
+def test_every_trace_keeps_the_formats_rules(kind: str, tmp_path: Path) -> None:
+    if kind == "profile":
+        content = lane_trace(profiles.trace(profiles.REPLAY), [profiles.program()])
+    elif kind == "estimate":
+        content = trace(compiled_llama().program(DECODE))
+    else:
+        content = json.loads((compiled_llama().dump(tmp_path, [DECODE]) / "trace.json").read_text())
+    check_format(content)
+    check_nesting(content)
+    assert lanes_of(content) == {1: "main stream", 2: "side stream", 3: "copies", 4: "batcher"}
+    assert {bar["tid"] for bar in bars(content)} == {1, 2, 3, 4}, "something happens in every lane"
+
+
+@pytest.mark.parametrize("name", ["workload_g_h200_trace", "workload_g_h200_trace_lora"])
+def test_published_traces_of_real_kernels_keep_the_formats_rules(name: str) -> None:
+    path = Path(__file__).parents[2] / "docs" / "measurements" / f"{name}.json.gz"
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    check_format(content)
+    kernels = Counter(event["name"] for event in content["traceEvents"] if event.get("cat") == "kernel")
+    assert kernels["decode_kernel"] > 90 and kernels["_rms_norm_kernel"] > 180 and any(name.startswith("nvjet_sm90") for name in kernels)
 
 
 def test_the_estimate_has_four_lanes_with_every_step_and_wait() -> None:

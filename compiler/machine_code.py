@@ -1,0 +1,140 @@
+"""The machine code that a launch becomes, without launching it and without a GPU: registers, shared memory, spills, instructions.
+
+`compile_launch(function, *args)` calls `function` (an op's `launch`, or anything that launches kernels), but compiles each Triton or Gluon kernel in place of
+launching it: the very specialisation (constants, alignment, warps, stages) that the GPU would get. Arguments may be meta tensors, since shapes count and values
+do not. Triton's own cache keeps what was compiled, and the tools that read it are those which Triton ships.
+"""
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+_TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_SASS_LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)", re.MULTILINE)
+_PTX_LINE = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*(?:[.:]+\w+)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """One compiled kernel; bytes of shared memory a CTA, of the stack (where spilled registers lie) a thread."""
+
+    name: str
+    function: str  # with its module: sidestream.ops.rms_norm._rms_norm_kernel
+    num_warps: int
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    ptx_text: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    @cached_property
+    def sass_text(self) -> str:
+        """The disassembly."""
+        return _on_cubin(self.cubin, "nvdisasm", "-c")
+
+    @cached_property
+    def sass(self) -> Counter[str]:
+        """SASS instructions by mnemonic ("QGMMA", "LDG")."""
+        return Counter(match[1] for match in _SASS_LINE.finditer(self.sass_text))
+
+    @cached_property
+    def ptx(self) -> Counter[str]:
+        """PTX instructions by their full dotted name."""
+        return Counter(match[1] for match in _PTX_LINE.finditer(self.ptx_text))
+
+    @property
+    def spills(self) -> int:
+        """Static count of spill instructions (local-memory loads and stores)."""
+        return self.sass["LDL"] + self.sass["STL"]
+
+    @property
+    def instructions(self) -> int:
+        """Static SASS instructions."""
+        return self.sass.total()
+
+    def ptx_count(self, prefix: str) -> int:
+        """PTX instructions whose name starts with `prefix`: "wgmma.mma_async", "cp.async.bulk.tensor", "griddepcontrol"."""
+        return sum(count for name, count in self.ptx.items() if name.startswith(prefix))
+
+    def summary(self) -> str:
+        """One line for a person."""
+        notable = ("QGMMA", "HGMMA", "IGMMA", "HMMA", "IMMA", "UTMALDG", "LDGSTS", "LDG", "STG", "LDS", "STS", "SHFL", "BAR", "MUFU", "F2FP")
+        counts = " ".join(f"{word}={self.sass[word]}" for word in notable if self.sass[word])
+        return (f"{self.name}: warps={self.num_warps} registers={self.registers} spills={self.spills} local={self.local_bytes}B "
+                f"shared={self.shared_bytes}B instructions={self.instructions} {counts}")
+
+
+class _CompileOnly:
+    """Stands in for Triton's driver: a device that only compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_device(self) -> str:
+        return f"compile-only {self.target.arch}"  # the JIT caches kernels by device: a name of its own keeps these apart from real ones
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def target_here() -> GPUTarget:
+    """The GPU at hand, else sm_90 (Hopper)."""
+    if not torch.cuda.is_available():
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability()
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+def compile_launch(function: Callable[..., Any], *args: Any, target: GPUTarget = HOPPER, **kwargs: Any) -> list[MachineCode]:
+    """Call `function`, compiling for `target` every kernel that it would have launched; one entry a launch, in order. Not for several threads at once."""
+    compiled: list[MachineCode] = []
+    run = JITFunction.run
+
+    def compile_instead(self: Any, *kernel_args: Any, **kernel_kwargs: Any) -> Any:
+        kernel = run(self, *kernel_args, **{**kernel_kwargs, "warmup": True})
+        compiled.append(_read(kernel, f"{self.fn.__module__}.{self.fn.__qualname__}"))
+        return kernel
+
+    previous = driver._active
+    driver.set_active(_CompileOnly(target))
+    try:
+        with patch.object(JITFunction, "run", compile_instead):
+            function(*args, **kwargs)
+    finally:
+        driver._active = previous
+    return compiled
+
+
+def _read(kernel: Any, function: str) -> MachineCode:
+    told = _on_cubin(kernel.asm["cubin"], "cuobjdump", "-res-usage")
+    found = _RESOURCES.search(told)
+    if found is None:
+        raise RuntimeError(f"cuobjdump reported no resource usage for {kernel.metadata.name}: {told.strip()[:200]}")
+    registers, stack, static_shared, _ = map(int, found.groups())
+    meta = kernel.metadata
+    return MachineCode(meta.name, function, meta.num_warps, registers, stack, static_shared + meta.shared, kernel.asm["ptx"], kernel.asm["cubin"])
+
+
+def _on_cubin(cubin: bytes, tool: str, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([os.path.join(_TOOLS, tool), *options, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr

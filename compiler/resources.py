@@ -1,0 +1,115 @@
+"""What the kernels of programs take of a GPU, read from their machine code: each different launch is compiled ahead of time and not run.
+
+Strides of the tensors are the program's; their addresses count as aligned, as the arena's are.
+"""
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ..ops.registry import Op
+from ..ops.triton_support import INTERPRETED
+from .buffers import View
+from .calls import own_op
+from .machine_code import MachineCode, compile_launch, target_here
+from .program import Program, Step
+
+PACKAGE = __name__.partition(".compiler.")[0]
+Figures = Mapping[str, int]
+Wrap = Callable[[Sequence[Any]], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Registers and spilled registers a thread, bytes of shared memory a CTA, and warps.
+
+    target    what was compiled for ("sm_90"); "" when nothing was
+    variants  (kernel such as `ops.rms_norm._rms_norm_kernel`, its figures): each different specialisation
+    launches  program name -> for each step the numbers of the variants that it launches, in order
+    refused   op -> why a launch of it was not compiled
+
+    A step without launches calls another library (cuBLAS behind `linear_fp8` of many tokens).
+    """
+
+    target: str = ""
+    variants: Sequence[tuple[str, Figures]] = ()
+    launches: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> dict[str, dict[str, int]]:
+        """The largest figures among each kernel's variants."""
+        found: dict[str, dict[str, int]] = {}
+        for name, figures in self.variants:
+            entry = found.setdefault(name, {})
+            for key, value in figures.items():
+                entry[key] = max(entry.get(key, 0), value)
+        return dict(sorted(found.items()))
+
+
+def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resources:
+    """Compiles what the steps of `programs` launch, for the GPU at hand or else for sm_90. `wrap`: shows progress over the different launches.
+
+    A launch that can't be compiled is named in `refused`, the others are not affected. Steps of other libraries launch nothing of ours.
+    """
+    if INTERPRETED:
+        raise RuntimeError("the kernels' resources can't be read while TRITON_INTERPRET=1: nothing is compiled then; unset it")
+    keys: dict[tuple[str, int], str] = {}
+    first: dict[str, tuple[Program, Step, Op]] = {}
+    for program in programs:
+        for step in program.steps:
+            op = own_op(step.op)
+            if op is not None:
+                key = keys[program.name, step.index] = _key(program, step)
+                first.setdefault(key, (program, step, op))
+    target = target_here()
+    variants: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
+    found: dict[str, list[int]] = {}
+    refused: dict[str, str] = {}
+    for key in wrap(sorted(first, key=lambda key: (first[key][1].op, key))):
+        program, step, op = first[key]
+        outs = tuple(_meta(program, view) for view in step.outs)
+        try:
+            with patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):  # cuBLAS brings kernels of its own; meta tensors can't call it
+                args = [_value(program, value) for value in step.args]
+                codes = compile_launch(op.launch, *args, target=target, out=outs, sm_budget=step.sm_budget, pdl=step.pdl)
+                own = [variants.setdefault(_figures(code), len(variants)) for code in codes]
+        except Exception as error:  # whatever a compiler or a tool of it says: this launch goes without figures
+            refused.setdefault(step.op, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"[:300])
+            continue
+        found[key] = own
+    launches = {program.name: [found.get(keys.get((program.name, step.index), ""), []) for step in program.steps] for program in programs}
+    return Resources(f"sm_{target.arch}", [(name, dict(figures)) for name, figures in variants], launches, refused)
+
+
+def _figures(code: MachineCode) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """A kernel's name and figures. Words of the stack count as spilled registers where instructions move them: a frame may also be merely reserved."""
+    spills = -(-code.local_bytes // 4) if code.local_bytes and code.spills else 0
+    figures = (("registers", code.registers), ("spills", spills), ("shared_bytes", code.shared_bytes), ("warps", code.num_warps))
+    return code.function.removeprefix(f"{PACKAGE}."), figures
+
+
+def _key(program: Program, step: Step) -> str:
+    """Equal for launches that compile to the same machine code."""
+    parts = [_described(program, value) for value in (*step.args, *step.outs)]
+    return f"{step.op}({', '.join(parts)}) {step.sm_budget} {step.pdl}"
+
+
+def _described(program: Program, value: Any) -> str:
+    if isinstance(value, View):
+        return f"{value.dtype or program.by_name[value.buffer].dtype}{list(value.shape)}/{list(value.stride)}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_described(program, entry) for entry in value)}]"
+    return repr(value)
+
+
+def _value(program: Program, value: Any) -> Any:
+    if isinstance(value, View):
+        return _meta(program, value)
+    return [_value(program, entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def _meta(program: Program, view: View) -> torch.Tensor:
+    return torch.empty_strided(view.shape, view.stride, dtype=view.dtype or program.by_name[view.buffer].dtype, device="meta")

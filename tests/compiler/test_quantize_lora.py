@@ -1,0 +1,58 @@
+"""Adapters in e4m3: right logits beside those of 16-bit adapters, whatever the shrink reads, lowered or not."""
+import copy
+from typing import Any
+
+import pytest
+import torch
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.recipe import quantize_weight
+from support.compiled import CompiledRunner
+from support.paged import Chunk, plain_model
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+PROMPTS = [list(range(7, 47)), list(range(90, 101)), list(range(200, 230))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    base = tiny_llama(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+    return plain_model(base, tiny_adapters(base, [AdapterSpec(16, 64), AdapterSpec(7, 64)]), torch.bfloat16)[0]
+
+
+def logits(model: Any, **options: Any) -> torch.Tensor:
+    """Prompts with adapter 0, without one, and with adapter 1, then a decode step."""
+    runner = CompiledRunner(model, CompileOptions(**options), len(PROMPTS))
+    slots = (0, -1, 1)
+    prefill = runner.step([Chunk(index, tokens, slot) for index, (tokens, slot) in enumerate(zip(PROMPTS, slots, strict=True))])
+    decode = runner.step([Chunk(index, [3], slot) for index, slot in enumerate(slots)])
+    return torch.cat([*prefill, *decode])
+
+
+def dequantized(model: Any) -> Any:
+    """The model with its adapters' rows rounded to e4m3 and back."""
+    again = copy.deepcopy(model)
+    for name, stack in again.named_buffers():
+        if name.endswith((".lora_a", ".lora_b")):
+            values, scale = quantize_weight(stack)
+            stack.copy_(values.float() * scale.unsqueeze(-1))
+    return again
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).pow(2).mean().sqrt() / expected.std())
+
+
+def test_logits_are_those_of_the_dequantized_adapters(model: Any) -> None:
+    wide: dict[str, Any] = {"kv_dtype": "bf16", "disable": ("quantize_linears",)}
+    found = logits(model, lora_dtype="fp8", **wide)
+    expected, plain = logits(dequantized(model), lora_dtype="bf16", **wide), logits(model, lora_dtype="bf16", **wide)
+    assert error(found, expected) < 0.02 < error(found, plain)
+    untouched = slice(len(PROMPTS[0]), len(PROMPTS[0]) + len(PROMPTS[1]))
+    assert torch.equal(found[untouched], plain[untouched]), "tokens without an adapter do not see how adapters are stored"
+
+
+@pytest.mark.parametrize("lora_input", ["bf16", "fp8"])
+def test_quantized_linears_beside_quantized_adapters(model: Any, lora_input: str) -> None:
+    found = logits(model, lora_dtype="fp8", lora_input=lora_input)
+    assert error(found, logits(dequantized(model), lora_dtype="bf16")) < 0.15
+    assert error(logits(model, lora_dtype="fp8", lora_input=lora_input, disable=("lower_lora",)), found) < 0.1
