@@ -6,10 +6,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..compiler.recipe import Recipe
 from ..graphs.adapter import AdapterError
@@ -19,6 +22,10 @@ from .adapters import AdapterRegistry
 
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.0002
+LEAD_SECONDS = 0.001
+LONGEST_LEAD = 0.005
+LEAD_SHARE = 0.75
+STEPS_WATCHED = 8
 _log = logging.getLogger(__name__)
 Report = tuple[int, int, str | None]
 Copy = tuple[int, int, Block]
@@ -26,12 +33,26 @@ Read = tuple[int, int, int | None, int]  # rank, serial number, slot (None: no r
 NO_READ: Read = (-1, -1, None, -1)
 
 
+@dataclass
+class Flight:
+    """A copy that the device works on: its first and last event, and when its end is expected (time.monotonic; None: nobody knows)."""
+
+    slot: int
+    number: int
+    block: Block
+    first: Any
+    last: Any
+    due: float | None
+    told: bool = False
+
+
 class AdapterStacks:
     """The stacks [S, ...] on the device, and what brings adapters into them.
 
     `start` begins a copy into a slot that no step at work reads, `finished` tells which copies have ended; the caller lets no step use the slot in between.
-    A copy from host memory is one run of asynchronous copies on a stream of its own. `device_calls` must be held by whoever captures a CUDA graph: other
-    threads must not call the device meanwhile.
+    A copy from host memory is one run of asynchronous copies on a stream of its own. One that is about to end is told early, so that the next step can be
+    planned with it: whoever launches a step calls `before_step` first, which has the device wait for what has not quite arrived.
+    `device_calls` must be held by whoever captures a CUDA graph: other threads must not call the device meanwhile.
     """
 
     def __init__(self, recipes: Mapping[str, Recipe], stacks: Mapping[str, torch.Tensor], registry: AdapterRegistry, lora: LoraShape, keep: int) -> None:
@@ -45,7 +66,11 @@ class AdapterStacks:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._reads: queue.PriorityQueue[Read] = queue.PriorityQueue()
         self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
-        self._flying: deque[tuple[int, int, Block, Any]] = deque()
+        self._flying: deque[Flight] = deque()
+        self._copy_seconds: float | None = None
+        self.lead_seconds = LEAD_SECONDS
+        self._step_times: deque[float] = deque(maxlen=STEPS_WATCHED)
+        self._busy_until = 0.0
         self._ended: deque[Report] = deque()
         self._serial = count()
         self._started = False
@@ -74,13 +99,40 @@ class AdapterStacks:
         """(slot, number, None or what went wrong) of each `start` that has ended since the last call; waits up to `timeout` seconds for the first."""
         until = time.monotonic() + timeout
         while True:
-            while self._flying and self._flying[0][3].query():
-                slot, number, block, _ = self._flying.popleft()
-                self.store.release(block)
-                self._ended.append((slot, number, None))
+            self._look_at_flights()
             if self._ended or time.monotonic() >= until:
                 return [self._ended.popleft() for _ in range(len(self._ended))]
             time.sleep(POLL_SECONDS)
+
+    def before_step(self, slots: NDArray[np.int32]) -> None:
+        """Have the device's current stream wait for those copies into `slots` that were told before their end."""
+        for flight in tuple(self._flying):
+            if flight.told and (slots == flight.slot).any():
+                torch.cuda.current_stream(self._device).wait_event(flight.last)
+
+    def note_step(self, now: float) -> None:
+        """A step has ended (time.monotonic).
+
+        A step that is planned when one ends starts behind the one that starts then. So a copy that ends within the shortest of the last steps' times
+        counts as ended, and nobody waits for it; `lead_seconds` is a share of that.
+        """
+        times = self._step_times
+        times.append(now)
+        if len(times) == STEPS_WATCHED:
+            shortest = min(later - earlier for earlier, later in pairwise(times))
+            self.lead_seconds = min(max(LEAD_SHARE * shortest, LEAD_SECONDS), LONGEST_LEAD)
+
+    def _look_at_flights(self) -> None:
+        now = time.monotonic()
+        for flight in tuple(self._flying):  # they end in order
+            over = flight.last.query()
+            if not flight.told and (over or (flight.due is not None and now >= flight.due - self.lead_seconds)):
+                flight.told = True
+                self._ended.append((flight.slot, flight.number, None))
+            if over:
+                self._copy_seconds = flight.first.elapsed_time(flight.last) / 1e3
+                self._flying.popleft()
+                self.store.release(flight.block)
 
     def load(self, slot: int, number: int) -> None:
         """Copy an adapter into a slot in the order of the current stream; reads it first if need be."""
@@ -125,11 +177,15 @@ class AdapterStacks:
         slot, number, block = job
         try:
             if self._stream is not None:
+                first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin = max(time.monotonic(), self._busy_until)
                 with self.device_calls, torch.cuda.stream(self._stream):
+                    first.record(self._stream)
                     torch._foreach_copy_(self._slots[slot], block.tensors, non_blocking=True)
-                    event = torch.cuda.Event()
-                    event.record(self._stream)
-                self._flying.append((slot, number, block, event))
+                    last.record(self._stream)
+                due = None if self._copy_seconds is None else begin + self._copy_seconds
+                self._busy_until = begin if due is None else due
+                self._flying.append(Flight(slot, number, block, first, last, due))
                 return
             torch._foreach_copy_(self._slots[slot], block.tensors)
             problem = None

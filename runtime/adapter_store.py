@@ -1,6 +1,8 @@
 """Adapters in host memory, laid out as their slots: one block each, page-locked beside a GPU, so that a copy needs no further work."""
 import math
+import mmap
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,31 +15,40 @@ from ..graphs.lora import LoraShape
 from ..graphs.stack import slot_tensors
 from .adapters import AdapterRegistry
 
-ALIGNMENT = 256
+ALIGNMENT = 4096
+"""A page of the operating system: page-locking one tensor must not touch its neighbours."""
+LOCK_PAUSE = 0.0002
 
 
 class Block:
     """One adapter's slot of every stack, in the stacks' order: `tensors` are views of one contiguous piece of memory."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, pinned: bool) -> None:
-        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-        self.memory = torch.empty(starts[-1], dtype=torch.uint8)
-        self.tensors = [self.memory[first:first + size].view(dtype).view(shape) for first, size, shape in zip(starts, sizes, shapes, strict=False)]
+        self.memory = torch.frombuffer(mmap.mmap(-1, starts[-1]), dtype=torch.uint8)  # begins at a page
+        self.tensors = [self.memory[first:first + size].view(dtype).view(shape) for first, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)]
         self.holds = 0
-        if pinned:
-            self._page_lock()
+        self.locked = False
 
-    def _page_lock(self) -> None:
-        """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical adapter."""
+    def page_lock(self, device_calls: Any) -> None:
+        """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical adapter.
+
+        Tensor by tensor, with pauses: whoever launches steps waits for a call that locks pages, and for a whole adapter that takes tens of milliseconds.
+        The memory should have been written before, or the call also has to find and clear its pages.
+        """
         runtime = torch.cuda.cudart()
-        pointer = self.memory.data_ptr()
-        error = int(runtime.cudaHostRegister(pointer, self.memory.numel(), 0))
-        if error:
-            raise MemoryError(f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); lower max_cpu_loras")
-        weakref.finalize(self, runtime.cudaHostUnregister, pointer).atexit = False
+        for tensor in self.tensors:
+            pointer = tensor.data_ptr()
+            with device_calls:
+                error = int(runtime.cudaHostRegister(pointer, tensor.nbytes, 0))
+            if error:
+                raise MemoryError(f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); lower max_cpu_loras")
+            weakref.finalize(self, runtime.cudaHostUnregister, pointer).atexit = False
+            time.sleep(LOCK_PAUSE)
+        self.locked = True
 
 
 class AdapterStore:
@@ -56,9 +67,10 @@ class AdapterStore:
         self._lora = lora
         self._keep = max(1, keep)
         self._device_calls = device_calls
-        first = next(iter(stacks.values()))
-        self._dtype, self._pinned = first.dtype, first.device.type == "cuda"
-        self._shapes = [tuple(stacks[name].shape[1:]) for name in self._recipes]
+        dtypes = {stack.dtype for stack in stacks.values()}
+        self._dtype = torch.bfloat16 if torch.float8_e4m3fn in dtypes else next(iter(dtypes))  # of what the recipes start from: scales are fp32
+        self._pinned = next(iter(stacks.values())).device.type == "cuda"
+        self._shapes = [(tuple(stacks[name].shape[1:]), stacks[name].dtype) for name in self._recipes]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._spare: list[Block] = []
         self._made = 0
@@ -101,8 +113,13 @@ class AdapterStore:
                 memo: dict[Recipe, Any] = {}
                 for target, recipe in zip(block.tensors, self._recipes.values(), strict=True):
                     target.copy_(materialize(recipe, lambda source: tensors[source].unsqueeze(0), memo)[0])
-            except BaseException:
-                self._spare.append(block)
+                if self._pinned and not block.locked:
+                    block.page_lock(self._device_calls)
+            except BaseException as error:
+                if isinstance(error, MemoryError):
+                    self._made -= 1  # partly page-locked: not to be used again
+                else:
+                    self._spare.append(block)
                 raise
             with self._lock:
                 block.holds = 1
@@ -126,8 +143,7 @@ class AdapterStore:
             if victim is not None:
                 return self._blocks.pop(victim)
             self._made += 1
-        with self._device_calls:
-            return Block(self._shapes, self._dtype, self._pinned)
+        return Block(self._shapes)
 
     def _victim(self) -> int | None:
         return next((number for number, block in self._blocks.items() if not block.holds), None)

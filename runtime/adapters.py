@@ -2,7 +2,9 @@
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from .errors import RequestError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
+READERS = 8  # threads; reading, checking and hashing all release the interpreter
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,21 @@ class AdapterRegistry:
         `replace_name`: the name may be in use; its former adapter keeps its number until `drop`. Raises RequestError for a bad or used name, a directory
         that is not allowed or one adapter too many, AdapterError for a directory that cannot be served; then nothing has changed.
         """
+        return self._register(name, *self._read(name, path, replace_name), replace_name)
+
+    def add_all(self, paths: Mapping[str, str | Path]) -> Iterator[KnownAdapter]:
+        """Adds several, read on some threads and numbered in the order given; the first that can't be added raises as `add` does."""
+        waiting = deque(paths.items())
+        reads: deque[tuple[str, Future[tuple[Path, Adapter]]]] = deque()  # few at a time: each holds an adapter's tensors
+        with ThreadPoolExecutor(READERS, "adapter-reader") as pool:
+            while waiting or reads:
+                while waiting and len(reads) < READERS:
+                    name, path = waiting.popleft()
+                    reads.append((name, pool.submit(self._read, name, path, False)))
+                name, read = reads.popleft()
+                yield self._register(name, *read.result(), False)
+
+    def _read(self, name: str, path: str | Path, replace_name: bool) -> tuple[Path, Adapter]:
         check_name(name)
         self._check_room(name, replace_name)
         directory = self._resolve(name, path)
@@ -79,6 +97,9 @@ class AdapterRegistry:
                 check_fits(adapter, self.lora)
             except ValueError as error:
                 raise RequestError(f"adapter {name!r}: {error}") from error
+        return directory, adapter
+
+    def _register(self, name: str, directory: Path, adapter: Adapter, replace_name: bool) -> KnownAdapter:
         with self._lock:
             self._check_room(name, replace_name)
             known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}))

@@ -21,7 +21,7 @@ from .connections import SEND_HWM, Connections
 from .curve import Gate, load_server_keys
 from .encoding import Encoder
 from .front_desk import FrontDesk
-from .gpu_link import Answer, BatcherEnd, LoadDone, Loading, Ready, StepFailed
+from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
 from .open_requests import OpenRequests
 from .protocol import INSTANCE_BYTES, MAX_FRAME_BYTES, Health, Welcome
 from .serve_settings import ServeSettings
@@ -134,6 +134,8 @@ class Batcher:
                 stepper.fail(message.step)
             elif isinstance(message, LoadDone):
                 stepper.load_done(message)
+            elif isinstance(message, InHostMemory):
+                stepper.in_host_memory = set(message.numbers)
             elif isinstance(message, Answer):
                 self.desk.answered(message)
 

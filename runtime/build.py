@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -11,7 +12,7 @@ from ..compiler.api import CompiledModel, compile_model
 from ..compiler.build import ProgramStore
 from ..compiler.cache import ProgramCache, cache_directory
 from ..compiler.options import CompileOptions
-from ..compiler.pipeline import pass_names
+from ..compiler.pipeline import PASSES, Pass, pass_names
 from ..compiler.program import Program
 from ..compiler.recipe import Recipe
 from ..graphs.config import LlamaConfig
@@ -38,14 +39,20 @@ class Built:
 
 def build_runner(
     config: LlamaConfig, directory: Path | None, options: EngineOptions, compiler_options: CompileOptions, sizes: EngineSizes, device: torch.device,
-    registry: AdapterRegistry, lora: LoraShape | None,
+    registry: AdapterRegistry, lora: LoraShape | None, passes: tuple[Pass, ...] = PASSES,
+    calibration: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Built:  # fmt: skip
-    """Everything on the device, ready to run. `directory` None: random weights. Raises CapacityError when it does not fit."""
+    """Everything on the device, ready to run. `directory` None: random weights. Raises CapacityError when it does not fit.
+
+    `calibration`: tensors that recipes name and no checkpoint holds. Programs of a pass list other than the compiler's own are not kept between runs: the
+    key of a kept program knows passes by name only.
+    """
     seconds: dict[str, float] = {}
     dtype = compiler_options.model_dtype
     with _timed(seconds, "capture_and_passes"):
         model = Llama(config, lora, dtype=dtype, device="meta")
-        compiled = compile_model(model, compiler_options, cache=_program_cache(config, lora, compiler_options))
+        cache = _program_cache(config, lora, compiler_options) if passes == PASSES else None
+        compiled = compile_model(model, compiler_options, passes=passes, cache=cache)
         largest = compiled.program(_buckets(sizes, sizes.blocks, lora is not None, device).largest())
     num_pages = _plan_pages(largest, config, options, sizes, device)
     buckets = _buckets(sizes, num_pages, lora is not None, device)
@@ -55,7 +62,7 @@ def build_runner(
             lookup, names = dummy_lookup(expected, device, dtype, options.seed)
         else:
             lookup, names = checkpoint_lookup(directory, expected, config.tie_word_embeddings, device, dtype)
-        tensors = load_weights(_recipes(largest, "weight"), lookup, names, model.derived_tensors(), device, options.show_progress)
+        tensors = load_weights(_recipes(largest, "weight"), lookup, names, {**model.derived_tensors(), **calibration}, device, options.show_progress)
     stack_tensors = _zeros(_specs(largest, "adapter"), device)
     stacks = None if lora is None else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, options.max_cpu_loras)
     tensors.update(stack_tensors)

@@ -22,13 +22,16 @@ class ByteDetokenizer:
         self._clean = True
         self.push(prompt_ids[-context:])  # a prompt may end in the middle of a character
 
-    def push(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """The text that `token_ids` add; `last` lets go of bytes that never became a character (as U+FFFD)."""
-        if self._clean and len(token_ids) == 1:
-            token = token_ids[0]
+    def push_one(self, token: int) -> str:
+        """`push` for one token in the midst of a text."""
+        if self._clean:
             text = self._texts[token] if 0 <= token < len(self._texts) else ""
             if text is not None:
                 return text
+        return self.push((token,))
+
+    def push(self, token_ids: Sequence[int], last: bool = False) -> str:
+        """The text that `token_ids` add; `last` lets go of bytes that never became a character (as U+FFFD)."""
         count = len(self._pieces)
         text = self._decoder.decode(b"".join([self._pieces[token] for token in token_ids if 0 <= token < count]), last)
         self._clean = not self._decoder.getstate()[0]

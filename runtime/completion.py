@@ -51,11 +51,12 @@ class Completion:
 
     def extend(self, token: int) -> str:
         """The text that a token adds to a plain completion; the sequence goes on."""
-        if self._detokenizer is None or self._pending:
+        detokenizer = self._detokenizer
+        if detokenizer is None or self._pending:
             self._pending.append(token)
             new = self._push_pending(cast(Tokenizer, self._tokenizer))
         else:
-            new = self._detokenizer.push((token,))
+            new = detokenizer.push_one(token)
             self.text += new
         self._shown = len(self.text)
         return new

@@ -18,6 +18,7 @@ MAX_PENDING_BYTES = 8 << 20
 MAX_WAITING_FRAMES = 1024
 SEND_HWM = 256
 FRAME_BYTES = 256 << 10
+LOGPROB_BYTES = 160
 """Chunks are gathered into frames of about this size."""
 SLOW = "chunks were not read fast enough, so all requests of this connection were ended; read faster, or ask for fewer at once"
 
@@ -89,6 +90,8 @@ class Connections:
         if client.gone or client.slow:
             return
         client.chunk_bytes += 64 + len(chunk.text) + 4 * len(chunk.token_ids)
+        if chunk.logprobs is not None:
+            client.chunk_bytes += LOGPROB_BYTES * sum(map(len, chunk.logprobs))
         self._dirty[client.identity] = client
         if client.blocked:
             key = chunk.request_id, chunk.index
@@ -144,12 +147,16 @@ class Connections:
 
     def _pack(self, client: Client) -> None:
         """Make frames of the client's chunks."""
-        chunks, client.chunks, client.chunk_bytes, client.latest = client.chunks, [], 0, {}
+        chunks, counted = client.chunks, client.chunk_bytes
+        client.chunks, client.chunk_bytes, client.latest = [], 0, {}
+        if 4 * counted < FRAME_BYTES and len(chunks) <= MAX_FRAME_CHUNKS:  # `counted` has one byte for a character, which takes up to four
+            self._append(client, Chunks(chunks))
+            return
         first = size = 0
         for index, chunk in enumerate(chunks):
             if client.gone:
                 return
-            cost = 64 + 4 * len(chunk.text) + 5 * len(chunk.token_ids) + (0 if chunk.logprobs is None else 160 * sum(map(len, chunk.logprobs)))
+            cost = 64 + 4 * len(chunk.text) + 5 * len(chunk.token_ids) + (0 if chunk.logprobs is None else LOGPROB_BYTES * sum(map(len, chunk.logprobs)))
             if index > first and (size + cost > FRAME_BYTES or index - first >= MAX_FRAME_CHUNKS):
                 self._append(client, Chunks(chunks[first:index]))
                 first, size = index, 0

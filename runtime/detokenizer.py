@@ -30,6 +30,10 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, self._skip)
 
+    def push_one(self, token: int) -> str:
+        """`push` for one token in the midst of a text."""
+        return self.push((token,))
+
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The text that `token_ids` add; `last` lets go of bytes that never became a character (as U+FFFD)."""
         if self._tokenizer is None:

@@ -127,6 +127,7 @@ class Engine:
             self._arrivals += 1
             completions.append(Completion(sequence, self.tokenizer, stream))
         self._live[request.request_id] = _Live(request, completions, set(range(params.n)), stream)
+        self._start_loads()
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids (it may just have finished) are ignored."""
@@ -152,12 +153,15 @@ class Engine:
     def plan(self) -> StepPlan | None:
         """The next step; the copies of adapters that go with it are started."""
         plan = self.scheduler.schedule()
+        self._start_loads()
+        return plan
+
+    def _start_loads(self) -> None:
         if self._adapters is not None:
             for slot, number in self.scheduler.take_loads():
                 self._adapters.start_load(slot, number)
             for number in self.scheduler.take_retired():
                 self._adapters.forget_adapter(number)
-        return plan
 
     def take_loads_in(self, timeout: float = 0.0) -> None:
         """Tell the scheduler which adapters have arrived; waits up to `timeout` seconds for the first."""

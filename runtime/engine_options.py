@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..compiler.options import CompileOptions, OptionError
+from ..compiler.options import CompileOptions, Layers, OptionError
 from ..ops.kv_layout import PAGE_SIZE
 
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -120,8 +120,9 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def compile_options(
-    precision: str, dtype: Any, kv_dtype: str, kv_cache_dtype: str, hadamard: bool | None, disable: tuple[str, ...], more: Mapping[str, Any]
-) -> CompileOptions:
+    precision: str, dtype: Any, kv_dtype: str, kv_cache_dtype: str, hadamard: Layers | None, disable: tuple[str, ...], more: Mapping[str, Any],
+    center_keys: Layers | None = None,
+) -> CompileOptions:  # fmt: skip
     """The compiler's options from LLM's spellings. Raises OptionError for unknown values and for options that contradict each other."""
     try:
         wanted = _DTYPES[dtype]
@@ -137,12 +138,20 @@ def compile_options(
     if len(cache) > 1:
         raise OptionError(f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, give one of them")
     options: dict[str, Any] = {"precision": precision, "kv_dtype": cache.pop(), "disable": tuple(disable), **more}
-    if hadamard is not None:
-        options["hadamard"] = hadamard
+    options |= {name: value for name, value in (("hadamard", hadamard), ("center_keys", center_keys)) if value is not None}
     result = CompileOptions(**options)
-    if hadamard and not result.quantizes_kv:
-        raise OptionError("hadamard=True only helps a quantized KV cache, and this one is not; use precision='fp8' or leave hadamard out")
+    for name, value in (("hadamard", hadamard), ("center_keys", center_keys)):
+        if value and not result.quantizes_kv:
+            raise OptionError(f"{name}={value} only helps a quantized KV cache, and this one is not; use precision='fp8' or leave {name} out")
     return result
+
+
+def check_layers(options: CompileOptions, layers: int) -> None:
+    """Raises OptionError where an option names a layer that the model does not have."""
+    for name in ("hadamard", "center_keys", "rotate_values"):
+        chosen = getattr(options, name)
+        if not isinstance(chosen, bool) and chosen and chosen[-1] >= layers:
+            raise OptionError(f"{name} names layer {chosen[-1]}, the model has layers 0 to {layers - 1}")
 
 
 def _kv_dtype(name: str, value: str) -> str:

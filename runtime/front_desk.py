@@ -281,11 +281,12 @@ class FrontDesk:
     def _adapters(self) -> list[AdapterInfo]:
         if self.stepper is None:
             return []
-        slots = self.stepper.scheduler.slots
+        slots, waiting, near = self.stepper.scheduler.slots, self.stepper.scheduler.waiting, self.stepper.in_host_memory
         infos = []
         for adapter in self.stepper.known.values():
-            where: Any = "gpu" if slots.is_resident(adapter.number) else "loading" if slots.is_loading(adapter.number) else "disk"
-            infos.append(AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(adapter.number)))
+            number = adapter.number
+            where: Any = "gpu" if slots.is_resident(number) else "loading" if slots.is_loading(number) else "cpu" if number in near else "disk"
+            infos.append(AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), len(waiting.of(number))))
         return infos
 
     # -- ends ----------------------------------------------------------------------------------------------------------------------

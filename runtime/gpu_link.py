@@ -78,6 +78,12 @@ class LoadDone(Notice, frozen=True, tag="load_done"):
     problem: str | None = None
 
 
+class InHostMemory(Notice, frozen=True, tag="in_host_memory"):
+    """GPU -> batcher: the adapters that are ready in host memory; sent when that has changed."""
+
+    numbers: list[int]
+
+
 class Retire(Notice, frozen=True, tag="retire"):
     """Batcher -> GPU: nobody uses an adapter's number any more."""
 
@@ -108,7 +114,7 @@ class Answer(Notice, frozen=True, tag="answer"):
     problem: str | None = None
 
 
-_decode = msgspec.msgpack.Decoder(Loading | Ready | StepFailed | StartLoad | LoadDone | Retire | Load | Unload | Answer).decode
+_decode = msgspec.msgpack.Decoder(Loading | Ready | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | Answer).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -19,11 +19,12 @@ import zmq
 
 from .channel import Channel, ChannelClosed
 from .engine import Runner
-from .gpu_link import Answer, GpuEnd, Load, LoadDone, LoadedAdapter, Loading, Notice, Ready, Reporter, Retire, StartLoad, StepFailed, Unload
+from .gpu_link import Answer, GpuEnd, InHostMemory, Load, LoadDone, LoadedAdapter, Loading, Notice, Ready, Reporter, Retire, StartLoad, StepFailed, Unload
 from .serve_settings import ServeSettings
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_MS = 1
+HOST_MEMORY_SECONDS = 0.1
 STEP_FAULT = "a step failed on the device"
 
 
@@ -40,6 +41,10 @@ class ServingRunner(Runner, Protocol):
 
     def forget_adapter(self, number: int) -> None:
         """Nobody uses the adapter any more."""
+        ...
+
+    def in_host_memory(self) -> list[int]:
+        """The adapters that need not be read from disk."""
         ...
 
 
@@ -80,6 +85,8 @@ class _Loop:
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._errands: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
         self._loads = 0
+        self._in_host_memory: set[int] = set()
+        self._look_again = 0.0
         self._broken = threading.Event()
 
     def run(self) -> None:
@@ -98,6 +105,8 @@ class _Loop:
                     self._take(message)
                 if self._loads:
                     self._report_loads()
+                if time.monotonic() >= self._look_again:
+                    self._report_host_memory()
                 if self._link.lost in ready:
                     self._supervisor_gone()
                     _log.error("the batcher is gone")
@@ -145,6 +154,13 @@ class _Loop:
         for slot, number, problem in self._runner.loaded():
             self._loads -= 1
             self._reporter.tell(LoadDone(slot, number, None if problem is None else without_directories(problem)))
+
+    def _report_host_memory(self) -> None:
+        self._look_again = time.monotonic() + HOST_MEMORY_SECONDS
+        numbers = set(self._runner.in_host_memory())
+        if numbers != self._in_host_memory:
+            self._in_host_memory = numbers
+            self._reporter.tell(InHostMemory(sorted(numbers)))
 
     def _collect(self, reporter: Reporter) -> None:
         """The thread that waits for the device."""

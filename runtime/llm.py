@@ -7,18 +7,20 @@ import torch
 from tqdm import tqdm
 
 from ..compiler.api import CompiledModel
-from ..compiler.options import OptionError
-from ..compiler.pipeline import check_disabled
+from ..compiler.options import Layers, OptionError
+from ..compiler.pipeline import PASSES, Pass, check_disabled
 from ..graphs.config import LlamaConfig
 from ..graphs.lora import RANK_MULTIPLE, LoraShape
 from ..graphs.stack import lora_shape_for
 from .adapters import AdapterRegistry
 from .build import build_runner
+from .calibration import Calibration, calibrated
 from .engine import Engine, Request
-from .engine_options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions, compile_options, resolve_device, resolve_sizes
+from .engine_options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions, check_layers, compile_options, resolve_device, resolve_sizes
 from .errors import RequestError
 from .outputs import FinishReason, RequestOutput
 from .prompts import make_requests
+from .quick_start import collections_paused, wake
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerLimits
 from .tokenizer import eos_token_ids, load_tokenizer
@@ -48,10 +50,15 @@ class LLM:
     adapters         name -> directory of a PEFT adapter
     precision        `fp8`: weights, activations and KV cache in eight bits; `bf16`, `fp32`: nothing quantized
     kv_cache_dtype   (or kv_dtype) `auto`, `fp8`, `int8`, `bf16`: what the KV cache holds
-    hadamard         rotate Q and K before a quantized cache (None: where it is quantized)
+    hadamard         rotate Q and K before a quantized cache: True, False or layer numbers (None: as calibrated, else everywhere)
+    center_keys      subtract the calibrated constant from K before a quantized cache: the same values (None: as calibrated, else nowhere)
+    rotate_values    rotate V by its weights: True, False or layer numbers
+    calibration      what `sidestream calibrate` wrote: decides what kv_dtype="auto", hadamard=None and center_keys=None mean (None: the file
+                     sidestream_calibration.safetensors beside the checkpoint, if there is one)
     dtype            `auto`, `bfloat16`, `float32`: vLLM's spelling of the unquantized dtype; must agree with precision
     disable_passes   compiler passes to leave out, by name
-    lora_lowering, lora_sm_share, whole_layer, lm_head   see CompileOptions
+    passes           the compiler's pass list, for those who add one with `insert_pass`
+    lora_dtype, lora_input, lora_lowering, lora_sm_share, whole_layer, lm_head   see CompileOptions
     load_format      `dummy`: random weights of the model's shape, for measurements
     device           `cuda`, `cuda:1`, `cpu`; None: the GPU if there is one
     max_model_len, max_num_seqs, max_num_batched_tokens, max_loras, max_lora_rank, max_cpu_loras, num_kv_pages, gpu_memory_utilization, enforce_eager,
@@ -60,6 +67,7 @@ class LLM:
     Raises OptionError, ConfigError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when the device is too small. `generate`
     and `stream` raise RequestError, before anything runs, for a request that cannot be served.
 
+    calibration   the Calibration that is in use, or None
     compiled   the CompiledModel: its passes' report, programs and dump
     registry   the adapters by name
     seconds    where the start-up's time went
@@ -69,9 +77,11 @@ class LLM:
 
     def __init__(
         self, model: str | Path | Mapping[str, Any] | None = None, adapters: Mapping[str, str | Path] | None = None, *, precision: str = "fp8",
-        kv_dtype: str = "auto", kv_cache_dtype: str = "auto", hadamard: bool | None = None, dtype: Any = "auto", disable_passes: Sequence[str] = (),
+        kv_dtype: str = "auto", kv_cache_dtype: str = "auto", hadamard: Layers | None = None, dtype: Any = "auto", disable_passes: Sequence[str] = (),
+        passes: tuple[Pass, ...] = PASSES, center_keys: Layers | None = None, rotate_values: Layers = False,
+        calibration: str | Path | Calibration | None = None,
         lora_lowering: str = "auto", lora_sm_share: float | None = None, whole_layer: str = "auto", lm_head: str = "fp8", load_format: str = "auto",
-        device: str | torch.device | None = None,
+        lora_dtype: str = "auto", lora_input: str = "auto", device: str | torch.device | None = None,
         max_model_len: int | None = None, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, max_loras: int | None = None,
         max_lora_rank: int | None = None, max_cpu_loras: int = 64, num_kv_pages: int | None = None, gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False, enable_prefix_caching: bool = True, show_progress: bool = True, seed: int = 0,
@@ -80,19 +90,27 @@ class LLM:
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_loras=max_loras,
             max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, num_kv_pages=num_kv_pages, gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, show_progress=show_progress, seed=seed)
-        more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head, "whole_layer": whole_layer}
-        compiler_options = compile_options(precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more)
-        check_disabled(compiler_options)
+        more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head, "whole_layer": whole_layer, "rotate_values": rotate_values,
+                "lora_dtype": lora_dtype, "lora_input": lora_input}
+        compiler_options = compile_options(precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more, center_keys)
+        check_disabled(compiler_options, passes)
         if load_format not in LOAD_FORMATS:
             raise OptionError(f"load_format={load_format!r} is not known; choose one of {', '.join(LOAD_FORMATS)}")
         self.device = resolve_device(device)
+        wake(self.device)
         if model is None and adapters is None:
             adapters = {path.parent.name: path.parent for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))}
         self.config, directory = _model(DEMO_MODEL if model is None else model, load_format)
+        self.calibration, compiler_options = calibrated(
+            calibration, self.config, None if load_format == "dummy" else directory, compiler_options, hadamard is None, center_keys is None)
+        check_layers(compiler_options, self.config.num_hidden_layers)
         sizes = resolve_sizes(self.options, self.config.max_position_embeddings, self.device)
         self.registry = AdapterRegistry(self.config, max_lora_rank or MAX_RANK, keep=max_cpu_loras)
-        for name, path in tqdm((adapters or {}).items(), desc="Reading adapters", unit="adapter", disable=not (show_progress and adapters), leave=False):
-            self.registry.add(name, path)
+        given = dict(adapters or {})
+        for _known in tqdm(
+            self.registry.add_all(given), desc="Reading adapters", unit="adapter", total=len(given), disable=not (show_progress and given), leave=False
+        ):
+            pass
         count = len(self.registry.numbers)
         slots = min(count, DEFAULT_MAX_LORAS) if max_loras is None else max_loras
         if slots == 0 and count:
@@ -106,7 +124,9 @@ class LLM:
         vocabulary = self.config.vocab_size
         eos_ids = {token for token in eos_token_ids(directory) | set(self.config.eos_token_ids) if token < vocabulary}
         weights = None if load_format == "dummy" else directory
-        built = build_runner(self.config, weights, self.options, compiler_options, sizes, self.device, self.registry, lora)
+        with collections_paused():
+            built = build_runner(self.config, weights, self.options, compiler_options, sizes, self.device, self.registry, lora, passes,
+                                 {} if self.calibration is None else self.calibration.tensors())
         self.compiled, self.seconds, self.num_pages = built.compiled, built.seconds, built.num_pages
         self._stacks = built.runner.stacks
         limits = SchedulerLimits(

@@ -190,7 +190,7 @@ class Usage(Struct, frozen=True):
     total_seconds: float = 0.0
 
 
-class Chunk(Struct, frozen=True, array_like=True):
+class Chunk(Struct, frozen=True, array_like=True, gc=False):
     """What was added to one completion of a request; an array of its fields in this order, trailing defaults left out.
 
     first        how many tokens of this completion were sent before

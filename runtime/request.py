@@ -11,6 +11,8 @@ class Status(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    HELD = "held"
+    """Put back because a step with it failed, and not in the queue: it may be the culprit."""
     FINISHED = "finished"
 
 
@@ -91,13 +93,6 @@ class Sequence:
             self.counts = Counter(dict.fromkeys(self.tokens[:self.prompt_length], 0))
             self.counts.update(self.output_ids)
         return self.counts
-
-    def append(self, token: int) -> None:
-        """A sampled token has come back."""
-        self.tokens.append(token)
-        self.in_flight -= 1
-        if self.counts is not None:
-            self.counts[token] += 1
 
     @property
     def finished(self) -> bool:

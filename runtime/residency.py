@@ -11,6 +11,7 @@ DRAINING_SHARE = 4
 class Residency:
     """The policy over `AdapterSlots`, for the waiting adapters in the order of their turns.
 
+    `committed`: the last plan whose results came back, as the scheduler says.
     `patience`: an adapter that finds every slot in use first keeps the adapter that was least recently admitted from taking new requests; after that many
     steps the other's running sequences are to be put back. So every slot changes hands at most once in about `patience` steps.
     """
@@ -32,20 +33,23 @@ class Residency:
         self._fresh: set[int] = set()  # arrived and not used yet: if somebody waits for it, it is not given up before, or two could chase each other for ever
         self._draining: set[int] = set()
         self._step = 0
-        self._committed = -1
+        self.committed = -1
         self._full = False
         self._victims: Iterator[int] | None = None
 
     def requested(self, number: int) -> None:
-        """A request of this adapter has come: unless it is here, it is brought into host memory, whether or not there is a slot for it yet."""
-        if self.asynchronous and number >= 0 and not (self.slots.is_resident(number) or self.slots.is_loading(number)):
-            self._loads.append((-1, number))
+        """A request of this adapter has come: unless it is here, it is brought into a slot that nobody needs, else into host memory only, at once."""
+        if not self.asynchronous or number < 0 or self.slots.is_resident(number) or self.slots.is_loading(number):
+            return
+        spared = {other for other in self.slots.resident if self._waiting.active(other)}
+        slot = self.slots.begin(number, self.committed, spared) if not self._since else None  # else whoever waits for a slot comes first
+        self._loads.append((-1 if slot is None else slot, number))
 
     # -- one look at the waiting adapters, in the order of their turns --------------------------------------------------------------
 
-    def begin_pass(self, step: int, committed: int) -> None:
-        """`step`: the number of the plan that is being made; `committed`: the last one whose results came back."""
-        self._step, self._committed = step, committed
+    def begin_pass(self, step: int) -> None:
+        """`step`: the number of the plan that is being made."""
+        self._step = step
         self._spared = {number for number in self._fresh if self._waiting.active(number)}
         self._draining.clear()
         self._full = self.slots.num_slots == 0
@@ -67,7 +71,7 @@ class Residency:
             return number not in self._draining
         if self.slots.is_loading(number):
             return False
-        slot = self.slots.begin(number, self._committed, self._spared) if self._victims is None else None
+        slot = self.slots.begin(number, self.committed, self._spared) if self._victims is None else None
         if slot is None:
             self._wait_for_slot(number)
             return False
@@ -102,7 +106,7 @@ class Residency:
         self._full = True
         since = self._since.setdefault(number, self._step)
         if self._victims is None:  # the first of this pass that finds no slot: nobody after it will
-            self._victims = iter(() if self.slots.settling(self._committed) else self.slots.draining_order())
+            self._victims = iter(() if self.slots.settling(self.committed) else self.slots.draining_order())
         victim = next(self._victims, None) if len(self._draining) < max(1, self.slots.num_slots // DRAINING_SHARE) else None
         if victim is None:
             return

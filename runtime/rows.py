@@ -6,6 +6,14 @@ from .plan import Int32, Int64, SamplingPlan
 from .request import Sequence
 
 
+class SequenceFault(Exception):
+    """Something about one sequence could not be put into a plan."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__(f"request {sequence.request_id!r}")
+        self.sequence = sequence
+
+
 class RowTable:
     """A row for each sequence that runs: its pages, adapter slot and sampling numbers.
 
@@ -23,6 +31,7 @@ class RowTable:
         self.seed = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, -1, np.int32)
         self.penalties = np.zeros((num_rows, 3), np.float32)
+        self.edited = np.zeros(num_rows, np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -39,6 +48,7 @@ class RowTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = sequence.seed
+        self.edited[row] = sequence.edits_logits
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.penalties[row] = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
 
@@ -56,14 +66,15 @@ class RowTable:
         return self.pages[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def sampling(self, rows: Int32, sequences: list[Sequence], sampled: Int32, steps: Int64) -> SamplingPlan:
-        """The sampling part of a plan: `rows` of its B sequences, `sampled` the indices (into them) that get a token."""
+        """The sampling part of a plan: `rows` of its B sequences, `sampled` the indices (into them) that get a token. Raises SequenceFault."""
         bias: tuple[list[int], list[int], list[float]] = ([], [], [])
         history: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for index in sampled.tolist():
-            sequence = sequences[index]
-            if sequence.edits_logits:
-                _edits(sequence, index, int(steps[index]), bias, history)
         chosen = rows[sampled]
+        for index in sampled[self.edited[chosen]].tolist():
+            try:
+                _edits(sequences[index], index, int(steps[index]), bias, history)
+            except Exception as error:
+                raise SequenceFault(sequences[index]) from error
         presence, frequency, repetition = self.penalties[rows].T
         return SamplingPlan(
             greedy=not self.temperature[chosen].any(), num_logprobs=int(self.num_logprobs[chosen].max(initial=-1)), temperature=self.temperature[rows],

@@ -14,6 +14,7 @@ from ..compiler.program import Bucket
 from .adapter_stacks import AdapterStacks, Report
 from .buckets import Buckets
 from .plan import StepPlan, StepResult
+from .quick_start import objects_frozen
 from .sampler import DeviceSamples, Sampler
 from .step_inputs import StepInputs
 
@@ -66,6 +67,11 @@ class ModelRunner:
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
         self._pool: Any = None
 
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Every weight, adapter stack and KV buffer by name, for programs beside the engine's own."""
+        return self._tensors
+
     def warm_up(self, show_progress: bool = False) -> float:
         """GPU only: capture every decode bucket's program, and run some mixed ones so that their kernels are compiled; returns the seconds that it took."""
         begin = time.perf_counter()
@@ -73,8 +79,11 @@ class ModelRunner:
             for bucket in self.buckets.warm_up_buckets():
                 self._program(bucket).bound.run()
         if self.captures:
-            for bucket in tqdm(self.buckets.decode_buckets(), desc="Capturing CUDA graphs", unit="graph", disable=not show_progress, leave=False):
-                self._capture(self._program(bucket))
+            quiet = not show_progress
+            decode = [self._program(bucket) for bucket in tqdm(self.buckets.decode_buckets(), desc="Programs", unit="program", disable=quiet, leave=False)]
+            with objects_frozen():
+                for ready in tqdm(decode, desc="Capturing CUDA graphs", unit="graph", disable=quiet, leave=False):
+                    self._capture(ready)
         return time.perf_counter() - begin
 
     def submit(self, plan: StepPlan) -> Handle:
@@ -83,6 +92,8 @@ class ModelRunner:
             if self.stacks is None:
                 raise RuntimeError("a plan loads an adapter, but the engine was started without adapter slots")
             self.stacks.load(slot, number)
+        if self.stacks is not None:
+            self.stacks.before_step(plan.adapter_index)
         ready = self._program(self.buckets.pick(plan))
         ready.uses += 1
         if self.captures and not ready.bound.captured and ready.uses > 1 and ready.bound.program.bucket.tokens <= CAPTURE_TOKENS:  # type: ignore[union-attr]
@@ -108,10 +119,16 @@ class ModelRunner:
         if self.stacks is not None:
             self.stacks.forget(number)
 
+    def in_host_memory(self) -> list[int]:
+        """The adapters that are ready to be copied, by number."""
+        return [] if self.stacks is None else self.stacks.store.numbers
+
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step's tokens."""
         if handle.done is not None:
             handle.done.synchronize()
+            if self.stacks is not None:
+                self.stacks.note_step(time.monotonic())
         tokens, *others = (None if tensor is None else tensor.numpy() for tensor in vars(handle.samples).values())
         if tokens is None:
             raise RuntimeError(f"step {handle.step} has no tokens")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..ops.argmax import argmax
 from ..ops.sample import sample, top_logprobs
 from .plan import SamplingPlan, StepPlan
 from .staging import Staging
@@ -41,7 +42,7 @@ class Sampler:
         scores = logits
         if len(sampling.history_rows) or len(sampling.bias_rows):
             scores = edited_logits(logits, sampling)
-        tokens = scores.argmax(-1).to(torch.int32) if sampling.greedy else self._draw(scores, sampling)
+        tokens = argmax(scores) if sampling.greedy else self._draw(scores, sampling)
         if sampling.num_logprobs < 0:
             return DeviceSamples(tokens)
         top = top_logprobs(logits, tokens, sampling.num_logprobs)

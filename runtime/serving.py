@@ -92,9 +92,6 @@ class Supervisor:
             self._gpu = self._start_gpu()
             return self._watch()
         finally:
-            signal.set_wakeup_fd(former_fd)
-            for number, handler in former.items():
-                signal.signal(number, handler)
             children = [child for child in (self._gpu, self._batcher) if child is not None]
             for child in children:
                 child.channel.close()
@@ -104,6 +101,9 @@ class Supervisor:
             if self._address.path is not None:
                 self._address.path.unlink(missing_ok=True)
             self._lock.release()
+            signal.set_wakeup_fd(former_fd)
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
     def _start_batcher(self) -> Child:
         return Child.start("batcher", [sys.executable, "-m", "sidestream.runtime.batcher"], self._settings)

@@ -52,7 +52,8 @@ class Stepper:
     """One life of the GPU process, from its `Ready` on.
 
     `late_plans`: plans that came when the device had nothing left to do though requests were open; `idle_seconds`: how long it stood still for want of
-    them; `busy_seconds`: this process's own work on steps, `plan_seconds` the part of it that the next plan waits for.
+    them; `busy_seconds`: this process's own work on steps, `plan_seconds` the part of it that the next plan waits for; `launch_seconds`: from a plan's
+    arrival at the GPU process until all of it is launched.
     """
 
     def __init__(self, ready: Ready, link: BatcherEnd, tokenizer: Tokenizer | None, seed: int = 0) -> None:
@@ -66,9 +67,10 @@ class Stepper:
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
         self._remote = RemoteRunner(link)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
+        self.in_host_memory: set[int] = set()
         self.in_flight = 0
         self.steps = self.late_plans = self.failed_steps = 0
-        self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = 0.0
+        self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = self.launch_seconds = 0.0
         self.last_step_seconds = 0.0
         self._done_before = 0
         self._continuing: dict[int, bool] = {}
@@ -148,6 +150,7 @@ class Stepper:
             "gpu_step_seconds_total": self.device_seconds,
             "batcher_step_seconds_total": self.busy_seconds,
             "plan_seconds_total": self.plan_seconds,
+            "launch_seconds_total": self.launch_seconds,
             "batcher_step_seconds_longest": self.longest_busy,
             "steps_in_flight": self.in_flight,
             "requests_running": len(scheduler.running),
@@ -162,6 +165,7 @@ class Stepper:
         self.longest_busy = max(self.longest_busy, seconds)
         self.last_step_seconds = (timing.done - max(timing.received, self._done_before)) / 1e9
         self.device_seconds += self.last_step_seconds
+        self.launch_seconds += (timing.launched - timing.received) / 1e9
         if self._continuing.pop(step, False) and timing.received > self._done_before > 0:
             self.late_plans += 1
             self.idle_seconds += (timing.received - self._done_before) / 1e9

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import sys
 import tempfile
 import threading
@@ -19,10 +20,26 @@ from typing import Any
 
 import zmq
 
-from ..runtime.protocol import Chunks, Error, GetStats, Hello, Sampling, Stats, Submit, Welcome, decode_from_server, encode
+from ..runtime.protocol import (
+    HEARTBEAT_SECONDS,
+    Adapters,
+    Beat,
+    Chunks,
+    Error,
+    GetStats,
+    Hello,
+    ListAdapters,
+    Sampling,
+    Stats,
+    Submit,
+    Welcome,
+    decode_from_server,
+    encode,
+)
 from ..runtime.serve_settings import ServeSettings
 
 ADAPTERS = 8
+START_SECONDS = 300.0
 
 
 def arguments() -> argparse.Namespace:
@@ -34,7 +51,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer; a finished request is followed by another")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent / "demo_model" / "tokenizer.json")
-    parser.add_argument("--address", help="load this server instead (its adapters are not used, and its figures are printed)")
+    parser.add_argument("--address", help="load this server instead, and print its figures")
+    parser.add_argument("--adapters", type=int, default=0, metavar="N", help="with --address: use N of its adapters in turn (default: the base model only)")
     parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args()
 
@@ -46,17 +64,29 @@ class Load:
         self.options = options
         self.socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.connect(address)
         self.tokens = self.issued = self.finished = 0
         self.gaps: list[float] = []
+        self.adapters: list[str | None] = [None]
 
     def greet(self) -> None:
-        """Wait until the server serves."""
-        while True:
-            self.socket.send(encode(Hello("bench_batcher")))
-            if isinstance(self.receive(10.0), Welcome):
-                return
-            time.sleep(0.2)
+        """Wait until the server serves, and choose adapters."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            if self.socket.poll(500, zmq.POLLOUT):
+                self.socket.send(encode(Hello("bench_batcher")))
+                if isinstance(self.receive(10.0), Welcome):
+                    break
+                time.sleep(0.2)
+        else:
+            raise TimeoutError(f"no server answers after {START_SECONDS:g} s")
+        wanted = self.options.adapters if self.options.address else ADAPTERS
+        if wanted:
+            self.socket.send(encode(ListAdapters(0)))
+            while not isinstance(message := self.receive(10.0), Adapters):
+                pass
+            self.adapters = [adapter.name for adapter in message.adapters[:wanted]]
 
     def receive(self, timeout: float) -> Any:
         """The next message, or None."""
@@ -66,17 +96,21 @@ class Load:
         """One more request, to the next adapter in turn."""
         options, number = self.options, self.issued
         self.issued += 1
-        length = options.output if number >= options.streams else options.output * (1 + number % 16) // 16 + 1  # so that they do not all end at once
+        length = options.output if number >= options.streams else options.output * (17 + number % 16) // 32  # so that they do not all end at once
         sampling = Sampling(temperature=0.0, max_tokens=length, ignore_eos=True)
         prompt = [(number * 7 + place * (1 + number % 3)) % 200 for place in range(options.prompt)]
-        adapter = None if options.address else f"a{number % ADAPTERS}"
+        adapter = self.adapters[number % len(self.adapters)]
         self.socket.send(encode(Submit(str(number), prompt_token_ids=prompt, sampling=sampling, adapter=adapter)))
 
     def run(self, seconds: float) -> None:
         """Read and refill for so long."""
         last, until = time.monotonic(), time.monotonic() + seconds
-        while time.monotonic() < until:
-            message = self.receive(1.0)
+        beat_at = 0.0
+        while (now := time.monotonic()) < until:
+            if now >= beat_at:
+                self.socket.send(encode(Beat()))
+                beat_at = now + HEARTBEAT_SECONDS
+            message = self.receive(HEARTBEAT_SECONDS)
             if isinstance(message, Error):
                 raise RuntimeError(f"{message.code}: {message.message}")
             if not isinstance(message, Chunks):
@@ -94,7 +128,8 @@ class Load:
         """The server's."""
         self.socket.send(encode(GetStats(0)))
         while not isinstance(message := self.receive(10.0), Stats):
-            pass
+            if isinstance(message, Error):
+                raise RuntimeError(f"{message.code}: {message.message}")
         return message.values
 
 
@@ -138,9 +173,12 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     figures: dict[str, float] = {}
 
     def load() -> None:
-        figures.update(watch(settings.bind, options))
-        os.kill(os.getpid(), 15)
-        os.kill(os.getpid(), 15)
+        try:
+            figures.update(watch(settings.bind, options))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)  # does not wait for what is open
 
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
@@ -160,6 +198,7 @@ def compare(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
         "batcher_ms_per_step": 1e3 * change["batcher_step_seconds_total"] / steps,
         "plan_ms_per_step": 1e3 * change["plan_seconds_total"] / steps,
         "batcher_cpu_ms_per_step": 1e3 * change["cpu_seconds_total"] / steps,
+        "launch_ms_per_step": 1e3 * change["launch_seconds_total"] / steps,
         "late_plans_share": change["late_plans_total"] / steps,
         "gpu_idle_us_per_step": 1e6 * change["gpu_idle_seconds_total"] / steps,
         "gpu_idle_share": change["gpu_idle_seconds_total"] / max(1e-9, change["gpu_step_seconds_total"] + change["gpu_idle_seconds_total"]),

@@ -23,20 +23,21 @@ from .random_adapters import write_random_adapter
 PROMPT = 128
 KINDS = ("resident", "host memory", "disk")
 WARM_UPS = 3
+OUTPUT = 1024
+"""More than the background makes during a probe, reading from disk included: it must not end."""
 
 
 class Bench:
     """An engine with its background requests."""
 
-    def __init__(self, llm: Any, background: int, adapters: list[str], output: int) -> None:
+    def __init__(self, llm: Any, background: int, adapters: list[str]) -> None:
         self.llm, self.engine = llm, llm.engine
         self._source = random.Random(0)
         self._vocabulary = llm.config.vocab_size
         self._made = 0
-        self._output = output
+        self._names: list[str] = []
         self._background = background
         self._choices = [None, adapters[0], adapters[1]]
-        self.finished: set[str] = set()
 
     def prompt(self) -> list[int]:
         """Random tokens, so that nothing is found in the prefix cache."""
@@ -54,11 +55,18 @@ class Bench:
         return name
 
     def fill(self) -> None:
-        """Start the background and let it come to its steady state."""
-        for index in range(self._background):
-            self.ask(self._choices[index % 3], self._output)
+        """Start the background anew, so that its contexts stay short, and let it come to its steady state."""
+        for name in self._names:
+            self.engine.abort(name)
+        self._names = [self.ask(self._choices[index % 3], OUTPUT) for index in range(self._background)]
         for _ in range(self._background + 10):
             self.engine.step()
+
+    def check(self) -> None:
+        """Raises RuntimeError if the background has come to an end."""
+        running = len(self.engine.scheduler.running)
+        if running < self._background:
+            raise RuntimeError(f"only {running} of {self._background} background requests are left; the figures do not hold")
 
     def probe(self, adapter: str) -> tuple[float, float]:
         """(milliseconds from submit to first token, the longest gap between steps meanwhile and in the two steps after)."""
@@ -97,11 +105,11 @@ def measure(bench: Bench, names: list[str], repeats: int) -> dict[str, list[tupl
     warm, cold = names[2], names[3:]
     numbers, store = bench.llm.registry.numbers, bench.engine.runner.stacks.store
     bench.wait_for_memory(set(numbers.values()))
-    bench.fill()
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     turn = 0
     for repeat in range(repeats + WARM_UPS):
         for kind in KINDS:
+            bench.fill()
             name = warm
             if kind != "resident":
                 name = cold[turn % len(cold)]
@@ -111,6 +119,7 @@ def measure(bench: Bench, names: list[str], repeats: int) -> dict[str, list[tupl
                 store.forget(numbers[name])
             bench.gaps(8)
             sample = bench.probe(name)
+            bench.check()
             if repeat >= WARM_UPS:
                 times[kind].append(sample)
     return times
@@ -154,11 +163,10 @@ def main() -> None:
         size = sum(file.stat().st_size for file in (Path(scratch) / "0").iterdir())
         print(f"{len(paths)} adapters of {size / 1e6:.0f} MB written in {time.perf_counter() - begin:.1f} s")
         begin = time.perf_counter()
-        output = 40 * (options.repeats + WARM_UPS + 2) * len(KINDS)
         llm = LLM(config, paths, load_format="dummy", max_loras=4, max_lora_rank=32, max_num_seqs=options.background + 1,
-                  max_num_batched_tokens=max(512, options.background + 1), max_model_len=PROMPT + output, show_progress=True)  # fmt: skip
+                  max_num_batched_tokens=max(512, options.background + 1), max_model_len=PROMPT + OUTPUT, show_progress=True)  # fmt: skip
         print(f"ready after {time.perf_counter() - begin:.1f} s", {name: round(seconds, 1) for name, seconds in llm.seconds.items()}, flush=True)
-        bench = Bench(llm, options.background, list(paths), output)
+        bench = Bench(llm, options.background, list(paths))
         times = measure(bench, list(paths), options.repeats)
         report(times, bench.gaps(200))
 

@@ -83,6 +83,8 @@ def settings_of(options: argparse.Namespace) -> Any:
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format")
     if options.no_prefix_caching:
         llm["enable_prefix_caching"] = False
+    if "calibration" in llm:
+        llm["calibration"] = str(Path(llm["calibration"]).resolve())
     model, adapters = str(Path(llm.pop("model")).resolve()), {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()}
     llm["disable_passes"] = list(llm.get("disable_passes", ()))
     bind = str(parse(options.bind or default_address()))

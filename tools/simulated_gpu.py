@@ -55,6 +55,7 @@ class TimedRunner:
         self._step_seconds, self._load_seconds = step_seconds, load_seconds
         self._free_at = 0.0
         self._loads: list[tuple[float, int, int]] = []
+        self._near: set[int] = set()
 
     def submit(self, plan: StepPlan) -> tuple[Any, float]:
         """Start a step behind those that were started before."""
@@ -79,12 +80,18 @@ class TimedRunner:
         done = [load for load in self._loads if load[0] <= now]
         self._loads = [load for load in self._loads if load[0] > now]
         for _, slot, number in done:
+            self._near.add(number)
             if slot >= 0:
                 self.inner.place(slot, number)
         return [(slot, number, None) for _, slot, number in done]
 
     def forget_adapter(self, number: int) -> None:
-        """Nothing is kept."""
+        """It is not in host memory any more."""
+        self._near.discard(number)
+
+    def in_host_memory(self) -> list[int]:
+        """The adapters that have arrived at least once."""
+        return sorted(self._near)
 
 
 class SimulatedModel:

@@ -6,15 +6,17 @@ import shutil
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from sidestream.compiler.recipe import cat, param
+from sidestream.compiler.recipe import cat, item, param, quantize, quantize_weight
 from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.stack import slot_tensors
-from sidestream.runtime.adapter_stacks import AdapterStacks
+from sidestream.runtime.adapter_stacks import LEAD_SECONDS, AdapterStacks, Flight
 from sidestream.runtime.adapters import AdapterRegistry
 from sidestream.runtime.errors import RequestError
 from sidestream.runtime.llm import LLM
@@ -74,6 +76,20 @@ def test_copies_beside_the_steps(config, paths):
     assert len(stacks.store.numbers) == 2, "no more than `keep` in host memory"
     stacks.start(0, numbers[2])
     assert wait_for(stacks, 1) == [(0, 2, None)] and holds(stacks, 0, paths[2], config)
+
+
+def test_fp8_stacks_hold_the_adapters_quantized_rows(config, paths):
+    name = "model.layers.0.self_attn.o_proj.lora_b"
+    recipe = quantize(param(name))
+    stacks = {"o_b": torch.zeros(3, 64, 16).to(torch.float8_e4m3fn), "o_b_scale": torch.zeros(3, 64)}
+    registry = AdapterRegistry(config, 16)
+    number = registry.add("a", paths[0]).number
+    made = AdapterStacks({"o_b": item(recipe, 0), "o_b_scale": item(recipe, 1)}, stacks, registry, LoraShape(3, 16), 2)
+    made.start(1, number)
+    assert wait_for(made, 1) == [(1, number, None)]
+    expected, scale = quantize_weight(slot_tensors(load_adapter(paths[0], config, 16), config, made.lora, torch.bfloat16)[name])
+    assert torch.equal(stacks["o_b"][1].float(), expected.float()) and torch.equal(stacks["o_b_scale"][1], scale) and scale.min() > 1e-6
+    assert not stacks["o_b"][0].float().any() and not stacks["o_b_scale"][2].any()
 
 
 def test_a_slow_disk_does_not_hold_up_what_is_in_memory(config, paths, monkeypatch):
@@ -234,3 +250,29 @@ def test_a_broken_file_ends_one_request_of_many(base, paths, tmp_path):
     assert reasons == ["length", "error", "length"] and "'bad' could not be loaded" in outputs[1].outputs[0].stop_reason
     shutil.copy(paths[0] / "adapter_model.safetensors", copy / "adapter_model.safetensors")
     assert llm.generate([[3, 4]], GREEDY, adapter="bad", use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_copy_is_told_ahead_by_less_than_a_step(config, paths):
+    registry = AdapterRegistry(config, 16)
+    registry.add("a", paths[0])
+    stacks = make_stacks(config, registry)
+    for step in range(20):
+        stacks.note_step(step * 0.004)
+    assert stacks.lead_seconds == pytest.approx(0.003)
+    stacks.note_step(19 * 0.004 + 0.0001)
+    assert stacks.lead_seconds == LEAD_SECONDS
+    over, waited = [False], []
+    last = SimpleNamespace(query=lambda: over[0])
+    block = SimpleNamespace(holds=1)
+    flight = Flight(1, 7, block, SimpleNamespace(elapsed_time=lambda last: 3.0), last, time.monotonic() + 0.2)
+    stacks._flying.append(flight)
+    assert stacks.finished() == [] and not flight.told, "it takes a while yet"
+    flight.due = time.monotonic() + LEAD_SECONDS / 2
+    assert stacks.finished() == [(1, 7, None)] and flight.told and block.holds == 1, "told, and its memory is still being read"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
+        stacks.before_step(np.asarray([0, -1], np.int32))
+        stacks.before_step(np.asarray([0, 1], np.int32))
+    assert waited == [last], "only a step that uses the slot has to wait"
+    over[0] = True
+    assert stacks.finished() == [] and not stacks._flying and block.holds == 0 and stacks._copy_seconds == pytest.approx(0.003)

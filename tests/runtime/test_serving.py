@@ -152,8 +152,12 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     directory = tmp_path_factory.getbasetemp() / "serving0"
     (directory / "new").mkdir(exist_ok=True)
     (directory / "newer").mkdir(exist_ok=True)
-    known = [info.name for info in wire.call(ListAdapters(1)).adapters]
-    assert known == ["a0", "a1", "a2", "a3"]
+    infos = wire.call(ListAdapters(1)).adapters
+    assert [info.name for info in infos] == ["a0", "a1", "a2", "a3"]
+    wire.submit("near", prompt_token_ids=[4], adapter="a3")
+    wire.answer("near")
+    wire.until(lambda: "cpu" in {info.where for info in wire.call(ListAdapters(1)).adapters})
+    assert {info.where for info in infos} <= {"gpu", "cpu", "disk"} and all(info.running == info.waiting == 0 for info in infos)
     assert type(wire.call(LoadAdapter(2, "fresh", str(directory / "new")))).__name__ == "Done"
     wire.submit("f", prompt_token_ids=[4], adapter="fresh")
     assert wire.answer("f").token_ids[0] == continuation([4], 4, 8, VOCABULARY)

@@ -73,13 +73,17 @@ def test_the_pages_of_a_lost_connection_are_free_for_the_next_plan(server):
 
 def test_a_poison_request_ends_alone(server):
     with server.connect() as wire:
-        for index in range(3):
-            wire.submit(f"good{index}", SHORT, prompt_token_ids=[index])
-        for index in range(3):
-            assert wire.answer(f"good{index}").token_ids[0] == continuation([index], -1, 6, VOCABULARY)
+        for index in range(6):
+            wire.submit(f"good{index}", LONG, prompt_token_ids=[index])
+        wire.until(lambda: all(len(wire.answers[f"good{index}"].chunks) > 2 for index in range(6)))
         wire.submit("poison", SHORT, prompt_token_ids=[1, 250, 250, 250, 1])
         error = wire.answer("poison").error
         assert error.code == "request_failed" and "Traceback" not in error.message and "poisoned" not in error.message
+        for index in range(6):
+            assert not wire.answers[f"good{index}"].over, "it came while they ran"
+        for index in range(6):
+            assert wire.answer(f"good{index}").token_ids[0] == continuation([index], -1, 400, VOCABULARY), "computed again, nothing lost"
+        assert server.stats()["failed_steps_total"] > 0
         assert_works(wire)
     assert_empty(server)
 
