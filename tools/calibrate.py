@@ -1,0 +1,248 @@
+"""`sidestream calibrate`: look at a model's keys and values, and decide how its KV cache is quantized."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .engine_arguments import adapters_of, add_lora_options, add_model, model_directory, positive
+from .ledger import batch_inputs, load_model
+
+DESCRIPTION = """\
+Run a short text through the unquantized model, with the base and with each adapter, and look at every layer's queries, keys and values:
+  K amax, outliers   largest key, and how far it stands out in its head (1: flat, sqrt(head dim): one channel alone)
+  K bias             share of the keys' energy that is the same in all tokens, which centring removes
+  e4m3, int8         error of the attention scores in nats with a cache of that type: with Hadamard (the default), and with the best treatment
+  V e4m3, V int8     relative error of attention's output for a value cache of that type, and with V rotated (--rotate-values)
+  K treated          what is chosen for the layer: Hadamard, centring
+  gain               error of the scores with e4m3 and Hadamard over that of what is chosen
+The file holds the keys' means and these figures. LLM(..., calibration=FILE) and --calibration FILE then decide what kv_dtype "auto" means, and where keys are
+transformed and centred; as sidestream_calibration.safetensors in the model's directory it is found without being named."""
+
+EXAMPLES = """\
+examples:
+  sidestream calibrate                                                      the demo model and its adapters
+  sidestream calibrate models/llama --lora-modules sql=adapters/sql -o models/llama/sidestream_calibration.safetensors
+  sidestream calibrate models/llama --prompts corpus.txt --tokens 16384
+  sidestream serve models/llama --calibration sidestream_calibration.safetensors"""
+
+DEFAULT_TOKENS, DEFAULT_LENGTH = 4096, 512
+CPU_TOKENS, CPU_LENGTH = 1024, 256
+ADAPTER_DOCUMENTS = 2
+CHARACTERS_A_TOKEN = 8
+STANDARD_LIBRARY = ("textwrap", "argparse", "statistics", "json.decoder", "difflib", "calendar", "tokenize", "fractions", "heapq", "shlex")
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command to the `sidestream` parser."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="look at a model's keys and values, and decide how its KV cache is quantized",
+        usage="%(prog)s [MODEL] [--lora-modules NAME=DIR ...] [--prompts FILE] [-o FILE]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("-o", "--output", type=Path, default=Path("sidestream_calibration.safetensors"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="UTF-8 text to run (default: sources of Python's standard library)")
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N",
+        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {DEFAULT_TOKENS}, on a CPU {CPU_TOKENS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--length", type=positive, metavar="N", help=f"tokens of a piece, at most the model's limit (default: {DEFAULT_LENGTH}, on a CPU {CPU_LENGTH})"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add_lora_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the model twice over the text (means first, then errors), prints the table, writes the file."""
+    directory = model_directory(options)
+    names = list(adapters_of(options))
+    if not options.output.parent.is_dir():
+        raise ValueError(f"--output {options.output}: name a file in an existing directory")
+    if options.max_loras is not None and options.max_loras < len(names):
+        raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters; leave it out")
+    import torch
+
+    from ..graphs.checkpoint import Checkpoint
+    from ..runtime.calibration import fingerprint
+    from ..runtime.engine_options import resolve_device
+    from ..runtime.tokenizer import load_tokenizer
+
+    device = resolve_device(options.device)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        raise ValueError(f"{directory} has no tokenizer; calibration runs text")
+    model = load_model(options, directory, torch.bfloat16).to(device)
+    tokens, length = (CPU_TOKENS, CPU_LENGTH) if device.type == "cpu" else (DEFAULT_TOKENS, DEFAULT_LENGTH)
+    tokens, length = options.tokens or tokens, options.length or length
+    text = standard_text() if options.prompts is None else options.prompts.read_text(encoding="utf-8")
+    ids = tokenizer.encode(text[:tokens * CHARACTERS_A_TOKEN])[:tokens]
+    jobs = list(documents(ids, min(length, model.config.max_position_embeddings), len(names)))
+    if not jobs:
+        raise ValueError(f"{options.prompts} has less than two tokens; give it some text")
+    calibration = calibrate(model, jobs, device, fingerprint(model.config, Checkpoint(directory)), names, progress=sys.stderr.isatty())
+    print(f"{directory.name}: {calibration.tokens} tokens, adapters: {', '.join(names) or 'none'}\n")
+    print(as_text(calibration))
+    calibration.save(options.output)
+    print(f"written to {options.output}")
+    return 0
+
+
+def standard_text() -> str:
+    """Sources of the standard library: code, and the prose of its comments and docstrings."""
+    import importlib.util
+
+    found = (importlib.util.find_spec(name) for name in STANDARD_LIBRARY)
+    return "\n".join(Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec is not None and spec.origin is not None)
+
+
+def documents(ids: Sequence[int], length: int, adapters: int) -> Iterator[tuple[list[int], int]]:
+    """(token ids, adapter slot or -1): every piece of the text for the base, and two pieces for each adapter in turn."""
+    pieces = [list(ids[first:first + length]) for first in range(0, len(ids), length)]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    yield from ((piece, -1) for piece in pieces)
+    for slot in range(adapters):
+        for turn in range(min(ADAPTER_DOCUMENTS, len(pieces))):
+            yield pieces[(slot * ADAPTER_DOCUMENTS + turn) % len(pieces)], slot
+
+
+@dataclass
+class Sums:
+    """What is added up for a layer: over the tokens in the first run, over pieces in the second."""
+
+    tokens: int = 0
+    key: Any = 0.0
+    key_square: float = 0.0
+    key_amax: float = 0.0
+    value_amax: float = 0.0
+    key_outliers: float = 0.0
+    value_outliers: float = 0.0
+    queries: int = 0
+    score: dict[tuple[str, bool, bool], float] = field(default_factory=dict)
+    value: dict[tuple[str, bool], float] = field(default_factory=dict)
+    output_square: float = 0.0
+
+    def center(self) -> Any:
+        """The mean key [kv heads, head dim] in fp32."""
+        return (self.key / self.tokens).float()
+
+    def look(self, k: Any, v: Any) -> None:
+        """Keys and values [T, HK, D] of one piece: sizes and means."""
+        from .kv_error import outliers
+
+        self.tokens += len(k)
+        self.key = self.key + k.double().sum(0)
+        self.key_square += float(k.double().square().sum())
+        self.key_amax, self.value_amax = max(self.key_amax, float(k.abs().max())), max(self.value_amax, float(v.abs().max()))
+        self.key_outliers += outliers(k) * len(k)
+        self.value_outliers += outliers(v) * len(v)
+
+    def simulate(self, q: Any, k: Any, v: Any, softmax_scale: float) -> None:
+        """Errors of one piece for every cache dtype and treatment."""
+        from ..runtime.calibration import KV_DTYPES, TREATMENTS
+        from .kv_error import attention_weights, score_variance, value_error
+
+        weights = attention_weights(q, k, softmax_scale)
+        self.queries += len(q)
+        for kv_dtype in KV_DTYPES:
+            for hadamard, centered in TREATMENTS:
+                center = self.center() if centered else None
+                variance = score_variance(q, k, softmax_scale, kv_dtype, hadamard=hadamard, center=center, weights=weights)
+                key = (kv_dtype, hadamard, centered)
+                self.score[key] = self.score.get(key, 0.0) + variance * len(q)
+            for rotated in (False, True):
+                error, square = value_error(v, weights, kv_dtype, rotated=rotated)
+                self.value[kv_dtype, rotated] = self.value.get((kv_dtype, rotated), 0.0) + error
+        self.output_square += square
+
+    def figures(self) -> Any:
+        """As `LayerFigures`."""
+        from ..runtime.calibration import LayerFigures
+
+        bias = self.tokens * float((self.key / self.tokens).square().sum()) / max(self.key_square, 1e-30)
+        return LayerFigures(
+            {key: (total / self.queries) ** 0.5 for key, total in self.score.items()},
+            {key: (total / max(self.output_square, 1e-30)) ** 0.5 for key, total in self.value.items()},
+            self.key_amax, self.value_amax, self.key_outliers / self.tokens, self.value_outliers / self.tokens, bias,
+        )  # fmt: skip
+
+
+def calibrate(model: Any, jobs: Sequence[tuple[Sequence[int], int]], device: Any, mark: str, names: Sequence[str], progress: bool = False) -> Any:
+    """The `Calibration` of our plain Llama (with adapter i in slot i) from (token ids, slot) pairs. `mark`: the model's fingerprint."""
+    from tqdm import tqdm
+
+    from ..runtime.calibration import Calibration
+
+    layers = [Sums() for _ in range(model.config.num_hidden_layers)]
+    softmax_scale = model.config.head_dim**-0.5
+    with tqdm(total=2 * len(jobs), desc="Calibrating", unit="run", disable=not progress, leave=False) as bar:
+        for second in (False, True):
+            for ids, slot in jobs:
+                for layer, (q, k, v) in zip(layers, attention_inputs(model, ids, slot, device), strict=True):
+                    if second:
+                        layer.simulate(q, k, v, softmax_scale)
+                    else:
+                        layer.look(k, v)
+                bar.update()
+    centers = [layer.center().cpu() for layer in layers]
+    return Calibration(mark, [layer.figures() for layer in layers], centers, layers[0].tokens, tuple(names))
+
+
+def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> list[tuple[Any, Any, Any]]:
+    """q, k (behind RoPE) and v of every layer for one sequence, in the model's dtype."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ..ops.append_kv import append_kv
+    from ..ops.kv_layout import kv_cache_shape
+    from ..ops.paged_attention import paged_attention
+
+    appended: list[tuple[Any, Any]] = []
+    queries: list[Any] = []
+
+    class Recorder(TorchDispatchMode):
+        """Keeps what the two ops are given."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is append_kv.overload:
+                appended.append((args[0].clone(), args[1].clone()))
+            elif func is paged_attention.overload:
+                queries.append(args[0].clone())
+            return func(*args, **(kwargs or {}))
+
+    inputs = {name: value.to(device) for name, value in batch_inputs([(ids, slot)]).items()}
+    inputs["logits_indices"] = inputs["logits_indices"][-1:]
+    config, pages = model.config, int(inputs["block_table"].max()) + 1
+    shape = kv_cache_shape(pages, config.num_key_value_heads, config.head_dim)
+    caches = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(config.num_hidden_layers)]
+    with torch.no_grad(), Recorder():
+        model(**inputs, kv_caches=caches)
+    return [(q, k, v) for q, (k, v) in zip(queries, appended, strict=True)]
+
+
+def as_text(calibration: Any) -> str:
+    """The table by layer, and what is chosen for all."""
+    from ..compiler.report import columns
+    from ..runtime.calibration import KV_DTYPES
+
+    chosen = calibration.kv_dtype
+    header = ["layer", "K amax", "outliers", "bias", "e4m3", "best", "int8", "best", "V e4m3", "rotated", "V int8", "rotated", "K treated", "gain"]
+    table: list[tuple[str, ...]] = [tuple(header)]
+    for number, layer in enumerate(calibration.layers):
+        row = [str(number), f"{layer.key_amax:.1f}", f"{layer.key_outliers:.1f}", f"{layer.bias:.0%}"]
+        for kv_dtype in KV_DTYPES:
+            row += [f"{layer.key_errors[kv_dtype, True, False]:.1e}", f"{layer.key_errors[(kv_dtype, *layer.treatment(kv_dtype))]:.1e}"]
+        row += [f"{layer.value_errors[kv_dtype, rotated]:.1e}" for kv_dtype in KV_DTYPES for rotated in (False, True)]
+        treatment = layer.treatment(chosen)
+        words = [word for word, on in zip(("Hadamard", "centred"), treatment, strict=True) if on]
+        gain = layer.key_errors["fp8_e4m3", True, False] / max(layer.key_errors[(chosen, *treatment)], 1e-30)
+        table.append((*row, ", ".join(words) or "as it is", f"{gain:.2f}x"))
+    errors = ", ".join(f"{kv_dtype} {calibration.error(kv_dtype):.1e}" for kv_dtype in KV_DTYPES)
+    return f"{columns(table, right=range(1, 12))}\nchosen for all layers: kv_dtype={chosen} (error of attention, scores and values: {errors})"

@@ -1,0 +1,110 @@
+"""The arms of `sidestream eval`: named sets of engine options, each a way to serve the same model."""
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+REFERENCE = "bf16"
+DEFAULT = "fp8"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to serve.
+
+    options   arguments of `LLM` beside model and adapters
+    about     one line for the tables
+    passes    name of a function of `emulation` that makes the pass list
+    weights   name of a function of `emulation` that edits the loaded weights in place
+    control   it must fail the verdict: if it does not, the measurement sees nothing
+    eager     its ops can't be captured in a CUDA graph
+    slow      its ops are references: it runs on a part of the items
+    calibrated  it needs the model's calibration
+    """
+
+    name: str
+    about: str
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    passes: str = "plain"
+    weights: str = ""
+    control: bool = False
+    eager: bool = False
+    slow: bool = False
+    calibrated: bool = False
+
+
+def _fp8(name: str, about: str, calibrated: bool = False, **options: Any) -> Arm:
+    return Arm(name, about, MappingProxyType({"precision": "fp8", **options}), calibrated=calibrated)
+
+
+TENSORWISE: Mapping[str, Any] = MappingProxyType({
+    "precision": "fp8", "kv_dtype": "fp8_e4m3", "hadamard": False, "whole_layer": "off", "lora_dtype": "bf16", "disable_passes": ("fuse_quantize",)})
+
+ARMS: tuple[Arm, ...] = (
+    Arm(REFERENCE, "nothing quantized: what all others are compared with", MappingProxyType({"precision": "bf16"})),
+    _fp8(DEFAULT, "the default: e4m3 with one scale per row, e4m3 cache, Hadamard, PV in 16 bits"),
+    _fp8("fp8-no-hadamard", "the default without the Hadamard transform of Q and K", hadamard=False),
+    _fp8("fp8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
+    _fp8("fp8-centred", "the default with calibrated constants subtracted from K", kv_dtype="fp8_e4m3", hadamard=True, center_keys=True, calibrated=True),
+    _fp8("fp8-centred-no-hadamard", "K centred, not transformed", kv_dtype="fp8_e4m3", hadamard=False, center_keys=True, calibrated=True),
+    _fp8("fp8-kv-int8", "an int8 cache, Hadamard", kv_dtype="int8"),
+    _fp8("fp8-kv-int8-no-hadamard", "an int8 cache, no Hadamard", kv_dtype="int8", hadamard=False),
+    _fp8("fp8-kv-int8-rotated", "an int8 cache, Hadamard, each head of V rotated (folded into the weights)", kv_dtype="int8", rotate_values=True),
+    _fp8("fp8-kv-bf16", "the cache is not quantized", kv_dtype="bf16"),
+    _fp8("fp8-rotated", "the default with each head of V rotated (folded into the weights)", rotate_values=True),
+    _fp8("fp8-lora-fp8", "adapters and their input in e4m3, one scale per row", lora_dtype="fp8", lora_input="fp8"),
+    _fp8("fp8-lora-input-bf16", "adapters in e4m3, their input in 16 bits", lora_dtype="fp8", lora_input="bf16"),
+    _fp8("fp8-whole-layer", "decode steps without LoRA with one launch a layer: one scale per token and 128 columns", whole_layer="on"),
+    _fp8("fp8-lm-head-bf16", "the output projection is not quantized", lm_head="bf16"),
+    Arm("fp8-tensorwise", "one scale per tensor for weights and activations, adapters in 16 bits, as peers do (emulated)", TENSORWISE,
+        passes="with_tensorwise", weights="tensorwise_weights"),
+    Arm("fp8-tensorwise-hadamard", "the same with the Hadamard transform", MappingProxyType({**TENSORWISE, "hadamard": True}),
+        passes="with_tensorwise", weights="tensorwise_weights"),
+    Arm("control-wrong-scale", "a fault: one layer's weight scale is four times what it should be", MappingProxyType({"precision": "fp8"}),
+        weights="wrong_scale", control=True),
+    Arm("control-one-sided-hadamard", "a fault: K is transformed, Q is not",
+        MappingProxyType({"precision": "fp8", "hadamard": True, "disable_passes": ("fuse_rope_append",)}), passes="with_one_sided_hadamard", control=True),
+    Arm("control-fp8-pv", "PV in FP8 with the tensor cores' short sums (emulated), which long contexts show",
+        MappingProxyType({"precision": "fp8", "whole_layer": "off", "disable_passes": ("fuse_quantize",)}),
+        passes="with_fp8_pv", control=True, eager=True, slow=True),
+)  # fmt: skip
+BY_NAME = {arm.name: arm for arm in ARMS}
+SMOKE = (DEFAULT, "fp8-kv-int8", "fp8-tensorwise")
+SMOKE_CONTROLS = ("control-wrong-scale", "control-one-sided-hadamard")
+INJECTED = (DEFAULT, "fp8-no-hadamard", "fp8-centred", "fp8-kv-int8", "fp8-tensorwise")
+
+
+def chosen_arms(names: Sequence[str], with_controls: bool) -> list[Arm]:
+    """The arms to compare with the reference, by name (none: all), in the order of `ARMS`.
+
+    Raises ValueError for a name that is none.
+    """
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        raise ValueError(f"--arms names {unknown[0]!r}, which is no arm; arms: {', '.join(BY_NAME)}")
+    return [arm for arm in ARMS if arm.name != REFERENCE and (arm.name in names or (not names and not arm.control) or (arm.control and with_controls))]
+
+
+def open_arm(arm: Arm, model: Any, adapters: Mapping[str, Any], calibration: Any = None, **sizes: Any) -> Any:
+    """An `LLM` of this arm, on which programs beside the engine's own may be run after its last request. `calibration`: for the arms that need one."""
+    from ...runtime.llm import LLM
+    from . import emulation
+
+    passes: Callable[[], Any] = getattr(emulation, arm.passes)
+    own = {"calibration": calibration} if arm.calibrated else {}
+    llm = LLM(model, adapters, passes=passes(), enable_prefix_caching=False, show_progress=False, enforce_eager=True, **{**arm.options, **own, **sizes})
+    runner: Any = llm.engine.runner
+    if llm.device.type == "cuda":  # few programs, each captured when it is met again: the start takes seconds
+        runner.buckets = replace(runner.buckets, rounded=True)
+        runner.captures = not arm.eager
+    if arm.weights:
+        edit: emulation.WeightEdit = getattr(emulation, arm.weights)
+        edit(runner.tensors, llm.compiled.recipes, _lookup(llm, model))
+    return llm
+
+
+def _lookup(llm: Any, directory: Any) -> Callable[[str], Any]:
+    from ...graphs.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(directory)
+    return lambda name: checkpoint.tensor(name).to(device=llm.device, dtype=llm.compiled.options.model_dtype)

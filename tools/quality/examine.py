@@ -1,0 +1,116 @@
+"""How good the evaluation models are, judged by transformers: what the training prints at its end, and `python -m sidestream.tools.quality.examine DIR`.
+
+In bfloat16 on a GPU, in float32 on the CPU.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from .corpus import documents
+from .needle import needle_item
+from .tasks import TASKS, right
+from .train_data import EOS
+
+EXAM_SEED = 1
+TOKENS_IN_A_BATCH = 65_536
+LONGEST_PADDED = 6144  # longer prompts go one by one: their mask would be quadratic in size
+NEEDLES_PER_DEPTH = 8
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: Tokenizer, prompts: list[str], new_tokens: int) -> list[str]:
+    """Greedy completions, batched by length and padded on the left."""
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch(prompts)]
+    order = sorted(range(len(prompts)), key=lambda index: len(encoded[index]))
+    device = next(model.parameters()).device
+    found = [""] * len(prompts)
+    while order:
+        width = len(encoded[order[-1]])
+        rows = max(1, min(len(order), TOKENS_IN_A_BATCH // width)) if width <= LONGEST_PADDED else 1
+        chosen, order = order[-rows:], order[:-rows]
+        ids = torch.full((rows, width), EOS)
+        mask = torch.zeros(rows, width, dtype=torch.long)
+        for row, index in enumerate(chosen):
+            ids[row, width - len(encoded[index]) :] = torch.tensor(encoded[index])
+            mask[row, width - len(encoded[index]) :] = 1
+        given = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=new_tokens, do_sample=False, pad_token_id=EOS)
+        for index, text in zip(chosen, tokenizer.decode_batch(given[:, width:].tolist()), strict=True):
+            found[index] = text
+    return found
+
+
+def accuracy(model: Any, tokenizer: Tokenizer, name: str, count: int, instructed: bool = False) -> dict[str, Any]:
+    """Share of right answers to `count` test items and, on a fifth as many more, of each level that is trained but not asked in tests.
+
+    The latter is what the choice of `test_levels` rests on. `instructed` asks in the base model's words, and the test's levels only.
+    """
+    task = TASKS[name]
+    asked = task.levelled(count, EXAM_SEED, "test", task.test_levels)
+    others = () if instructed else tuple(level for level in task.train_levels if level not in task.test_levels)
+    if others:
+        asked = asked + task.levelled(max(1, count // 5) * len(others), EXAM_SEED, "test", others)
+    prompts = [(task.instructed(item) if instructed else item).prompt for _, item in asked]
+    by_level: dict[int, list[bool]] = defaultdict(list)
+    for (level, item), text in zip(asked, answers(model, tokenizer, prompts, task.max_new_tokens), strict=True):
+        by_level[level].append(right(item, text))
+    tested = [value for level in set(task.test_levels) for value in by_level.get(level, ())]
+    levels = {level: sum(values) / len(values) for level, values in sorted(by_level.items())}
+    return {"right": sum(tested) / len(tested), "items": len(tested), "levels": levels}
+
+
+def needle_accuracy(model: Any, tokenizer: Tokenizer, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Share of needles found, by "tokens@depth"."""
+    found = {}
+    for tokens in lengths:
+        for depth in (0.0, 0.5, 1.0):
+            items = [needle_item(tokens, depth, seed, tokenizer) for seed in range(NEEDLES_PER_DEPTH)]
+            texts = answers(model, tokenizer, [item.prompt for item in items], 12)
+            found[f"{tokens}@{depth:g}"] = sum(text.strip() == item.answer for item, text in zip(items, texts, strict=True)) / len(items)
+    return found
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokenizer: Tokenizer, limit: int) -> float:
+    """Of held-out documents of the standard library."""
+    device = next(model.parameters()).device
+    total, tokens = 0.0, 0
+    for text in documents("held_out", limit):
+        ids = torch.tensor([tokenizer.encode(text).ids], device=device)
+        logits = model(input_ids=ids[:, :-1]).logits[0].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        tokens += ids.shape[1] - 1
+    return float(torch.tensor(total / tokens).exp())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `python -m sidestream.tools.quality.examine`: one line a task."""
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.quality.examine", description="Ask trained evaluation models all test questions.")
+    parser.add_argument("directory", type=Path, help="what the training wrote: base and adapters/NAME")
+    parser.add_argument("--items", type=int, default=500, help="questions of a task (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=list(TASKS), help="only these (default: all)")
+    options = parser.parse_args(arguments)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    tokenizer = Tokenizer.from_file(str(options.directory / "base" / "tokenizer.json"))
+    print(f"{options.directory}: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, {dtype}", flush=True)
+    for name in options.tasks:
+        started = time.monotonic()
+        base = LlamaForCausalLM.from_pretrained(options.directory / "base", dtype=dtype)
+        model = PeftModel.from_pretrained(base, str(options.directory / "adapters" / name)).to(device, dtype).eval()
+        result = accuracy(model, tokenizer, name, options.items)
+        levels = ", ".join(f"{level}: {share:.0%}" for level, share in result["levels"].items())
+        print(f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}), {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
