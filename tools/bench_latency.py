@@ -63,6 +63,7 @@ examples:
   sidestream bench latency                                              C = 1, 8, 64 without adapters and with a Zipf mix
   sidestream bench latency --concurrency 64 --lora none zipf four
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
+  sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
   sidestream bench latency --model demo --output-len 40 --concurrency 2  the demo model, to see the format without a GPU"""
 
 
@@ -117,6 +118,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument(
         "--output-json", type=Path, default=Path("bench-latency.json"), metavar="FILE", help="where the figures go (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ablate", action="store_true", help="instead of the table: turn off one optimisation at a time and print what each is worth, us a layer (GPU)"
     )
     parser.add_argument("--profile", type=Path, metavar="FILE", help="afterwards write a trace of some steps of the last line for Perfetto")
     add_compile_options(parser)
@@ -185,6 +189,10 @@ def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | No
 def run(options: argparse.Namespace) -> int:
     """Builds the engine once, measures every (lora, concurrency) pair, prints the table and writes the JSON."""
     check(options)
+    if options.ablate:
+        from .ablation import run as ablate
+
+        return ablate(options.concurrency, options.lora_rank, options.num_adapters, options.num_iters, options.output_json)
     config, directory = model_fields(options)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         adapters = make_adapters(options, config, Path(scratch))

@@ -20,7 +20,7 @@ from .engine_arguments import positive, share
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence
 VOCABULARY = 4096
-LOWERINGS = ("none", "serial", "side_stream", "auto")
+LOWERINGS = ("none", "serial", "side_stream", "one_launch", "auto")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Row:
 class Layers:
     """The compiled models of both depths and their tensors, shared by every program."""
 
-    def __init__(self, rank: int, slots: int, device: str = "cuda") -> None:
+    def __init__(self, rank: int, slots: int, device: str = "cuda", options: Any = None) -> None:
         import torch
 
         from ..compiler.api import compile_model
@@ -62,7 +62,7 @@ class Layers:
         from ..graphs.lora import LoraShape
 
         self.device = device
-        self.options = CompileOptions()
+        self.options = options or CompileOptions()
         self.models = {}
         for depth in DEPTHS:
             config = LlamaConfig.from_dict({**LLAMA_8B, "vocab_size": VOCABULARY, "num_hidden_layers": depth})
@@ -171,6 +171,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-pdl", action="store_true", help="also everything without programmatic dependent launch")
     made.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: %(default)s)")
     made.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: %(default)s)")
+    made.add_argument("--lora-dtype", choices=("auto", "bf16", "fp8"), default="auto", help="of the adapters; one_launch needs fp8 (default: %(default)s)")
     made.add_argument("--repeats", type=positive, default=7, metavar="N", help="timed rows; the median counts (default: %(default)s)")
     made.add_argument("--output-json", type=Path, metavar="FILE", help="also write the figures here")
     return made
@@ -178,8 +179,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints the table."""
+    from ..compiler.options import CompileOptions
+
     options = parser().parse_args(arguments)
-    layers = Layers(options.lora_rank, options.num_adapters)
+    layers = Layers(options.lora_rank, options.num_adapters, options=CompileOptions(lora_dtype=options.lora_dtype))
     names = [str(slot) for slot in range(options.num_adapters)]
     rows = []
     print(f"{'tokens':>6}{'adapters':>10}  {'LoRA':<24}{'us/layer':>10}{'of none':>9}")

@@ -13,6 +13,7 @@ from . import (
     bench_serve,
     bench_startup,
     bench_throughput,
+    calibrate,
     chat,
     collect_env,
     complete,
@@ -24,7 +25,9 @@ from . import (
     keygen,
     ledger,
     serve,
+    tune,
 )
+from . import eval as evaluation
 
 DESCRIPTION = """\
 Serve many LoRA fine-tunes of one Llama from one GPU.
@@ -57,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sidestream {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, generate, serve, complete, chat, keygen, dump, explain, diff, ledger, collect_env):
+    for module in (demo, generate, serve, complete, chat, keygen, dump, explain, diff, ledger, calibrate, evaluation, tune, collect_env):
         module.add_parser(commands)
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more.")
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)

@@ -25,6 +25,19 @@ def share(text: str) -> float:
     return value
 
 
+def layers(text: str) -> bool | tuple[int, ...]:
+    """`on`, `off`, or numbers of layers such as 0,3-7, for argparse."""
+    if text in ("on", "off"):
+        return text == "on"
+    chosen: set[int] = set()
+    for part in text.split(","):
+        if not re.fullmatch(r"\d{1,4}(-\d{1,4})?", part):
+            raise argparse.ArgumentTypeError(f"{text!r} is not on, off, or numbers of layers such as 0,3-7")
+        first, _, last = part.partition("-")
+        chosen |= set(range(int(first), int(last or first) + 1))
+    return tuple(sorted(chosen))
+
+
 def named_path(text: str) -> tuple[str, str]:
     """`name=path` of --lora-modules, for argparse."""
     name, equals, path = text.partition("=")
@@ -57,7 +70,20 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what the KV cache holds (default: fp8_e4m3 with --precision fp8, else as the model)",
     )
-    group.add_argument("--no-hadamard", action="store_true", help="do not rotate Q and K before K is quantized")
+    group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
+    group.add_argument(
+        "--hadamard", type=layers, metavar="LAYERS",
+        help="where Q and K are rotated before K is quantized: on, off, or layers such as 0,3-7 (default: as calibrated, else on)",
+    )  # fmt: skip
+    group.add_argument(
+        "--center-keys", type=layers, metavar="LAYERS",
+        help="where a calibrated constant is subtracted from K before it is quantized: on, off, or layers (default: as calibrated, else off)",
+    )  # fmt: skip
+    group.add_argument("--rotate-values", type=layers, metavar="LAYERS", help="where V is rotated by its weights: on, off, or layers (default: off)")
+    group.add_argument(
+        "--lora-dtype", choices=("auto", "bf16", "fp8"),
+        help="what adapters are kept in on the device: 16 bits, or e4m3 with one scale a row, which is faster (default: bf16)",
+    )  # fmt: skip
     group.add_argument(
         "--disable-pass",
         action="append",
@@ -89,6 +115,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=positive, metavar="N", help="longest prompt + answer, in tokens (default: the model's limit, at most 8192)"
     )
+    group.add_argument(
+        "--calibration", metavar="FILE",
+        help="what `sidestream calibrate` wrote (default: sidestream_calibration.safetensors in the model's directory, if it is there)",
+    )  # fmt: skip
     group.add_argument("--max-num-seqs", type=positive, metavar="N", help="requests that run at once (default: 256, on a CPU 16)")
     group.add_argument(
         "--max-num-batched-tokens", type=positive, metavar="N", help="tokens of one step; longer prompts are cut into chunks"
@@ -131,16 +161,20 @@ def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "precision": options.precision,
         "kv_dtype": kv_dtype,
-        "hadamard": not options.no_hadamard,
         "disable": tuple(options.disable_pass),
-    }
+    } | key_arguments(options)
 
 
 def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The same as arguments of `LLM`, which decides about Hadamard by itself unless it is switched off."""
+    """The same as arguments of `LLM`, which decides about Hadamard and centring by itself where they are not given."""
     compiled = compile_arguments(options)
     arguments = {"precision": compiled["precision"], "kv_cache_dtype": compiled["kv_dtype"], "disable_passes": compiled["disable"]}
-    return arguments | ({"hadamard": False} if options.no_hadamard else {})
+    return arguments | key_arguments(options)
+
+
+def key_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of --hadamard, --center-keys, --rotate-values and --lora-dtype that were given."""
+    return ({"hadamard": False} if options.no_hadamard else {}) | given(options, "hadamard", "center_keys", "rotate_values", "lora_dtype")
 
 
 def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +187,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
     }
     return arguments | given(
-        options, "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank", "gpu_memory_utilization", "device"
+        options, "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank", "gpu_memory_utilization", "device", "calibration"
     )
 
 

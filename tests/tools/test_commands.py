@@ -85,6 +85,20 @@ def test_dump_reads_no_weights(tmp_path: Path) -> None:
     assert "lora" in text
 
 
+def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("dump", "-o", str(tmp_path / "here"), "--bucket", "2", "--measure")
+    timings = json.loads((tmp_path / "here" / "timings.json").read_text())
+    (program,) = [json.loads(path.read_text()) for path in (tmp_path / "here").rglob("program.json")]
+    (places,) = timings["steps"].values()
+    assert len(places) == len(program["steps"])
+    assert all(0 <= start < end for start, end in places) and places == sorted(places)
+    run("dump", "-o", str(tmp_path / "there"), "--bucket", "2", "--timings", "--measured", str(tmp_path / "here" / "timings.json"))
+    assert all('"measured":[[0' in (tmp_path / name / "index.html").read_text() for name in ("here", "there"))
+    capsys.readouterr()
+    assert cli.main(["dump", "--measure", "--measured", "timings.json"]) == 2
+    assert "contradict" in capsys.readouterr().err
+
+
 def test_bench_latency_measures_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "latency.json"
     run(

@@ -1,0 +1,73 @@
+"""Keeps the tables of docs/performance.md and of the README true: makes each from the raw output in docs/measurements.
+
+    python -m sidestream.tools.performance            exit code 1 and a diff when a table is not what was measured
+    python -m sidestream.tools.performance --write    put the measured tables in
+"""
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .excerpts import Excerpts, keep_true
+
+ROOT = Path(__file__).parents[1]
+MEASUREMENTS = ROOT / "docs" / "measurements"
+
+
+def raw(name: str) -> Any:
+    """The JSON that a bench wrote."""
+    return json.loads((MEASUREMENTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def latency(name: str = "bench_latency_h200") -> str:
+    """Workload A: a line for each C, base beside adapters."""
+    rows = {(row["lora"], row["concurrency"]): row for row in raw(name)["rows"]}
+    lines = []
+    for count in sorted({count for _, count in rows}):
+        base, mixed = rows["none", count], rows["zipf", count]
+        cells = [cell for row in (base, mixed) for cell in (f"{row['ms_per_step']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{row['share_of_floor']:.0%}")]
+        lines.append([str(count), *cells, f"{base['ms_per_step'] / mixed['ms_per_step']:.2f}"])
+    return table(["requests at once", "base, ms", "tok/s", "of floor", "with adapters, ms", "tok/s", "of floor", "with / without"], lines)
+
+
+def prefill() -> str:
+    """Workload P, prompts alone."""
+    lines = []
+    for row in raw("bench_prefill_h200")["rows"]:
+        ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}"
+        lines.append(["none" if row["lora"] == "none" else "8, Zipf", f"{row['prompt_tokens_per_second']:,.0f}", f"{row['share_of_fp8_peak']:.0%}", ttft])
+    return table(["adapters", "prompt tokens/s", "of the FP8 peak", "first token, p50 / p99 ms"], lines)
+
+
+def attention() -> str:
+    """The share of the memory's bandwidth (decode) and the rate (prefill) of attention alone."""
+    rows = raw("bench_attention_h200")["attention"]
+    caches = list(dict.fromkeys(row["cache"] for row in rows))
+    shapes: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        rate = f"{row['us']:.1f} us, {row['share']:.0%}" if row["kind"] == "decode" else f"{row['us']:.0f} us, {row['rate']:.0f} TFLOP/s"
+        shapes.setdefault((row["kind"], row["shape"]), {})[row["cache"]] = rate
+    return table(["attention", *caches], [[f"{kind} {shape}", *(cells.get(cache, "") for cache in caches)] for (kind, shape), cells in shapes.items()])
+
+
+def eight_bit_latency() -> str:
+    """The same with adapters in e4m3."""
+    return latency("bench_latency_lora_fp8_h200")
+
+
+TABLES: Excerpts = {"latency": latency, "latency, adapters in eight bits": eight_bit_latency, "prefill": prefill, "attention": attention}
+PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return keep_true("python -m sidestream.tools.performance", str(__doc__), PAGES, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
