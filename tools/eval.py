@@ -34,7 +34,7 @@ examples:
 A line of prompts.jsonl is {"prompt": "List all users", "answer": "SELECT * FROM users;", "adapter": "sql"}; without "answer" bf16's own is taken for right,
 without "adapter" the base model and every adapter are asked. A plain text file has one prompt a line."""
 
-SMOKE_TASKS, SMOKE_DOCUMENTS = 12, 24
+SMOKE_TASKS, SMOKE_DOCUMENTS = 6, 12
 GPU_JOBS = 8
 
 

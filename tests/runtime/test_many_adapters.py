@@ -8,7 +8,7 @@ from sidestream.tools.bench_model import TINY, write_model
 from sidestream.tools.serve_traffic import zipf_weights
 
 ADAPTERS = 500
-REQUESTS = int(os.environ.get("SIDESTREAM_ADAPTER_REQUESTS", "160"))
+REQUESTS = int(os.environ.get("SIDESTREAM_ADAPTER_REQUESTS", "96"))
 OPTIONS = {"load_format": "dummy", "precision": "fp32", "device": "cpu", "max_model_len": 256, "max_lora_rank": 16, "show_progress": False}
 
 
@@ -26,7 +26,7 @@ def test_zipf_traffic_over_five_hundred_adapters(adapters):
     params = [sidestream.SamplingParams(temperature=0, max_tokens=source.randrange(2, 9), ignore_eos=True) for _ in chosen]
     outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=False)]
     stats = llm.engine.scheduler.stats()
-    assert stats.adapter_evictions > 0 and stats.adapters_resident <= 24 and stats.pages_used == 0 and len(set(chosen)) > 60
+    assert stats.adapter_evictions > 0 and stats.adapters_resident <= 24 and stats.pages_used == 0 and len(set(chosen)) > 0.4 * REQUESTS
     alone = sidestream.LLM(TINY, {name: adapters[name] for name in set(chosen)}, max_loras=1, max_num_seqs=1, max_num_batched_tokens=128,
                            enable_prefix_caching=False, **OPTIONS)  # fmt: skip
     for prompt, name, param, tokens in zip(prompts, chosen, params, outputs, strict=True):
