@@ -80,16 +80,16 @@ def _lora_branches(e: Expectation) -> int:
 
 
 def _linears(e: Expectation) -> int | None:
-    if e.options.precision != "fp8":
+    if not e.options.quantizes:
         return 0
     if e.shape.lora_linears and not e.on("lift_lora"):
         return None  # peft's A and B are linears too
-    return e.shape.layers * (4 if e.on("pack_projections") else 7) + int(e.options.lm_head == "fp8")
+    return e.shape.layers * (4 if e.on("pack_projections") else 7) + int(e.options.lm_head == "auto")
 
 
 def _quantize_fused(e: Expectation) -> int | None:
     """Per layer both norms, SiLU * mul and attention; what an earlier pass was to make and didn't is not there to fuse."""
-    if e.options.precision != "fp8" or not e.on("quantize_linears"):
+    if not e.options.quantizes or not e.on("quantize_linears"):
         return 0
     if not e.shape.paged:
         return None  # whether rows are selected behind the last norm, and how attention is spelled, is the model's choice

@@ -41,16 +41,15 @@ def compile_model(
     Raises CaptureError, OptionError, or PassCountError when a pattern matches another number of times than the model's layers imply.
     """
     options = options or CompileOptions()
-    if example_inputs is None:
-        own: Any = module
-        if not hasattr(own, "example_inputs"):
-            raise TypeError(f"{type(module).__name__} has no example_inputs(); pass example_inputs={{...}} with the arguments to capture it with")
-        example_inputs, dynamic_shapes = own.example_inputs(), own.dynamic_shapes()
-    inputs, symbols = dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, dynamic_shapes
+    own: Any = module
+    if example_inputs is None and not hasattr(own, "example_inputs"):
+        raise TypeError(f"{type(module).__name__} has no example_inputs(); pass example_inputs={{...}} with the arguments to capture it with")
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     check_disabled(options, passes)
 
     def make() -> Optimized:
+        given, symbols = (own.example_inputs(), own.dynamic_shapes()) if example_inputs is None else (example_inputs, dynamic_shapes)
+        inputs = dict(given) if isinstance(given, Mapping) else given
         return optimize(capture_module(module, inputs, symbols), options, names, passes)
 
     return CompiledModel(make, options, module, cache)

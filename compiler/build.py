@@ -15,7 +15,7 @@ from .lower import lower
 from .memory import plan_memory
 from .options import CompileOptions
 from .pipeline import run_decode_passes
-from .program import VERSION, Bucket, Program
+from .program import VERSION, Bucket, Edit, Program
 from .report import PassRecord, pass_table
 from .schedule import H200_SMS, schedule
 from .sizes import Spec
@@ -76,10 +76,10 @@ class ProgramStore:
         """Where the program of `key` lies."""
         return self.directory / f"{key}.json"
 
-    def load(self, key: str) -> Program | None:
-        """The program kept under `key`; None when there is none, or only a damaged or outdated one (logged)."""
+    def load(self, key: str, edit: Edit | None = None) -> Program | None:
+        """The program kept under `key`, its fields changed by `edit`; None when there is none, or only a damaged or outdated one (logged)."""
         try:
-            return Program.load(self.path(key))
+            return Program.load(self.path(key), edit)
         except FileNotFoundError:
             return None
         except (ProgramError, OSError) as error:

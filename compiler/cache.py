@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,7 @@ class ProgramCache:
 
     def load(self, bucket: Bucket) -> Program | None:
         """The program for `bucket`, or None."""
-        program = self.store.load(self._key(bucket))
-        return None if program is None else with_pages(program, bucket.pages)
+        return self.store.load(self._key(bucket), lambda fields: _with_pages(fields, bucket.pages))
 
     def save(self, bucket: Bucket, program: Program) -> None:
         """Keep `program`; a full or read-only disk only costs the next start its time (logged)."""
@@ -74,7 +73,15 @@ class ProgramCache:
 
 def with_pages(program: Program, pages: int) -> Program:
     """The same program for KV caches of another number of pages: nothing but these buffers' first size depends on it."""
-    caches = {buffer.name for buffer in program.buffers if "NP" in dimensions_of(buffer.name)}
+    return Program(**_with_pages({field.name: getattr(program, field.name) for field in fields(program)}, pages))
+
+
+def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
+    """The same of a program's fields."""
+    caches = {buffer.name for buffer in program["buffers"] if "NP" in dimensions_of(buffer.name)}
+
+    def concerned(values: tuple[Any, ...]) -> bool:
+        return any(value.buffer in caches if isinstance(value, View) else isinstance(value, tuple) and concerned(value) for value in values)
 
     def resized(value: Any) -> Any:
         if isinstance(value, View):
@@ -82,8 +89,8 @@ def with_pages(program: Program, pages: int) -> Program:
         return tuple(map(resized, value)) if isinstance(value, tuple) else value
 
     def step(each: Step) -> Step:
-        return replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
+        return replace(each, args=resized(each.args), kwargs=resized(each.kwargs)) if concerned((each.args, each.kwargs)) else each
 
-    buffers = tuple(replace(buffer, shape=(pages, *buffer.shape[1:])) if buffer.name in caches else buffer for buffer in program.buffers)
-    bucket = None if program.bucket is None else replace(program.bucket, pages=pages)
-    return replace(program, bucket=bucket, buffers=buffers, steps=tuple(map(step, program.steps)))
+    buffers = tuple(replace(buffer, shape=(pages, *buffer.shape[1:])) if buffer.name in caches else buffer for buffer in program["buffers"])
+    bucket = None if program["bucket"] is None else replace(program["bucket"], pages=pages)
+    return {**program, "bucket": bucket, "buffers": buffers, "steps": tuple(map(step, program["steps"]))}

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import cbrt, prod
 
+import torch
+
 from ..ops.linear_fp8_prefill import scaled_mm_takes
 from ..ops.tuning import linear_config
 from .buffers import View
@@ -114,13 +116,17 @@ def _cost(program: Program, step: Step, assume: Assumptions, gpu: Gpu) -> StepCo
 
 
 def _takes_whole_sms(program: Program, step: Step, gpu: Gpu) -> bool:
-    """Whether a linear is cuBLAS's: its clusters find no room while smaller CTAs lie on the SMs (docs/measurements/workload_g_h200_trace_lora.json.gz)."""
+    """Whether a linear is cuBLAS's or the large kernel's, which find no room while smaller CTAs lie on the SMs.
+
+    See docs/measurements/workload_g_h200_trace_lora.json.gz.
+    """
     if step.op != "sidestream.linear_fp8" or step.sm_budget is not None:
         return False
-    n, k = next(view.shape for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2)
-    out = step.outs[0]
+    weight = next(view for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2)
+    (n, k), out = weight.shape, step.outs[0]
     takes = scaled_mm_takes(n, k, out.dtype or program.by_name[out.buffer].dtype)
-    return linear_config(_rows(step), n, k, gpu.sms, takes).kernel == "scaled_mm"
+    int8 = (weight.dtype or program.by_name[weight.buffer].dtype) == torch.int8
+    return linear_config(_rows(step), n, k, gpu.sms, takes, int8=int8).kernel in ("scaled_mm", "large")
 
 
 def _rows(step: Step) -> int:

@@ -6,6 +6,7 @@ references into the same planned memory: a wrong plan shows there too.
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ..ops.registry import as_outputs
 from .buffers import Buffer, ProgramError, View
 from .calls import out_overload, overload_of, own_op
+from .first_runs import first_runs
 from .program import Program, Step
 from .ranges import SWITCH, named, ranged, replay_range, step_range
 
@@ -42,6 +44,7 @@ class BoundProgram:
         self.program = program
         self.device = _resolve_device(program, tensors, device)
         self.arena = self._arena(arena)
+        self._arenas: dict[torch.dtype, torch.Tensor] = {}
         self._buffers = {buffer.name: self._bind(buffer, tensors) for buffer in program.buffers}
         if poison:
             self.poison()
@@ -77,21 +80,38 @@ class BoundProgram:
         """What step `index` is called with: the bound tensors and plain values, in the order of its op's schema."""
         return [self._value(value) for value in self.program.steps[index].args]
 
+    def prepare(self) -> None:
+        """GPU only: run, on the current stream, every step whose like this process has not run yet (see `first_runs`), and wait for it.
+
+        Kernels are then compiled and loaded. Results mean nothing: most steps are left out. Point slot_mapping to -1, or the caches are written.
+        """
+        if self.device.type != "cuda":
+            return
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device)
+            for index in first_runs(self.program, self._buffers, (self.device, stream.cuda_stream)):
+                self._calls[index]()
+            stream.synchronize()
+
     def capture(self, pool: Any = None) -> "BoundProgram":
         """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU nothing is recorded and `replay` runs the steps.
 
-        Runs once before, so that kernels are compiled outside the capture: point slot_mapping to -1, or the caches are written.
+        Steps run before as in `prepare`: point slot_mapping to -1, or the caches are written. Other threads must leave the device alone meanwhile.
         """
         if self.device.type != "cuda":
             return self
-        stream = torch.cuda.Stream(self.device)
+        stream = _capture_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            self.run()
-        torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool, stream=stream):
-            self.run()
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            self.prepare()
+            torch.cuda.synchronize(self.device)
+            # not torch.cuda.graph: that collects garbage and empties the allocator's cache before each capture
+            graph.capture_begin(**({} if pool is None else {"pool": pool}))
+            try:
+                self.run()
+            finally:
+                graph.capture_end()
         self._graph = graph
         return self
 
@@ -125,6 +145,11 @@ class BoundProgram:
             if tensor.numel():
                 tensor.as_strided((buffer.nbytes // buffer.dtype.itemsize,), (1,)).view(torch.uint8).fill_(0xFF)
 
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by buffer name, as `buffer` gives them."""
+        return self._buffers
+
     def buffer(self, name: str) -> torch.Tensor:
         """The tensor of a buffer (temporaries too; their bytes may belong to another one by now)."""
         return self._buffers[name]
@@ -156,18 +181,23 @@ class BoundProgram:
         return [ranged(step_range(self.program, step), call) for step, call in zip(self.program.steps, self._calls, strict=True)]
 
     def _run_two_streams(self, side: "_Side", calls: list[Callable[[], None]], synchronize: bool, on_step: OnStep | None) -> None:
-        main = torch.cuda.current_stream(self.device)
+        main = current = torch.cuda.current_stream(self.device)
         side.fork.record(main)
         side.stream.wait_event(side.fork)  # the side stream joins a capture only through the main one
-        for step, call, outs in zip(self.program.steps, calls, self.outs, strict=True):
-            stream = main if step.stream == "main" else side.stream
-            for wait in step.waits:
-                stream.wait_event(side.events[wait])
-            with torch.cuda.stream(stream):
+        try:
+            for step, call, outs in zip(self.program.steps, calls, self.outs, strict=True):
+                stream = main if step.stream == "main" else side.stream
+                for wait in step.waits:
+                    stream.wait_event(side.events[wait])
+                if stream is not current:
+                    torch.cuda.set_stream(stream)
+                    current = stream
                 call()
-            if step.records:
-                side.events[step.index].record(stream)
-            self._after(step, outs, synchronize, on_step)
+                if step.records:
+                    side.events[step.index].record(stream)
+                self._after(step, outs, synchronize, on_step)
+        finally:
+            torch.cuda.set_stream(main)
         side.join.record(side.stream)
         main.wait_event(side.join)
 
@@ -189,26 +219,38 @@ class BoundProgram:
             raise ProgramError(f"the arena must be a uint8 row of at least {nbytes} bytes on {self.device}, got {found}")
         return arena
 
+    def _typed_arena(self, dtype: torch.dtype) -> torch.Tensor:
+        """The arena as elements of `dtype`."""
+        if dtype not in self._arenas:
+            whole = self.arena.numel() - self.arena.numel() % dtype.itemsize
+            self._arenas[dtype] = self.arena[:whole].view(dtype)
+        return self._arenas[dtype]
+
     def _bind(self, buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if buffer.kind == "temp":
-            first = buffer.offset or 0
-            flat = self.arena[first : first + buffer.nbytes].view(buffer.dtype)
-            return flat.as_strided(buffer.shape, buffer.strides) if buffer.nbytes else torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+            if not buffer.nbytes:
+                return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+            first, size = buffer.offset or 0, buffer.dtype.itemsize
+            if first % size:
+                raise ProgramError(f"temp {buffer.name!r} lies at byte {first} of the arena, which is no multiple of its dtype's {size} bytes")
+            return self._typed_arena(buffer.dtype).as_strided(buffer.shape, buffer.strides, first // size)
         if buffer.name not in tensors:
             if buffer.kind == "output":
                 return torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype, device=self.device)
             raise ProgramError(f"no tensor is given for the {buffer.kind} {buffer.name!r}")
         tensor = tensors[buffer.name]
-        if tuple(tensor.shape) != buffer.shape or tensor.dtype != buffer.dtype or not _same_device(tensor.device, self.device):
+        if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or not _same_device(tensor.device, self.device):
             found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise ProgramError(f"{buffer.kind} {buffer.name!r} must be {buffer.dtype} {list(buffer.shape)} on {self.device}, got {found}")
-        axes = zip(buffer.shape, tensor.stride(), buffer.strides, strict=True)
-        if tensor.numel() and any(size > 1 and have != want for size, have, want in axes):
-            raise ProgramError(f"{buffer.kind} {buffer.name!r} has strides {tensor.stride()}, the program has {buffer.strides}; pass a contiguous tensor")
+        have = tensor.stride()
+        if have != buffer.strides and tensor.numel() and any(size > 1 and a != b for size, a, b in zip(buffer.shape, have, buffer.strides, strict=True)):
+            raise ProgramError(f"{buffer.kind} {buffer.name!r} has strides {have}, the program has {buffer.strides}; pass a contiguous tensor")
         return tensor.detach()
 
     def _tensor(self, view: View) -> torch.Tensor:
         base = self._buffers[view.buffer]
+        if view.shape == base.shape and view.stride == base.stride() and view.offset == 0 and view.dtype in (None, base.dtype):
+            return base
         if 0 in view.shape:
             return torch.empty(view.shape, dtype=view.dtype or base.dtype, device=self.device)
         if view.dtype is not None and view.dtype != base.dtype:
@@ -251,6 +293,12 @@ class _Side:
         self.stream = torch.cuda.Stream(device)
         self.events = {step.index: torch.cuda.Event() for step in program.steps if step.records}
         self.fork, self.join = torch.cuda.Event(), torch.cuda.Event()
+
+
+@lru_cache(maxsize=16)
+def _capture_stream(device: torch.device) -> Any:
+    """One stream for all captures: what libraries allocate for a stream is allocated once."""
+    return torch.cuda.Stream(device)
 
 
 def _without_result(result: Any) -> None:

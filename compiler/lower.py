@@ -2,12 +2,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import fx
 
 from .buffers import KINDS, Buffer, ProgramError, View, contiguous_strides
+from .calls import own_op
 from .nodes import op_name
 from .recipe import Recipe, param
 
@@ -166,5 +168,11 @@ def _by_schema(node: fx.Node) -> tuple[list[Any], Mapping[str, Any]]:
         argument = positional[len(args)]
         if argument.name not in kwargs and not argument.has_default_value():
             raise ProgramError(f"{node.name} = {op_name(node)}(...) lacks its argument {argument.name!r}")
-        args.append(kwargs.pop(argument.name) if argument.name in kwargs else argument.default_value)
+        args.append(kwargs.pop(argument.name) if argument.name in kwargs else _default(node, argument))
     return args, kwargs
+
+
+def _default(node: fx.Node, argument: Any) -> Any:
+    """What an argument is when it is not given. The schema writes a dtype as a number, so our own ops' signatures are asked instead."""
+    own = own_op(op_name(node))
+    return argument.default_value if own is None else signature(own.reference).parameters[argument.name].default

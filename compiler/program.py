@@ -3,12 +3,13 @@
 A program holds no tensor and no callable. It is saved as JSON, checked when loaded, and bound to tensors by `emit.BoundProgram`.
 """
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from .buffers import KINDS, Buffer, ProgramError, View, decode, dtype_name, encode, parse_dtype, span, views_in
@@ -17,6 +18,7 @@ from .recipe import Recipe, RecipeError
 VERSION = 2
 STREAMS = ("main", "side")
 Stream = Literal["main", "side"]
+Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -134,54 +136,83 @@ class Program:
     @staticmethod
     def from_json(data: Any) -> "Program":
         """The program that `to_json` wrote. Raises ProgramError for anything else, or for another version."""
-        if not isinstance(data, dict):
-            raise ProgramError(f"a program is a JSON object, not {type(data).__name__}")
-        if data.get("version") != VERSION:
-            raise ProgramError(f"the program has version {data.get('version')!r}, this release reads version {VERSION}; compile it again")
-        try:
-            bucket = None if data["bucket"] is None else Bucket(**data["bucket"])
-            return Program(
-                bucket=bucket,
-                buffers=tuple(Buffer(**_decode_fields(entry)) for entry in data["buffers"]),
-                steps=tuple(_step(entry) for entry in data["steps"]),
-                arena_bytes=data["arena_bytes"],
-                outputs=tuple(decode(value) for value in data["outputs"]),
-                recipes={name: Recipe.from_json(entry) for name, entry in data["recipes"].items()},
-                version=data["version"],
-                single_output=data["single_output"],
-                passes=data["passes"],
-            )
-        except (KeyError, TypeError, AttributeError, RecipeError) as error:
-            raise ProgramError(f"malformed program: {type(error).__name__}: {error}") from error
+        return _decode_program(msgspec.json.encode(data))
 
     def save(self, path: str | Path) -> None:
         """Write JSON to `path`."""
         Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False), encoding="utf-8")
 
     @staticmethod
-    def load(path: str | Path) -> "Program":
-        """Read what `save` wrote. Raises ProgramError when it is not a program, OSError when it can't be read."""
+    def load(path: str | Path, edit: Edit | None = None) -> "Program":
+        """Read what `save` wrote; `edit` may change the fields before they are checked.
+
+        Raises ProgramError when it is not a program, OSError when it can't be read.
+        """
+        text = Path(path).read_bytes()
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ProgramError(f"{path} is not JSON: {error}") from error
-        try:
-            return Program.from_json(data)
+            return _decode_program(text, edit)
         except ProgramError as error:
             raise ProgramError(f"{path}: {error}") from error
+
+
+# A start reads dozens of programs that have most of their values in common: values are decoded from their JSON text once.
+
+_SECTIONS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRIES = msgspec.json.Decoder(list[msgspec.Raw])
+_STEPS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_RECIPES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MOST_VALUES = 1 << 16
+
+
+def _decode_program(text: bytes, edit: Edit | None = None) -> Program:
+    try:
+        sections = _SECTIONS.decode(text)
+        plain = {name: msgspec.json.decode(raw) for name, raw in sections.items() if name not in ("buffers", "steps", "recipes")}
+    except msgspec.ValidationError as error:
+        raise ProgramError(f"a program is a JSON object ({error})") from error
+    except msgspec.DecodeError as error:
+        raise ProgramError(f"not JSON: {error}") from error
+    if plain.get("version") != VERSION:
+        raise ProgramError(f"the program has version {plain.get('version')!r}, this release reads version {VERSION}; compile it again")
+    try:
+        values: dict[str, Any] = {
+            "bucket": None if plain["bucket"] is None else Bucket(**plain["bucket"]),
+            "buffers": tuple(_buffer(bytes(raw)) for raw in _ENTRIES.decode(sections["buffers"])),
+            "steps": tuple(map(_step, _STEPS.decode(sections["steps"]))),
+            "outputs": tuple(map(decode, plain["outputs"])),
+            "recipes": {name: _recipe(bytes(raw)) for name, raw in _RECIPES.decode(sections["recipes"]).items()},
+            **{name: plain[name] for name in ("arena_bytes", "version", "single_output", "passes")},
+        }
+        return Program(**(values if edit is None else edit(values)))
+    except (KeyError, TypeError, AttributeError, RecipeError, msgspec.DecodeError) as error:
+        raise ProgramError(f"malformed program: {type(error).__name__}: {error}") from error
+
+
+def _step(entry: dict[str, msgspec.Raw]) -> Step:
+    args = tuple(_value(bytes(raw)) for raw in _ENTRIES.decode(entry.pop("args")))
+    return Step(args=args, **{name: _value(bytes(raw)) for name, raw in entry.items()})
+
+
+@lru_cache(_MOST_VALUES)
+def _value(text: bytes) -> Any:
+    return decode(msgspec.json.decode(text))
+
+
+@lru_cache(_MOST_VALUES)
+def _buffer(text: bytes) -> Buffer:
+    entry: dict[str, Any] = msgspec.json.decode(text)
+    values: dict[str, Any] = {name: parse_dtype(value) if name == "dtype" else decode(value) for name, value in entry.items()}
+    return Buffer(**values)
+
+
+@lru_cache(_MOST_VALUES)
+def _recipe(text: bytes) -> Recipe:
+    return Recipe.from_json(msgspec.json.decode(text))
 
 
 def _encode_fields(item: Any) -> dict[str, Any]:
     values = {entry.name: getattr(item, entry.name) for entry in fields(item)}
     return {name: dtype_name(value) if isinstance(value, torch.dtype) else encode(value) for name, value in values.items()}
-
-
-def _decode_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: parse_dtype(value) if name == "dtype" else decode(value) for name, value in entry.items()}
-
-
-def _step(entry: Mapping[str, Any]) -> Step:
-    return Step(**_decode_fields(entry))
 
 
 def _validate(program: Program) -> None:
@@ -206,21 +237,33 @@ def _validate(program: Program) -> None:
         for wait in step.waits:
             if not isinstance(wait, int) or not 0 <= wait < index or program.steps[wait].stream == step.stream or not program.steps[wait].records:
                 raise ProgramError(f"step {step.name!r} waits for {wait!r}, which is not an earlier, recording step of the other stream")
-        for view in (*step.inputs(), *step.outs):
-            _validate_view(view, buffers, f"step {step.name!r}")
-    for view in views_in(program.outputs):
-        _validate_view(view, buffers, "an output")
+        for view in step.outs:
+            if not isinstance(view, View):
+                raise ProgramError(f"step {step.name!r} has {view!r} where a view belongs")
+        _validate_views((step.args, step.kwargs, step.outs), buffers, step)
+    _validate_views(program.outputs, buffers, None)
 
 
-def _validate_view(view: Any, buffers: Mapping[str, Buffer], where: str) -> None:
-    if not isinstance(view, View):
-        raise ProgramError(f"{where} has {view!r} where a view belongs")
-    buffer = buffers.get(view.buffer)
+def _validate_views(values: Iterable[Any], buffers: Mapping[str, Buffer], step: Step | None) -> None:
+    for value in values:
+        if isinstance(value, tuple):
+            _validate_views(value, buffers, step)
+        elif isinstance(value, View):
+            buffer = buffers.get(value.buffer)
+            if buffer is None or not _fits(value, buffer):
+                raise _misfit(value, buffer, "an output" if step is None else f"step {step.name!r}")
+
+
+def _fits(view: View, buffer: Buffer) -> bool:
+    if view.dtype is None and view.offset == 0 and view.shape == buffer.shape and view.stride == buffer.strides:
+        return True  # most are whole buffers
+    if len(view.shape) != len(view.stride) or view.offset < 0:
+        return False
+    return 0 in view.shape or (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize <= buffer.nbytes
+
+
+def _misfit(view: View, buffer: Buffer | None, where: str) -> ProgramError:
     if buffer is None:
-        raise ProgramError(f"{where} uses the unknown buffer {view.buffer!r}")
-    fits = len(view.shape) == len(view.stride) and view.offset >= 0
-    if fits and 0 not in view.shape:
-        fits = (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize <= buffer.nbytes
-    if not fits:
-        layout = f"shape {view.shape}, strides {view.stride}, offset {view.offset}"
-        raise ProgramError(f"{where}: a view of {layout} does not fit buffer {view.buffer!r} ({buffer.nbytes} bytes)")
+        return ProgramError(f"{where} uses the unknown buffer {view.buffer!r}")
+    layout = f"shape {view.shape}, strides {view.stride}, offset {view.offset}"
+    return ProgramError(f"{where}: a view of {layout} does not fit buffer {view.buffer!r} ({buffer.nbytes} bytes)")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..ops.hadamard import hadamard_reference
+from ..ops.quantize import E4M3, quantize_rowwise_reference
 
-E4M3_MAX = 448.0
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB
 
 # op -> (number of operands, None = one or more; attribute names)
@@ -27,7 +27,7 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "hadamard": (1, frozenset({"dim", "width"})),
     "scale": (1, frozenset({"factor"})),
     "cast": (1, frozenset({"dtype"})),
-    "quantize": (1, frozenset()),
+    "quantize": (1, frozenset({"dtype", "rotate"})),
     "item": (1, frozenset({"index"})),
 }
 
@@ -156,9 +156,9 @@ def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
     return Recipe("cast", (recipe,), {"dtype": str(dtype).removeprefix("torch.")})
 
 
-def quantize(recipe: Recipe) -> Recipe:
-    """Rowwise e4m3 of a matrix [N, K]: two outputs, values [N, K] and fp32 scales [N]; pick one with `item`."""
-    return Recipe("quantize", (recipe,), {})
+def quantize(recipe: Recipe, dtype: torch.dtype = E4M3, rotate: bool = False) -> Recipe:
+    """The rows of a matrix [N, K] as `ops.quantize_rowwise` rounds them: two outputs, values [N, K] and fp32 scales [N]; pick one with `item`."""
+    return Recipe("quantize", (recipe,), {"dtype": str(dtype).removeprefix("torch."), "rotate": rotate})
 
 
 def item(recipe: Recipe, index: int) -> Recipe:
@@ -166,16 +166,14 @@ def item(recipe: Recipe, index: int) -> Recipe:
     return Recipe("item", (recipe,), {"index": index})
 
 
-def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [..., K] -> (e4m3 [..., K], fp32 scale [...]): scale = max(amax(row), 1e-12) / 448, values = row / scale."""
-    values = torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+def quantize_weight(weight: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., K] -> (values [..., K] of `dtype`, fp32 scale [...]), as `ops.quantize_rowwise` has it, some rows at a time."""
+    values = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
     rows, flat_values, flat_scales = weight.reshape(-1, weight.shape[-1]), values.view(-1, weight.shape[-1]), scales.view(-1)
     for first in range(0, rows.shape[0], ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
-        block = rows[part].float()
-        flat_scales[part] = block.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
-        flat_values[part] = (block / flat_scales[part].unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        flat_values[part], flat_scales[part] = quantize_rowwise_reference(rows[part], dtype, rotate)
     return values, scales
 
 
@@ -216,7 +214,7 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
     if any(isinstance(operand, tuple) for operand in operands):
         raise RecipeError(f"{recipe} uses both outputs of a quantize recipe at once; pick one with item(recipe, index)")
     if recipe.op == "quantize":
-        memo[recipe] = quantize_weight(first)
+        memo[recipe] = quantize_weight(first, getattr(torch, attrs["dtype"]), attrs["rotate"])
         return memo[recipe]
     if recipe.op == "cat":
         device = next((operand.device for operand, arg in zip(operands, recipe.args, strict=True) if arg.op != "zeros"), first.device)

@@ -3,16 +3,24 @@ import hashlib
 import logging
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, chain
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .adapter_config import AdapterConfig, AdapterError
 from .config import LlamaConfig
 from .safetensors_file import SafetensorsFile
 
 WEIGHTS = "adapter_model.safetensors"
+READERS = 8
+MODULES_AT_ONCE = 7
+ALIGNMENT = 64
 _AGAIN = "save the adapter again with peft's save_pretrained"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _OTHER_BASE = "the adapter was trained on another base; use that one"
@@ -59,7 +67,7 @@ def load_adapter(path: str | Path, config: LlamaConfig, max_rank: int, lenient: 
     pairs = _pairs(file, config)
     ranks = {module: _check_shapes(file, module, names, config, settings, max_rank) for module, names in pairs.items()}
     scaling = {module: settings.scaling(module, rank) for module, rank in ranks.items()}
-    tensors = {module: (_read(file, a), _read(file, b)) for module, (a, b) in pairs.items()}
+    tensors, content_hash = _contents(file, pairs, scaling)
     differences = _differences(settings, config, set(pairs))
     for difference in differences:
         _log.warning("adapter %s: %s", directory.name, difference)
@@ -68,7 +76,7 @@ def load_adapter(path: str | Path, config: LlamaConfig, max_rank: int, lenient: 
         scaling=scaling,
         tensors=tensors,
         targets=tuple(name for name in config.projections if any(module.endswith(f".{name}") for module in pairs)),
-        content_hash=_content_hash(scaling, tensors),
+        content_hash=content_hash,
         differences=differences,
     )
 
@@ -131,12 +139,49 @@ def _check_shapes(file: SafetensorsFile, module: str, names: tuple[str, str], co
     return rank
 
 
-def _read(file: SafetensorsFile, name: str) -> torch.Tensor:
-    """A copy of the tensor: one that still lay in the file would change, or crash, when somebody saves a new adapter over it."""
-    tensor = file.tensor(name).clone()
-    if not bool(torch.isfinite(tensor).all()):
-        raise AdapterError(f"{WEIGHTS}: tensor {name!r} holds NaN or infinity: training diverged; use an earlier checkpoint of the adapter")
-    return tensor
+def _contents(
+    file: SafetensorsFile, pairs: Mapping[str, tuple[str, str]], scaling: Mapping[str, float]
+) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], str]:
+    """(module -> A and B, the content hash), read on some threads.
+
+    The tensors are copies in one piece of memory: ones that still lay in the file would change, or crash, when somebody saves a new adapter over it.
+    """
+    stored = {name: file.tensor(name) for pair in pairs.values() for name in pair}
+    starts = dict(zip(stored, accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in stored.values()), initial=0), strict=False))
+    memory = np.empty(sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in stored.values()), np.uint8)
+
+    def read(module: str) -> tuple[tuple[torch.Tensor, torch.Tensor], bytes]:
+        digest = hashlib.sha256(f"{module} {scaling[module]!r}\n".encode())
+        copies = []
+        for name in pairs[module]:
+            source = stored[name].contiguous()
+            data = memory[starts[name]:starts[name] + source.nbytes]
+            np.copyto(data, source.view(torch.uint8).numpy().reshape(-1))
+            digest.update(f"{source.dtype} {list(source.shape)}\n".encode())
+            digest.update(data.data)
+            if not _finite(data, source.dtype):
+                raise AdapterError(f"{WEIGHTS}: tensor {name!r} holds NaN or infinity: training diverged; use an earlier checkpoint of the adapter")
+            copies.append(torch.from_numpy(data).view(source.dtype).view(source.shape))
+        return (copies[0], copies[1]), digest.digest()
+
+    modules = list(pairs)
+    parts = [modules[first:first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
+    found = dict(zip(modules, chain.from_iterable(_readers().map(lambda part: [read(module) for module in part], parts)), strict=True))
+    content_hash = hashlib.sha256(b"".join(digest for _, digest in found.values())).hexdigest()
+    return {module: tensors for module, (tensors, _) in found.items()}, content_hash
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    """Threads that copy, hash and check: all of that lets other threads run Python meanwhile. numpy's operations, unlike torch's, start none of their own."""
+    return ThreadPoolExecutor(READERS, "adapter-content")
+
+
+def _finite(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
+    """Whether no value of `dtype` among these bytes has an exponent of ones only."""
+    integer, exponent = {torch.bfloat16: (np.uint16, 0x7F80), torch.float16: (np.uint16, 0x7C00), torch.float32: (np.uint32, 0x7F800000)}[dtype]
+    bits = data.view(integer)
+    return not bits.size or int((bits & integer(exponent)).max()) < exponent
 
 
 def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
@@ -150,13 +195,3 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]
             ordered = [module for module in config.linear_modules() if module in surplus]
             found.append(f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}")
     return tuple(found)
-
-
-def _content_hash(scaling: Mapping[str, float], tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for module, pair in tensors.items():
-        digest.update(f"{module} {scaling[module]!r}\n".encode())
-        for tensor in pair:
-            digest.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -39,18 +39,25 @@ def slot_tensors(adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: 
     B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
     """
     check_fits(adapter, lora)
-    tensors: dict[str, torch.Tensor] = {}
-    for module in config.linear_modules():
-        if module.rpartition(".")[2] not in lora.targets:
-            continue
-        outputs, inputs = config.module_shape(module)
-        stack_a, stack_b = torch.zeros(lora.rank, inputs, dtype=dtype), torch.zeros(outputs, lora.rank, dtype=dtype)
-        if module in adapter.tensors:
-            a, b = adapter.tensors[module]
-            stack_a[: a.shape[0]] = a.to(dtype)
-            stack_b[:, : b.shape[1]] = (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
-        tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"] = stack_a, stack_b
-    return tensors
+    modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
+    names = [f"{module}.{side}" for module in modules for side in ("lora_a", "lora_b")]
+    return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
+
+
+def slot_tensor(adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The one of `slot_tensors` that is called `name`. It may be the adapter's own tensor: only to be read."""
+    module, _, side = name.rpartition(".")
+    outputs, inputs = config.module_shape(module)
+    shape = (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
+    if module not in adapter.tensors:
+        return torch.zeros(shape, dtype=dtype)
+    a, b = adapter.tensors[module]
+    tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
+    if tensor.shape == shape:
+        return tensor
+    padded = torch.zeros(shape, dtype=dtype)
+    padded[: tensor.shape[0], : tensor.shape[1]] = tensor
+    return padded
 
 
 def fill_slot(model: torch.nn.Module, slot: int, tensors: dict[str, torch.Tensor] | None) -> None:

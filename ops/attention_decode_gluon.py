@@ -58,7 +58,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128] are TMA descriptors.
 
-    With PADDED, out is e4m3 and out_scale [HQ, PADDED] takes one scale a head and sequence (a head is a block of `quantize_blocks`).
+    With PADDED, out is e4m3 or int8 and out_scale [HQ, PADDED] takes one scale a head and sequence (a head is a block of `quantize_blocks`).
     """
     program = gl.program_id(0)
     head = program % HK
@@ -217,7 +217,7 @@ def launch(
     pdl: bool,
     out_scale: Optional[torch.Tensor] = None,
 ) -> None:
-    """As `attention_decode.launch`, where `fits` says so. With `out_scale` [HQ, P] the result is quantized per head: out [B, HQ * 128] is e4m3."""
+    """As `attention_decode.launch`, where `fits` says so. With `out_scale` [HQ, P] the result is quantized per head: out [B, HQ * 128] is e4m3 or int8."""
     sequences, heads, dim = q.shape
     kv_heads, num_blocks = kv_cache.shape[1], block_table.shape[1]
     group, rows = heads // kv_heads, sequences * kv_heads

@@ -246,7 +246,7 @@ def store_rows(out, o, G: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
 @gluon.jit
 def store_result(out, head_scales, sequence, sequences, o, G: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr,
                  EMPTY: gl.constexpr = False):
-    """`store_rows`; with PADDED in e4m3 instead, one scale a row at head_scales [G, PADDED], zeros behind those of the last sequence.
+    """`store_rows`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales [G, PADDED], zeros behind those of the last sequence.
 
     EMPTY: o is zero. Its bytes are then stored as integers: the ptxas of Triton 3.6 packs two conversions of one constant wrongly.
     """
@@ -254,10 +254,13 @@ def store_result(out, head_scales, sequence, sequences, o, G: gl.constexpr, WIDT
         LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
         head = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))
         o = o.to(gl.bfloat16).to(gl.float32)  # as whoever quantizes the 16-bit rows gets it
-        step = gl.maximum(gl.max(gl.abs(o), 1), 1e-12) / 448.0
+        WHOLE: gl.constexpr = out.dtype.element_ty == gl.int8
+        step = gl.maximum(gl.max(gl.abs(o), 1), 1e-12) / (127.0 if WHOLE else 448.0)
         gl.store(head_scales + head * PADDED + sequence, step, mask=head < G)
         if EMPTY:
             store_rows(out.to(gl.pointer_type(gl.int8), bitcast=True), gl.zeros([WIDTH, 128], gl.int8, LAYOUT), G, WIDTH, WARPS)
+        elif WHOLE:
+            store_rows(out, (o / step[:, None] + 12582912.0) - 12582912.0, G, WIDTH, WARPS)  # to the nearest whole number
         else:
             store_rows(out, o / step[:, None], G, WIDTH, WARPS)
         if sequence == sequences - 1:

@@ -38,6 +38,7 @@ from .triton_support import INTERPRETED, next_power_of_2
 HEAD_DIM = 128
 # registers of a thread: the second group of rows (the first gets as many), the converters, the copier
 QUANTIZED_REGISTERS, WIDE_REGISTERS = (224, 40, 24), (240, 24, 24)
+WIDE_WARPS = 2
 
 
 @gluon.jit
@@ -305,8 +306,7 @@ def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Does this kernel take these heads and this cache?"""
     heads, dim = q.shape[1:]
     group = heads // kv_cache.shape[1]
-    known = kv_cache.dtype in QUANTIZED_MAX or kv_cache.dtype == q.dtype == torch.bfloat16
-    return not INTERPRETED and dim == HEAD_DIM and group <= 32 and group == next_power_of_2(group) and known
+    return not INTERPRETED and dim == HEAD_DIM and group <= 32 and group == next_power_of_2(group) and kv_cache.dtype in QUANTIZED_MAX
 
 
 def launch(
@@ -334,7 +334,7 @@ def launch(
     prefill_kernel[(min(items, multiprocessors(q.device)),)](
         boxes, scale_boxes, q, block_table, context_lens, query_start, out, softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, items,
         HK=kv_heads, GROUP=group, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), FP8_SCORES=fp8_scores, QUANTIZED=quantized,
-        LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3, WARPS=4 if quantized else 2,
+        LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3, WARPS=4 if quantized else WIDE_WARPS,
         REGISTERS=QUANTIZED_REGISTERS if quantized else WIDE_REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -4,6 +4,9 @@ For few tokens each of these is bound by the bytes of its weights, and what is l
 128 columns here (`quantize_blocks`), from fp32: finer than the one scale per token of the separate ops, and not bitwise equal to them. The kernel
 (`decoder_block_gluon.py`) needs all its CTAs on the GPU at once: no two launches may overlap, whatever their streams.
 
+Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated in blocks of 8 columns before it is
+quantized (see `quantize_rowwise`), so the weights of gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
+
 H200, Llama-8B shape, 256 cached tokens, us a decode layer with this op (and with separate launches): 1 token 69.2 (76.8), 8: 71.0 (76.4), 16: 72.0 (81.1),
 32: 79.1 (88.6), 64: 93.5 (93.7).
 """
@@ -17,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .decoder_block_gluon import decoder_block_kernel
 from .decoder_block_streams import COUNTERS
+from .kv_layout import QUANTIZED_MAX
 from .linear_fp8 import matmul_e4m3, multiprocessors
 from .quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
 from .registry import register
@@ -29,7 +33,7 @@ MAX_TILES = 128  # of o, down and q/k/v: one arrival counter each
 
 
 def swizzled(width: int) -> gl.NVMMASharedLayout:
-    """Rows of `width` e4m3 columns (32, 64 or 128) as the tensor core reads them."""
+    """Rows of `width` eight-bit columns (32, 64 or 128) as the tensor core reads them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
 
 
@@ -79,24 +83,36 @@ def fits(tokens: int, attention_width: int, hidden: int, intermediate: int, qkv_
     return None
 
 
+def check_dtypes(op: str, **tensors: Optional[torch.Tensor]) -> None:
+    """Raises ValueError unless the tensors are all e4m3 or all int8."""
+    found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if len(set(found.values())) != 1 or not QUANTIZED_MAX.keys() >= set(found.values()):
+        told = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+        raise ValueError(f"{op}: {told}; quantize all of them to {' or all to '.join(map(str, QUANTIZED_MAX))}")
+
+
 def reference(
     attention: torch.Tensor, attention_scale: torch.Tensor, residual: torch.Tensor,
     o_weight: torch.Tensor, o_scale: torch.Tensor, norm_weight: torch.Tensor,
     gate_up_weight: torch.Tensor, gate_up_scale: torch.Tensor, down_weight: torch.Tensor, down_scale: torch.Tensor,
     next_norm_weight: torch.Tensor, qkv_weight: Optional[torch.Tensor], qkv_scale: Optional[torch.Tensor], eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """attention [T, A] e4m3 with attention_scale [A / 128, P] (see `quantize_blocks`), residual [T, H], norm weights [H] in the model's dtype; weights [N, K]
-    e4m3 with scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v [N, H] -> (qkv [T, N] in the model's dtype, new_residual [T, H]).
+    """attention [T, A] with attention_scale [A / 128, P] (see `quantize_blocks`), residual [T, H], norm weights [H] in the model's dtype; weights [N, K] with
+    scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v [N, H]; attention and weights all e4m3 or all int8
+    -> (qkv [T, N] in the model's dtype, new_residual [T, H]).
 
     qkv is [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized activations: what a norm hands on is
-    x * weight, quantized; 1 / rms multiplies the product behind it.
+    x * weight, quantized; 1 / rms multiplies the product behind it. In int8 all but the attention are rotated before they are quantized, and so must be the
+    weights behind them.
     """
+    dtype = attention.dtype
     hidden = _add(residual, _project(dequantize_blocks(attention, attention_scale), o_weight, o_scale))
-    gate, up = (_project(_quantized(hidden.float() * norm_weight.float()), gate_up_weight, gate_up_scale) * _inverse_rms(hidden, eps)).chunk(2, dim=-1)
-    new_residual = _add(hidden, _project(_quantized(torch.nn.functional.silu(gate) * up), down_weight, down_scale))
+    normed = _quantized(hidden.float() * norm_weight.float(), dtype)
+    gate, up = (_project(normed, gate_up_weight, gate_up_scale) * _inverse_rms(hidden, eps)).chunk(2, dim=-1)
+    new_residual = _add(hidden, _project(_quantized(torch.nn.functional.silu(gate) * up, dtype), down_weight, down_scale))
     if qkv_weight is None or qkv_scale is None:
         return residual.new_empty(residual.shape[0], 0), new_residual
-    normed = _quantized(new_residual.float() * next_norm_weight.float())
+    normed = _quantized(new_residual.float() * next_norm_weight.float(), dtype)
     return (_project(normed, qkv_weight, qkv_scale) * _inverse_rms(new_residual, eps)).to(residual.dtype), new_residual
 
 
@@ -104,8 +120,8 @@ def _project(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) 
     return matmul_e4m3(x, weight) * weight_scale
 
 
-def _quantized(x: torch.Tensor) -> torch.Tensor:
-    return dequantize_blocks(*quantize_blocks_reference(x))
+def _quantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_blocks(*quantize_blocks_reference(x, dtype, rotate=dtype == torch.int8))
 
 
 def _add(residual: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
@@ -132,7 +148,8 @@ def launch(
     next_norm_weight: torch.Tensor, qkv_weight: Optional[torch.Tensor], qkv_scale: Optional[torch.Tensor], eps: float,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
-    """Fill `out` = (qkv, new_residual). Raises ValueError where `fits` objects; that includes an `sm_budget` below the CTAs that it needs."""
+    """Fill `out` = (qkv, new_residual). Raises ValueError where `fits` objects (also to an `sm_budget` below the CTAs that it needs), and for mixed dtypes."""
+    check_dtypes("decoder_block", attention=attention, o_weight=o_weight, gate_up_weight=gate_up_weight, down_weight=down_weight, qkv_weight=qkv_weight)
     tokens, width = attention.shape
     hidden, intermediate = residual.shape[1], down_weight.shape[1]
     qkv_width = 0 if qkv_weight is None else qkv_weight.shape[0]
@@ -159,7 +176,7 @@ class _Scratch:
 
 
 @lru_cache(maxsize=16)
-def _scratch(device: torch.device, block_t: int, hidden: int, intermediate: int) -> _Scratch:
+def _scratch(device: torch.device, block_t: int, hidden: int, intermediate: int, dtype: torch.dtype) -> _Scratch:
     padded, tiles = padded_scales(block_t), hidden // BLOCK
     widths = (hidden, intermediate, hidden)
 
@@ -168,7 +185,7 @@ def _scratch(device: torch.device, block_t: int, hidden: int, intermediate: int)
         return workspace(device, f"decoder_block.{key}", nbytes, zero=key == "counters")[:nbytes].view(dtype).view(shape)
 
     return _Scratch(
-        tuple(take(f"rows{i}", block_t * width, torch.float8_e4m3fn, block_t, width) for i, width in enumerate(widths)),
+        tuple(take(f"rows{i}", block_t * width, dtype, block_t, width) for i, width in enumerate(widths)),
         tuple(take(f"scales{i}", width // BLOCK * padded, torch.float32, width // BLOCK, padded) for i, width in enumerate(widths)),
         take("squares", 2 * tiles * block_t, torch.float32, 2, tiles * block_t),
         take("planes", tiles * SPLIT * BLOCK * block_t, torch.float32, tiles * SPLIT * BLOCK * block_t),
@@ -185,7 +202,7 @@ def launch_config(
     (tokens, width), hidden, intermediate = attention.shape, residual.shape[1], weights[2].shape[1]  # type: ignore[union-attr]
     padded, ctas, has_qkv = padded_scales(block_t), hidden // BLOCK * SPLIT, weights[3] is not None
     qkv_width = weights[3].shape[0] if weights[3] is not None else 0
-    scratch = _scratch(residual.device, block_t, hidden, intermediate)
+    scratch = _scratch(residual.device, block_t, hidden, intermediate, attention.dtype)
     boxes = [_boxes(weight, BLOCK) for weight in weights[:3] if weight is not None]
     boxes.append(boxes[0] if weights[3] is None else _boxes(weights[3], BLOCK))
     inputs: list[Any] = [_boxes(attention, block_t), TensorDescriptor.from_tensor(attention_scale, [1, padded], _PLAIN)]

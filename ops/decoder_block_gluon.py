@@ -77,7 +77,7 @@ def _compute(ring, ready, empty, rows, scales, rows_ready, rows_empty, counters,
         )
         gate = gl.convert_layout(gate_acc, STORE) * gate_scale[:, None] * token_scale[None, :]
         up = gl.convert_layout(up_acc, STORE) * up_scale[:, None] * token_scale[None, :]
-        store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED)
+        store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED, STORE)
         cta_barrier()
         gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
     row_scale, own_gain, old = residual_inputs(down_scale, new_residual, next_gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)
@@ -117,8 +117,8 @@ def decoder_block_kernel(
 ):  # fmt: skip
     """`*_boxes` and `*_rows`, `*_row_scales` are TMA descriptors of the weights, the activations and their scales; `*_q` the same activations as pointers."""
     program = gl.program_id(0)
-    ring = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, 128, 128], o_boxes.layout)
-    rows = gl.allocate_shared_memory(gl.float8e4nv, [ROW_SLOTS, BLOCK_T, 128], o_rows.layout)
+    ring = gl.allocate_shared_memory(o_boxes.dtype, [SLOTS, 128, 128], o_boxes.layout)
+    rows = gl.allocate_shared_memory(o_rows.dtype, [ROW_SLOTS, BLOCK_T, 128], o_rows.layout)
     scales = gl.allocate_shared_memory(gl.float32, [ROW_SLOTS, 1, PADDED], o_row_scales.layout)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

@@ -1,7 +1,8 @@
 """`decoder_block_lora`: a `decoder_block` launch with the LoRA branches of its linears inside.
 
-Adapters are e4m3 stacks with a scale a row; the activations that they meet are the base's own, quantized per token and 128 columns, and between A and B the
-ranks' activations are e4m3 again, one scale a token and linear. In the kernel (`decoder_block_lora_gluon.py`) four CTAs beside the base's shrink, tiles expand.
+Adapters are stacks of the weights' dtype, e4m3 or int8, with a scale a row; the activations that they meet are the base's own, quantized per token and 128
+columns (in int8 rotated where the base's are, and so must be the rows of A), and between A and B the ranks' activations have eight bits again, one scale a
+token and linear. In the kernel (`decoder_block_lora_gluon.py`) four CTAs beside the base's shrink, tiles expand.
 """
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from .decoder_block import BLOCK, CONFIGS, SPLIT, BlockConfig
 from .decoder_block_lora_gluon import decoder_block_lora_kernel
 from .linear_fp8 import matmul_e4m3, multiprocessors
 from .lora_groups import MAX_TOKENS, POSITIONS, lora_groups, tile_tokens
+from .quantize import quantize_rowwise_reference
 from .quantize_blocks import dequantize_blocks, padded_scales
 from .registry import register
 from .triton_support import INTERPRETED
@@ -56,12 +58,13 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`decoder_block` with LoRA: weights, activations and results as there.
 
-    *_lora      empty, or (a [S, n*R, K] e4m3, a_scale [S, n*R] fp32, b [S, N, R] e4m3, b_scale [S, N] fp32) with n = 1, 2 (gate, up), 1, 3 (q, k, v)
+    *_lora      empty, or (a [S, n*R, K], a_scale [S, n*R] fp32, b [S, N, R], b_scale [S, N] fp32) with n = 1, 2 (gate, up), 1, 3 (q, k, v);
+                a and b have the weights' dtype
     groups      the result of `lora_groups` for the tokens' adapters
     qkv_slices  widths of q, k and v
 
-    s = x a^T, x the linear's quantized activation (behind a norm without 1 / rms, as the base has it), is rounded to e4m3 with one scale a token and linear;
-    the delta s b^T joins the base's product in fp32, before the residual, SiLU or 1 / rms.
+    s = x a^T, x the linear's quantized activation (behind a norm without 1 / rms, as the base has it), is rounded to that dtype with one scale a token and
+    linear; the delta s b^T joins the base's product in fp32, before the residual, SiLU or 1 / rms.
     """
     tokens = residual.shape[0]
     chosen = groups[0, groups[POSITIONS, :tokens].clamp_min(0).long()].long()
@@ -72,13 +75,13 @@ def reference(
 
     width = down_weight.shape[1]
     hidden = base._add(residual, project(dequantize_blocks(attention, attention_scale), o_weight, o_scale, o_lora, (residual.shape[1],)))
-    normed = base._quantized(hidden.float() * norm_weight.float())
+    normed = base._quantized(hidden.float() * norm_weight.float(), attention.dtype)
     gate, up = (project(normed, gate_up_weight, gate_up_scale, gate_up_lora, (width, width)) * base._inverse_rms(hidden, eps)).chunk(2, dim=-1)
-    active = base._quantized(torch.nn.functional.silu(gate) * up)
+    active = base._quantized(torch.nn.functional.silu(gate) * up, attention.dtype)
     new_residual = base._add(hidden, project(active, down_weight, down_scale, down_lora, (residual.shape[1],)))
     if qkv_weight is None or qkv_scale is None:
         return residual.new_empty(tokens, 0), new_residual
-    normed = base._quantized(new_residual.float() * next_norm_weight.float())
+    normed = base._quantized(new_residual.float() * next_norm_weight.float(), attention.dtype)
     return (project(normed, qkv_weight, qkv_scale, qkv_lora, qkv_slices) * base._inverse_rms(new_residual, eps)).to(residual.dtype), new_residual
 
 
@@ -94,10 +97,9 @@ def _delta(x: torch.Tensor, lora: Sequence[torch.Tensor], chosen: torch.Tensor, 
         shrunk = matmul_e4m3(x[rows], a[slot]) * a_scale[slot]
         first = 0
         for i, width in enumerate(slices):
-            s = shrunk[:, i * ranks:(i + 1) * ranks]
-            step = s.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448.0
-            rounded = (s / step).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
-            delta[rows, first:first + width] = rounded @ b[slot, first:first + width].float().T * step * b_scale[slot, first:first + width]
+            rounded, step = quantize_rowwise_reference(shrunk[:, i * ranks:(i + 1) * ranks], b.dtype)
+            product = rounded.float() @ b[slot, first:first + width].float().T
+            delta[rows, first:first + width] = product * step[:, None] * b_scale[slot, first:first + width]
             first += width
     return delta
 
@@ -122,12 +124,16 @@ def launch(
     groups: torch.Tensor, qkv_slices: Sequence[int], eps: float,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False, config: Optional[BlockConfig] = None,
 ) -> None:
-    """Fill `out` = (qkv, new_residual). Raises ValueError where `fits` objects, and when no linear has LoRA."""
+    """Fill `out` = (qkv, new_residual). Raises ValueError where `fits` objects, for mixed dtypes, and when no linear has LoRA."""
     (tokens, width), hidden, intermediate = attention.shape, residual.shape[1], down_weight.shape[1]
     loras = [tuple(lora) for lora in (o_lora, gate_up_lora, down_lora, qkv_lora if qkv_weight is not None else ())]
     present = next((lora for lora in loras if lora), None)
     if present is None:
         raise ValueError("decoder_block_lora: no linear has LoRA; call decoder_block")
+    stacks_by_name = {f"{name} of {linear}": lora[place] for linear, lora in zip(("o", "gate_up", "down", "qkv"), loras, strict=True) if lora
+                      for name, place in (("a", 0), ("b", 2))}
+    base.check_dtypes("decoder_block_lora", attention=attention, o_weight=o_weight, gate_up_weight=gate_up_weight, down_weight=down_weight,
+                      qkv_weight=qkv_weight, **stacks_by_name)
     slots, _, rank = present[2].shape
     sms = multiprocessors(residual.device)
     objection = fits(tokens, width, hidden, intermediate, qkv_slices if qkv_weight is not None else (), rank, min(sms, sm_budget or sms))
@@ -138,7 +144,7 @@ def launch(
     block_t = tile_tokens(tokens)
     config, padded, ctas = config or CONFIG[block_t], padded_scales(block_t), hidden // BLOCK * SPLIT
     qkv_width = 0 if qkv_weight is None else qkv_weight.shape[0]
-    scratch = base._scratch(residual.device, block_t, hidden, intermediate)
+    scratch = base._scratch(residual.device, block_t, hidden, intermediate, attention.dtype)
     stride = min(slots, MAX_TOKENS) * rank * max(PACKED)
     weights = (o_weight, gate_up_weight, down_weight, o_weight if qkv_weight is None else qkv_weight)
     inputs: list[Any] = [base._boxes(attention, block_t), TensorDescriptor.from_tensor(attention_scale, [1, padded], base._PLAIN)]

@@ -2,7 +2,7 @@
 
 Four more CTAs than the base needs do nothing but shrink: each multiplies a quarter of every linear's K with the A rows of all active adapters, packed 128 to
 a product, and leaves an fp32 plane [tokens, ranks]. It works beside the base's products of the same activations, so nothing waits for it but o. A CTA that
-finishes an output tile adds the four planes in order, takes each token's own adapter, rounds the ranks' activations to e4m3 with one scale a token, and
+finishes an output tile adds the four planes in order, takes each token's own adapter, rounds the ranks' activations to eight bits with one scale a token, and
 multiplies them with the B rows that its ring brought behind the base weights: one product an adapter, of which each token keeps its own. The delta joins in
 fp32.
 
@@ -118,7 +118,7 @@ def _compute(slots, blocks, shrunk, factors, counters, groups, planes, shrunk_pl
             token_scale = factors.index(2).load(gl.SliceLayout(0, STORE))
             gate = gl.convert_layout(gate, STORE) * token_scale[None, :]
             up = gl.convert_layout(up, STORE) * token_scale[None, :]
-            store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED)
+            store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED, STORE)
             cta_barrier()
             gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
 
@@ -190,10 +190,10 @@ def decoder_block_lora_kernel(
     LINEARS: how many linears with LoRA are packed in o, gate_up, down and q/k/v (0: none has it; its descriptors are any other's then).
     """
     program = gl.program_id(0)
-    ring = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, 128, 128], o_boxes.layout)
-    rows = gl.allocate_shared_memory(gl.float8e4nv, [ROW_SLOTS, BLOCK_T, 128], o_rows.layout)
+    ring = gl.allocate_shared_memory(o_boxes.dtype, [SLOTS, 128, 128], o_boxes.layout)
+    rows = gl.allocate_shared_memory(o_rows.dtype, [ROW_SLOTS, BLOCK_T, 128], o_rows.layout)
     scales = gl.allocate_shared_memory(gl.float32, [ROW_SLOTS, 1, PADDED], o_row_scales.layout)
-    shrunk = gl.allocate_shared_memory(gl.float8e4nv, [2, BLOCK_T, RANK], operand_layout(RANK))
+    shrunk = gl.allocate_shared_memory(o_boxes.dtype, [2, BLOCK_T, RANK], operand_layout(RANK))
     factors = gl.allocate_shared_memory(gl.float32, [3, BLOCK_T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

@@ -5,7 +5,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .attention_gluon_pieces import cta_barrier, view_shared
 from .decoder_block_lora_streams import COUNTS, POSITIONS, adapters_per_slot, operand_layout, plain_layout
-from .decoder_block_pieces import multiply
+from .decoder_block_pieces import multiply, to_int8
 from .decoder_block_streams import SPLIT, await_count
 
 
@@ -59,7 +59,7 @@ def shrink(slots, blocks, used, rows_used, groups, a_scale, planes, done, share,
 @gluon.jit
 def fetch(shrunk, factors, planes, done, groups, first_token, linear, N: gl.constexpr, RANK: gl.constexpr, STRIDE: gl.constexpr, OWN: gl.constexpr,
           WIDE: gl.constexpr, BLOCK_T: gl.constexpr, WARPS: gl.constexpr):
-    """The ranks' activations of OWN tokens of one linear, each token's own adapter, as e4m3 into `shrunk` [WIDE, RANK], their scales into `factors`."""
+    """The ranks' activations of OWN tokens of one linear, each token's own adapter, in eight bits into `shrunk` [WIDE, RANK], their scales into `factors`."""
     GATHER: gl.constexpr = gl.BlockedLayout([1, 4], [128 // RANK, RANK // 4], [WARPS, 1], [1, 0])
     await_count(done, SPLIT)
     own = gl.arange(0, WIDE, gl.SliceLayout(1, GATHER))
@@ -70,8 +70,12 @@ def fetch(shrunk, factors, planes, done, groups, first_token, linear, N: gl.cons
     total = gl.load(source, mask=present, other=0.0, cache_modifier=".cg")
     for part in gl.static_range(1, SPLIT):
         total += gl.load(source + part * (BLOCK_T * STRIDE), mask=present, other=0.0, cache_modifier=".cg")
-    step = gl.maximum(gl.max(gl.abs(total), axis=1), 1e-12) * (1.0 / 448.0)
-    shrunk.store((total / step[:, None]).to(gl.float8e4nv))
+    if shrunk.dtype == gl.int8:
+        step = gl.maximum(gl.max(gl.abs(total), axis=1), 1e-12) * (1.0 / 127.0)
+        shrunk.store(to_int8(total * (1.0 / step)[:, None]))
+    else:
+        step = gl.maximum(gl.max(gl.abs(total), axis=1), 1e-12) * (1.0 / 448.0)
+        shrunk.store((total / step[:, None]).to(gl.float8e4nv))
     factors.slice(0, WIDE).store(step)
     fence_async_shared()
     cta_barrier()
@@ -83,15 +87,15 @@ def _expand_slot(slots, used, shrunk, factors, total, place, start, RANK: gl.con
     PER: gl.constexpr = adapters_per_slot(RANK)
     slot = used % SLOTS
     mbarrier.wait(slots[1].index(slot), used // SLOTS & 1)
-    matrices = view_shared(slots[0].index(slot), gl.float8e4nv, [128 // RANK, 128, RANK], operand_layout(RANK))
+    matrices = view_shared(slots[0].index(slot), shrunk.dtype, [128 // RANK, 128, RANK], operand_layout(RANK))
     row_scales = view_shared(slots[0].index(slot), gl.float32, [32, 1, 128], plain_layout())
-    nothing = gl.zeros([128, WIDE], gl.float32, LAYOUT)
+    nothing = gl.zeros([128, WIDE], gl.int32 if shrunk.dtype == gl.int8 else gl.float32, LAYOUT)
     for each in range(PER):
         product = warpgroup_mma(matrices.index(each), shrunk.permute((1, 0)), nothing, use_acc=False, is_async=True)
         scale = row_scales.index(PER * RANK // 4 + each).permute((1, 0)).load(LAYOUT)
         factor = gl.where(place == start + each, factors.slice(0, WIDE).load(gl.SliceLayout(0, LAYOUT)), 0.0)
         product = warpgroup_mma_wait(0, deps=(product,))
-        total += gl.where((factor > 0.0)[None, :], product * scale * factor[None, :], 0.0)
+        total += gl.where((factor > 0.0)[None, :], product.to(gl.float32) * scale * factor[None, :], 0.0)
     cta_barrier()  # the scales were read by every warp
     mbarrier.arrive(slots[2].index(slot), count=1)
     return total, used + 1

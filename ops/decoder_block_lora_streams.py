@@ -1,6 +1,6 @@
 """The two warps that bring data in a CTA of `decoder_block_lora`: what `decoder_block_streams` does, and the adapters' rows in the same ring.
 
-A CTA that multiplies base weights gets the B rows of its tile behind each matrix: `PER` adapters a slot, each [128, R] e4m3 with its 128 fp32 scales behind
+A CTA that multiplies base weights gets the B rows of its tile behind each matrix: `PER` adapters a slot, each [128, R] bytes with its 128 fp32 scales behind
 them. The four CTAs that shrink get A rows alone: a slot holds 128 / R units, a unit being one linear's R ranks of one adapter.
 """
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def adapters_per_slot(RANK):
 
 @gluon.constexpr_function
 def operand_layout(WIDTH):
-    """Rows of WIDTH e4m3 values as the tensor core reads them."""
+    """Rows of WIDTH eight-bit values as the tensor core reads them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=WIDTH, element_bitwidth=8, rank=2)
 
 
@@ -56,7 +56,7 @@ def _stream_b(boxes, scale_boxes, ring, ready, empty, filled, groups, group, row
         present = gl.minimum(count - first, PER)
         for each in gl.static_range(1, PER + 1):
             mbarrier.expect(ready.index(slot), each * (128 * RANK + 512), pred=present == each)
-        matrices = view_shared(ring.index(slot), gl.float8e4nv, [128 // RANK, 128, RANK], operand_layout(RANK))
+        matrices = view_shared(ring.index(slot), ring.dtype, [128 // RANK, 128, RANK], operand_layout(RANK))
         row_scales = view_shared(ring.index(slot), gl.float32, [32, 1, 128], plain_layout())
         for each in gl.static_range(PER):
             if each < present:
@@ -81,7 +81,7 @@ def _stream_a(boxes, ring, ready, empty, filled, groups, column, steps, N: gl.co
             mbarrier.arrive(ready.index(slot), count=1)
         for each in gl.static_range(1, UNITS + 1):
             mbarrier.expect(ready.index(slot), each * (128 * RANK), pred=present == each)
-        parts = view_shared(ring.index(slot), gl.float8e4nv, [UNITS, RANK, 128], operand_layout(128))
+        parts = view_shared(ring.index(slot), ring.dtype, [UNITS, RANK, 128], operand_layout(128))
         for each in gl.static_range(UNITS):
             if each < present:
                 unit = first + each

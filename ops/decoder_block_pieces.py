@@ -22,10 +22,11 @@ def multiply(ring, ready, empty, rows, scales, rows_ready, rows_empty, used, row
              SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Adds weights times activations over `steps` blocks of K -> (first, second, used, rows_used); with PAIR `first` is the gate, `second` up.
 
-    Each block's product is scaled and added in fp32: its activations have a scale of their own, and the tensor cores' running sum has 14 bits only. One product
-    at a time: starting the next one before this one is added frees the slots later, and cost 5 us a layer.
+    Each block's product is scaled and added in fp32: its activations have a scale of their own, and the tensor cores' running sum of e4m3 products has 14 bits
+    only (that of int8 is exact, and so is its conversion). One product at a time: starting the next one before this one is added frees the slots later, and
+    cost 5 us a layer.
     """
-    nothing = gl.zeros([128, BLOCK_T], gl.float32, LAYOUT)
+    nothing = gl.zeros([128, BLOCK_T], gl.int32 if ring.dtype == gl.int8 else gl.float32, LAYOUT)
     for _ in range(steps):
         product = issue(ring, ready, rows, rows_ready, used, rows_used, nothing, SLOTS, ROW_SLOTS)
         scale = scales.index(rows_used % ROW_SLOTS).slice(0, BLOCK_T, dim=1).load(LAYOUT)
@@ -38,19 +39,44 @@ def multiply(ring, ready, empty, rows, scales, rows_ready, rows_empty, used, row
             product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(used % SLOTS), count=1)
         mbarrier.arrive(rows_empty.index(rows_used % ROW_SLOTS), count=1)
-        first += product * scale
+        first += product.to(gl.float32) * scale
         if PAIR:
-            second += up * scale
+            second += up.to(gl.float32) * scale
         used += 1
         rows_used += 1
     return first, second, used, rows_used
 
 
 @gluon.jit
-def store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr):
-    """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED]."""
-    step = gl.maximum(gl.max(gl.abs(values), axis=0), 1e-12) * (1.0 / 448.0)
-    gl.store(q + token[None, :] * WIDTH + (block * 128 + row)[:, None], (values / step[None, :]).to(gl.float8e4nv), mask=(token < tokens)[None, :])
+def rotate8(values, LAYOUT: gl.constexpr):
+    """values [128, tokens] fp32, blocks of 8 neighbouring rows times the Hadamard matrix, not normalised: arithmetic of the thread that holds the block.
+
+    Each stage adds and subtracts the block's halves and interleaves the results: after three each bit of the index has had its turn and is back in place.
+    """
+    for _ in gl.static_range(3):
+        upper, lower = gl.split(gl.permute(gl.reshape(values, [16, 2, 4, values.shape[1]]), (0, 2, 3, 1)))
+        values = gl.reshape(gl.permute(gl.join(upper + lower, upper - lower), (0, 1, 3, 2)), [128, values.shape[1]])
+    return gl.convert_layout(values, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def to_int8(values):
+    """fp32 within +-127 -> int8, to nearest with ties to even: what is left of the sum's last byte."""
+    return (values + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)  # 1.5 * 2**23
+
+
+@gluon.jit
+def store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr):
+    """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED]; rotated before if q is int8."""
+    if q.dtype.element_ty == gl.int8:
+        ROOT: gl.constexpr = 2.8284271247461903  # sqrt(8): what a normalised rotation would have divided by
+        values = rotate8(values, LAYOUT)
+        step = gl.maximum(gl.max(gl.abs(values), axis=0) * (1.0 / ROOT), 1e-12) * (1.0 / 127.0)
+        steps = to_int8(values * (1.0 / (step * ROOT))[None, :])
+    else:
+        step = gl.maximum(gl.max(gl.abs(values), axis=0), 1e-12) * (1.0 / 448.0)
+        steps = (values / step[None, :]).to(gl.float8e4nv)
+    gl.store(q + token[None, :] * WIDTH + (block * 128 + row)[:, None], steps, mask=(token < tokens)[None, :])
     gl.store(scale + block * PADDED + token, step)
 
 
@@ -107,6 +133,6 @@ def add_residual(update, gain, old, done, residual, q, q_scale, squares, tile, p
     gl.store(residual + token[None, :] * WIDTH + (tile * 128 + row)[:, None], new, mask=present)
     value = gl.where(present, new.to(gl.float32), 0.0)
     gl.store(squares + tile * BLOCK_T + token, gl.sum(value * value, axis=0))
-    store_quantized(value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED)
+    store_quantized(value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, LAYOUT)
     cta_barrier()
     gl.atomic_add(done, 1, sem="release")

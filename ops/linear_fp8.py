@@ -1,7 +1,8 @@
-"""linear_fp8: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 operands, one scale per token and per output channel.
+"""linear_fp8: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token and per output channel.
 
 Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_fp8_decode.py`, `linear_fp8_gluon.py`), from 65 tokens on those with
-few output tiles on `linear_fp8_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`. `tuning.py` says which kernel and which tiles.
+few output tiles on `linear_fp8_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`, in int8 to `linear_fp8_large.py`. `tuning.py`
+says which kernel and which tiles. Products of int8 are summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
 """
 from functools import lru_cache
 from typing import Optional
@@ -10,12 +11,15 @@ import torch
 
 from .linear_fp8_decode import launch_triton
 from .linear_fp8_gluon import launch_gluon
+from .linear_fp8_large import launch_large
 from .linear_fp8_prefill import launch_scaled_mm, scaled_mm_takes
 from .linear_fp8_wide import launch_wide
 from .registry import register
 from .triton_support import INTERPRETED
-from .tuning import H200_SMS, LinearConfig, linear_config, without_tma, work_split
+from .tuning import H200_SMS, LinearConfig, linear_config, with_addends, without_tma, work_split
 
+DTYPES = (torch.float8_e4m3fn, torch.int8)
+MAX_INT8_K = 1 << 17  # products of +-127 (of -128 too) whose sum fits int32
 REFERENCE_CHUNK_ELEMENTS = 1 << 24  # weights dequantized at a time by the reference: 64 MB of fp32
 
 
@@ -25,8 +29,10 @@ def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tens
         raise ValueError(f"linear_fp8: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't fit: expected q [..., K] and weight [N, K]")
     if weight_scale.shape != weight.shape[:1]:
         raise ValueError(f"linear_fp8: weight_scale {tuple(weight_scale.shape)} must hold one value per row of weight {tuple(weight.shape)}")
-    if q.dtype != torch.float8_e4m3fn or weight.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"linear_fp8: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn (see quantize_rowwise)")
+    if q.dtype != weight.dtype or q.dtype not in DTYPES:
+        raise ValueError(f"linear_fp8: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn or both torch.int8 (see quantize_rowwise)")
+    if q.dtype == torch.int8 and weight.shape[1] > MAX_INT8_K:
+        raise ValueError(f"linear_fp8: K is {weight.shape[1]}; int8 sums of more than {MAX_INT8_K} products may not fit int32 (use torch.float8_e4m3fn)")
 
 
 def matmul_e4m3(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -44,7 +50,7 @@ def reference(
     residual: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q [..., K] and weight [N, K] e4m3, scale [...] and weight_scale [N] fp32, delta and residual [..., N] -> [..., N] of `out_dtype`.
+    """q [..., K] and weight [N, K], both e4m3 or both int8, scale [...] and weight_scale [N] fp32, delta and residual [..., N] -> [..., N] of `out_dtype`.
 
     Everything is summed in fp32 and rounded once.
     """
@@ -94,8 +100,8 @@ def launch(
     x, token_scale = q.reshape(-1, k), scale.reshape(-1)
     addends = [None if t is None else t.reshape(-1, n) for t in (delta, residual)]
     sms = multiprocessors(q.device)
-    config = linear_config(tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED)
-    if config.kernel in ("gluon", "wide") and (INTERPRETED or any(tensor.data_ptr() % 16 for tensor in (x, weight, y))):
+    config = linear_config(tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED, int8=q.dtype == torch.int8)
+    if config.kernel in ("gluon", "wide", "large") and (INTERPRETED or any(tensor.data_ptr() % 16 for tensor in (x, weight, y))):
         config = without_tma(config)
     launch_config(config, x, token_scale, weight, weight_scale, addends[0], addends[1], y, sms=sms, sm_budget=sm_budget, pdl=pdl)
 
@@ -118,7 +124,9 @@ def launch_config(
     if config.kernel == "scaled_mm":
         launch_scaled_mm(q, scale, weight, weight_scale, delta, residual, out, sms_left_free=0 if sm_budget is None else sms - sm_budget)
         return
-    run = {"gluon": launch_gluon, "wide": launch_wide, "triton": launch_triton}[config.kernel]
+    if config.kernel == "large" and (delta is not None or residual is not None):
+        config = with_addends(config)
+    run = {"gluon": launch_gluon, "wide": launch_wide, "large": launch_large, "triton": launch_triton}[config.kernel]
     split = work_split(config, q.shape[0], weight.shape[0], weight.shape[1], min(sms, sm_budget or sms))
     run(q, scale, weight, weight_scale, delta, residual, out, config, split, pdl)
 

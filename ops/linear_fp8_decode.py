@@ -1,9 +1,9 @@
-"""linear_fp8 in Triton: the weights are the wide (M) operand of the tensor cores, the tokens are padded to 16 and are the N operand.
+"""linear_fp8 in Triton, e4m3 or int8: the weights are the wide (M) operand of the tensor cores, the tokens are padded to 16 and are the N operand.
 
 Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c of G takes the units [c * U / G, (c + 1) * U / G):
 every program streams the same number of bytes whatever the shape or the number of programs (`sm_budget`). A tile cut between programs
-is summed from fp32 planes by whoever arrives last, always in the order of the programs, so that results are bitwise repeatable. With
-SPLIT off the cuts lie on tile boundaries and nothing is exchanged.
+is summed from planes (fp32, of int8 products int32) by whoever arrives last, always in the order of the programs, so that results are bitwise
+repeatable. With SPLIT off the cuts lie on tile boundaries and nothing is exchanged.
 """
 from typing import Optional
 
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_support import INTERPRETED, dot_f32
+from .triton_support import INTERP, INTERPRETED, dot_f32
 from .tuning import MAX_TILES, LinearConfig, WorkSplit
 from .workspace import workspace
 
@@ -31,12 +31,20 @@ def _prefetch_l2(addresses):
 
 
 @triton.jit
+def _dot_i32(a, b, acc):
+    """acc + a @ b of int8 operands in int32; right in the interpreter too, where up to 1040 products are exact in fp32."""
+    if INTERP:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
+    return tl.dot(a, b, acc, out_dtype=tl.int32)
+
+
+@triton.jit
 def _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n,
             HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
     """Scales, addends and the store of one tile; total [weight rows, tokens]."""
     row_scale = tl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
     token_scale = tl.load(scale_ptr + columns, mask=columns < tokens, other=0.0)
-    value = total * token_scale[None, :] * row_scale[:, None]
+    value = total.to(tl.float32) * token_scale[None, :] * row_scale[:, None]
     offsets = columns.to(tl.int64)[None, :] * n + rows[:, None]
     inside = (rows < n)[:, None] & (columns < tokens)[None, :]
     if HAS_DELTA:
@@ -64,7 +72,8 @@ def _linear_fp8(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resid
         first_columns = tl.minimum(unit % steps * BLOCK_K + tl.arange(0, PREFETCH) * 128, k - 1)
         _prefetch_l2(weight_ptr + first_rows[:, None] * k + first_columns[None, :])
         tl.extra.cuda.gdc_wait()
-    nothing = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
+    INT8: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    nothing = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.int32 if INT8 else tl.float32)
     offsets_n = tl.arange(0, BLOCK_N)
     offsets_t = tl.arange(0, BLOCK_T)
     offsets_k = tl.arange(0, BLOCK_K)
@@ -85,7 +94,10 @@ def _linear_fp8(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resid
             else:
                 w = tl.load(weight_rows + position[None, :], mask=(position < k)[None, :], other=0.0)
                 x = tl.load(q_columns + position[:, None], mask=(columns < tokens)[None, :] & (position < k)[:, None], other=0.0)
-            total += dot_f32(w, x, nothing)  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+            if INT8:
+                total = _dot_i32(w, x, total)
+            else:
+                total += dot_f32(w, x, nothing)  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
         complete = last_step - first_step == steps
         if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
             if not complete:
@@ -101,20 +113,21 @@ def _linear_fp8(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resid
                 complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
                 if complete:
                     begins_before = _first_unit(first, programs, tiles, steps, SPLIT) < tile * steps
-                    total = tl.load(planes + (2 * first + tl.where(begins_before, 1, 0)) * size, mask=inside, other=0.0, cache_modifier=".cg")
+                    total = tl.load(planes + (2 * first + tl.where(begins_before, 1, 0)) * size, mask=inside, other=0, cache_modifier=".cg")
                     for part in tl.static_range(1, PARTS):
                         held = (columns < tl.where(first + part <= last, tokens, 0))[None, :]
-                        total += tl.load(planes + 2 * (first + part) * size, mask=held, other=0.0, cache_modifier=".cg")
+                        total += tl.load(planes + 2 * (first + part) * size, mask=held, other=0, cache_modifier=".cg")
                     tl.store(counters_ptr + tile, 0)  # as the next launch must find it
         if complete:
             _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n, HAS_DELTA, HAS_RESIDUAL)
         unit = tile * steps + last_step
 
 
-def split_buffers(device: torch.device, config: LinearConfig, split: WorkSplit) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fp32 planes and int32 arrival counters of a launch (both kernels use the same ones: they run one after another)."""
+def split_buffers(weight: torch.Tensor, config: LinearConfig, split: WorkSplit) -> tuple[torch.Tensor, torch.Tensor]:
+    """The planes (int32 where the weight is int8, else fp32) and int32 arrival counters of a launch (kernels that run one after another use the same ones)."""
+    device = weight.device
     plane_bytes = 2 * split.programs * config.block_n * config.block_t * 4 if split.parts > 1 else 16
-    planes = workspace(device, "linear_fp8.planes", plane_bytes).view(torch.float32)
+    planes = workspace(device, "linear_fp8.planes", plane_bytes).view(torch.int32 if weight.dtype == torch.int8 else torch.float32)
     counters = workspace(device, "linear_fp8.counters", MAX_TILES * 4, zero=True).view(torch.int32)
     return planes, counters
 
@@ -123,7 +136,7 @@ def launch_triton(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, we
                   residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
     """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N]; all contiguous, K a multiple of 16."""
     (tokens, k), n = q.shape, weight.shape[0]
-    planes, counters = split_buffers(q.device, config, split)
+    planes, counters = split_buffers(weight, config, split)
     pdl = pdl and not INTERPRETED
     _linear_fp8[(split.programs,)](
         q, scale, weight, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters, tokens, n, k,

@@ -62,6 +62,20 @@ def _produce(weight_desc, q_desc, weights, tokens_ring, ready, empty, begin, end
 
 
 @gluon.jit
+def multiply(wide, narrow, ready, empty, acc, begin, end, STAGES: gl.constexpr):
+    """The product of the ring's units begin..end, summed by the tensor cores; the slot of a unit is free once the next one's product is under way."""
+    for i in range(begin, end):
+        slot = i % STAGES
+        mbarrier.wait(ready.index(slot), i // STAGES & 1)
+        acc = warpgroup_mma(wide.index(slot), narrow.index(slot).permute((1, 0)), acc, use_acc=i > begin, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > begin)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((end - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
 def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
              begin, end, steps, token_tiles, tiles, program, programs, tokens, n,
              BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
@@ -72,19 +86,23 @@ def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, de
         gdc_wait()
     offsets_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORE))
     offsets_t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, STORE))
-    nothing = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, MMA)
+    INT8: gl.constexpr = weights.dtype == gl.int8
+    nothing = gl.zeros([BLOCK_N, BLOCK_T], gl.int32 if INT8 else gl.float32, MMA)
     unit = begin
     while unit < end:
         tile = unit // steps
         stop = gl.minimum(end, (tile + 1) * steps)
-        acc = nothing
-        for i in range(unit - begin, stop - begin):
-            slot = i % STAGES
-            mbarrier.wait(ready.index(slot), i // STAGES & 1)
-            product = warpgroup_mma(weights.index(slot), tokens_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(empty.index(slot), count=1)
-            acc += product  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+        if INT8:
+            acc = multiply(weights, tokens_ring, ready, empty, nothing, unit - begin, stop - begin, STAGES)
+        else:
+            acc = nothing
+            for i in range(unit - begin, stop - begin):
+                slot = i % STAGES
+                mbarrier.wait(ready.index(slot), i // STAGES & 1)
+                product = warpgroup_mma(weights.index(slot), tokens_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                product = warpgroup_mma_wait(0, deps=(product,))
+                mbarrier.arrive(empty.index(slot), count=1)
+                acc += product  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
         rows = tile // token_tiles * BLOCK_N + offsets_n
         columns = tile % token_tiles * BLOCK_T + offsets_t
         total = gl.convert_layout(acc, STORE)
@@ -103,15 +121,15 @@ def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, de
                 complete = gl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
                 if complete:
                     begins_before = _first_unit(first, programs, tiles, steps, SPLIT) < tile * steps
-                    total = gl.load(planes + (2 * first + gl.where(begins_before, 1, 0)) * SIZE, mask=inside, other=0.0, cache_modifier=".cg")
+                    total = gl.load(planes + (2 * first + gl.where(begins_before, 1, 0)) * SIZE, mask=inside, other=0, cache_modifier=".cg")
                     for part in gl.static_range(1, PARTS):
                         held = (columns < gl.where(first + part <= last, tokens, 0))[None, :]
-                        total += gl.load(planes + 2 * (first + part) * SIZE, mask=held, other=0.0, cache_modifier=".cg")
+                        total += gl.load(planes + 2 * (first + part) * SIZE, mask=held, other=0, cache_modifier=".cg")
                     gl.store(counters_ptr + tile, 0)  # as the next launch must find it
         if complete:
             row_scale = gl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
             token_scale = gl.load(scale_ptr + columns, mask=columns < tokens, other=0.0)
-            value = total * token_scale[None, :] * row_scale[:, None]
+            value = total.to(gl.float32) * token_scale[None, :] * row_scale[:, None]
             offsets = columns.to(gl.int64)[None, :] * n + rows[:, None]
             valid = (rows < n)[:, None] & (columns < tokens)[None, :]
             if HAS_DELTA:
@@ -155,7 +173,7 @@ def launch_gluon(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, wei
                  residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
     """As `launch_triton`; q and weight must begin on 16-byte boundaries."""
     (tokens, k), n = q.shape, weight.shape[0]
-    planes, counters = split_buffers(q.device, config, split)
+    planes, counters = split_buffers(weight, config, split)
     # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)

@@ -1,4 +1,4 @@
-"""linear_fp8_silu_mul: silu(gate) * up of a packed [gate | up] projection in rowwise FP8, without writing the projection.
+"""linear_fp8_silu_mul: silu(gate) * up of a packed [gate | up] projection in rowwise e4m3 or int8, without writing the projection.
 
 One launch of the wide kernel where the table knows one that gains (`tuning.activation_config`), else `linear_fp8` and `silu_mul`.
 """
@@ -18,7 +18,7 @@ from .tuning import activation_config, work_split
 def reference(
     q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor], out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """q [..., K] and weight [2I, K] e4m3, scale [...] and weight_scale [2I] fp32, delta [..., 2I] -> h [..., I] of `out_dtype`.
+    """q [..., K] and weight [2I, K], both e4m3 or both int8, scale [...] and weight_scale [2I] fp32, delta [..., 2I] -> h [..., I] of `out_dtype`.
 
     The first I rows of the weight are the gate. Everything is fp32 and rounded once.
     """
@@ -54,7 +54,7 @@ def launch(
     x, token_scale = q.reshape(-1, k), scale.reshape(-1)
     added = None if delta is None else delta.reshape(-1, n)
     sms = multiprocessors(q.device)
-    config = activation_config(tokens, n, k)
+    config = activation_config(tokens, n, k, int8=q.dtype == torch.int8)
     aligned = not any(tensor.data_ptr() % 16 for tensor in (x, weight, h))
     if config is None or INTERPRETED or not aligned or out_dtype != torch.bfloat16:
         packed = torch.empty(tokens, n, dtype=out_dtype, device=q.device)

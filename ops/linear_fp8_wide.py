@@ -16,11 +16,11 @@ from typing import Optional
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .linear_fp8_decode import split_buffers
-from .linear_fp8_gluon import PRODUCER_REGISTERS, barrier, gdc_launch_dependents, gdc_wait, tma_load
+from .linear_fp8_gluon import PRODUCER_REGISTERS, barrier, gdc_launch_dependents, gdc_wait, multiply, tma_load
 from .tuning import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # Triton >= 3.7, before
@@ -92,20 +92,6 @@ def _produce(weight_desc, q_desc, weights, tokens_ring, ready, empty, first_step
 
 
 @gluon.jit
-def _multiply(tokens_ring, weights, ready, empty, acc, begin, end, STAGES: gl.constexpr):
-    """The product of the ring's units begin..end, summed by the tensor cores; the slot of a unit is free once the next one's product is under way."""
-    for i in range(begin, end):
-        slot = i % STAGES
-        mbarrier.wait(ready.index(slot), i // STAGES & 1)
-        acc = warpgroup_mma(tokens_ring.index(slot), weights.index(slot).permute((1, 0)), acc, use_acc=i > begin, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > begin)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((end - 1) % STAGES), count=1)
-    return acc
-
-
-@gluon.jit
 def _halves(x, BLOCK_T: gl.constexpr, WIDTH: gl.constexpr):
     """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same threads."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH // 2, 32])
@@ -130,7 +116,7 @@ def _gather(own, part, planes, counter, tile, SIZE: gl.constexpr, PARTS: gl.cons
     barrier()
     total = gl.zeros_like(own)
     for i in gl.static_range(PARTS):
-        received = gl.load(planes + ((tile * PARTS + part) * PARTS + i) * SIZE, mask=part != i, other=0.0, cache_modifier=".cg")
+        received = gl.load(planes + ((tile * PARTS + part) * PARTS + i) * SIZE, mask=part != i, other=0, cache_modifier=".cg")
         total += gl.where(part == i, own, received)
     if gl.atomic_add(counter, 1, sem="relaxed") == 2 * PARTS - 1:  # the last one to have seen them all
         gl.store(counter, 0)
@@ -146,7 +132,7 @@ def _scaled(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, first_r
     column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token_scale = gl.load(scale_ptr + row, mask=row < tokens, other=0.0)
     row_scale = gl.load(weight_scale_ptr + column, mask=column < width, other=0.0)
-    value = total * token_scale[:, None] * row_scale[None, :]
+    value = total.to(gl.float32) * token_scale[:, None] * row_scale[None, :]
     at = row.to(gl.int64)[:, None] * n + column[None, :]
     valid = (row < tokens)[:, None] & (column < width)[None, :]
     if HAS_DELTA:
@@ -174,10 +160,12 @@ def _consume(weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, w
              HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr):
     gl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
     gl.static_assert(PIECES == PARTS or (PARTS == 1 and PIECES == 2))
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_N, 32])
+    INT8: gl.constexpr = weights.dtype == gl.int8
+    INSTR_N: gl.constexpr = 128 if INT8 and BLOCK_N > 128 else BLOCK_N  # Triton knows no int8 instruction of 256 columns
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, INSTR_N, 32])
     WIDTH: gl.constexpr = BLOCK_N // PIECES
     PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 32])
-    nothing = gl.zeros([BLOCK_T, BLOCK_N], gl.float32, MMA)
+    nothing = gl.zeros([BLOCK_T, BLOCK_N], gl.int32 if INT8 else gl.float32, MMA)
     if PDL:
         gdc_wait()
     done = 0
@@ -189,10 +177,10 @@ def _consume(weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, w
             chunk = done
             while chunk < stop:
                 chunk_end = gl.minimum(stop, chunk + PROMOTE)
-                total += _multiply(tokens_ring, weights, ready, empty, nothing, chunk, chunk_end, STAGES)
+                total += multiply(tokens_ring, weights, ready, empty, nothing, chunk, chunk_end, STAGES)
                 chunk = chunk_end
         else:
-            total = _multiply(tokens_ring, weights, ready, empty, nothing, done, stop, STAGES)
+            total = multiply(tokens_ring, weights, ready, empty, nothing, done, stop, STAGES)
         token_tile, weight_tile = _corner(tile, token_tiles, weight_tiles, GROUP)
         row = token_tile * BLOCK_T
         column = weight_tile * BLOCK_N
@@ -282,7 +270,7 @@ def launch_wide(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weig
     With `activate` out [T, N / 2] = silu(left half) * right half of what it would be; N / 2 must be a multiple of half a tile, tiles whole.
     """
     (tokens, k), n = q.shape, weight.shape[0]
-    planes, counters = split_buffers(q.device, config, split)
+    planes, counters = split_buffers(weight, config, split)
     pieces = split.parts if split.split else 2 if activate else max(1, config.block_t * config.block_n * 2 // WIDE_STAGING)
     out_layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, config.block_n // pieces * 2), element_bitwidth=16, rank=2)
     # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
@@ -293,6 +281,7 @@ def launch_wide(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weig
         weight_desc, q_desc, out_desc, scale, weight_scale, scale if delta is None else delta, scale if residual is None else residual, planes, counters,
         tokens, n, k,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=BLOCK_K, STAGES=config.stages, PARTS=split.parts,
-        PROMOTE=config.promote, PIECES=pieces, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, ACTIVATE=activate,
+        PROMOTE=0 if weight.dtype == torch.int8 else config.promote, PIECES=pieces,
+        HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, ACTIVATE=activate,
         GROUP=GROUP, PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl, num_warps=8, maxnreg=config.max_registers or None, launch_pdl=pdl,
     )

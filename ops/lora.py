@@ -13,12 +13,12 @@ def lora_reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_in
                    a_scale: Optional[torch.Tensor] = None, b_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     """delta[t, slice i] = b[slot, slice i] @ (a[slot, i*R:(i+1)*R] @ x[t]), slot = adapter_index[t].
 
-    x              [T, K] model dtype, or e4m3 with x_scale [T] fp32
-    a              [S, n*R, K] model dtype, or e4m3 with a_scale [S, n*R] fp32: n packed linears (q/k/v, gate/up) share one input
-    b              [S, N, R] model dtype, or e4m3 with b_scale [S, N] fp32; alpha / rank already folded in
+    x              [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32
+    a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v, gate/up) share one input
+    b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha / rank already folded in
     adapter_index  [T] int32, -1 = no adapter: zeros
     slices         the n output widths, adding up to N
-    returns        [T, N] in b's dtype (bf16 for an e4m3 one); the ranks' activations are summed in fp32 and rounded to that dtype once
+    returns        [T, N] in b's dtype (bf16 for an eight-bit one); the ranks' activations are summed in fp32 and rounded to that dtype once
     """
     ranks = b.shape[2]
     delta = lora_fake(x, a, b, adapter_index, slices).zero_()

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from .attention_pieces import dot_ieee, multiprocessors
-from .lora_shrink import dequantized
-from .quantize import E4M3
+from .lora_shrink import EIGHT_BIT, dequantized, widened
 from .registry import register
 from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
@@ -17,7 +16,7 @@ CTAS_PER_SM = 8  # programs for each SM of a limited launch: loads in flight, no
 
 def delta_dtype(b: torch.Tensor) -> torch.dtype:
     """The dtype of a delta: b's own, bf16 beside a quantized b."""
-    return torch.bfloat16 if b.dtype == E4M3 else b.dtype
+    return torch.bfloat16 if b.dtype in EIGHT_BIT else b.dtype
 
 
 def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int,
@@ -25,10 +24,10 @@ def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: to
     """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to delta's dtype) @ b[slot of t, slice i]^T.
 
     planes       [splits, T, n*R] fp32, added in order
-    b            [S, N, R] model dtype, or e4m3 with b_scale [S, N] fp32; alpha / rank already folded in
+    b            [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha / rank already folded in
     token_order, tiles, tile   of `lora_plan`
     slices       the n output widths of the packed linears, adding up to N
-    returns      [T, N] in b's dtype (bf16 for an e4m3 one); zeros for tokens without an adapter
+    returns      [T, N] in b's dtype (bf16 for an eight-bit one); zeros for tokens without an adapter
     """
     ranks = b.shape[2]
     delta = lora_expand_fake(planes, b, token_order, tiles, tile, slices).zero_()
@@ -106,7 +105,10 @@ def sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS
 
 @triton.jit
 def expand_operand(shrunk, delta_type: tl.constexpr, stored: tl.constexpr):
-    """The summed planes as the product's operand: rounded to the delta's dtype, and beside e4m3 rows in fp16, to which those convert in one instruction."""
+    """The summed planes as the product's operand: rounded to the delta's dtype, and beside e4m3 rows in fp16, to which those convert in one instruction.
+
+    int8 rows are widened to the delta's dtype itself: exactly, and to bf16 by a byte permutation.
+    """
     shrunk = shrunk.to(delta_type)
     if stored == tl.float8e4nv:
         shrunk = tl.minimum(tl.maximum(shrunk.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
@@ -135,7 +137,7 @@ def expand_once_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens
         pdl_start(PDL)
         shrunk = sum_planes(planes, token, tl.where(slot >= 0, count, 0), part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
         shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
-        result = dot_ieee(b_rows.to(shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
+        result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
         if b_scale is not None:
             result *= scale[:, None]
         target = delta + token[None, :].to(tl.int64) * n + column[:, None]
@@ -174,7 +176,7 @@ def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, 
                 token, count, active = _load_tokens(token_order, tiles, tile, True, TILE)
                 shrunk = sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
                 shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
-            result = dot_ieee(b_rows.to(shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32)) * scale[:, None]
+            result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32)) * scale[:, None]
             column = begin + tl.arange(0, COLUMNS)
             lane = tl.arange(0, TILE)
             target = delta + token[None, :].to(tl.int64) * n + column[:, None]
@@ -199,9 +201,9 @@ def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch
     splits, tokens, all_ranks = planes.shape
     _, n, ranks = b.shape
     require_contiguous("lora_expand", planes=planes, b=b, b_scale=b_scale, delta=out[0])
-    if (b.dtype == E4M3) != (b_scale is not None) or (b_scale is not None and b_scale.shape != b.shape[:-1]):
+    if (b.dtype in EIGHT_BIT) != (b_scale is not None) or (b_scale is not None and b_scale.shape != b.shape[:-1]):
         raise ValueError(f"lora_expand: b is {b.dtype}{tuple(b.shape)} with scales {None if b_scale is None else tuple(b_scale.shape)}; "
-                         f"{E4M3} needs one for each row, other dtypes none")
+                         f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none")
     if not 1 <= len(slices) <= 3 or sum(slices) != n or all_ranks != len(slices) * ranks:
         raise ValueError(f"lora_expand: slices {list(slices)} and planes {tuple(planes.shape)} do not fit b {tuple(b.shape)}: needs 1 to 3 slices that add up "
                          f"to {n}, and {ranks} ranks for each")

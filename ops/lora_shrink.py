@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 
 from .attention_pieces import dot_ieee, multiprocessors
-from .quantize import E4M3
+from .kv_layout import QUANTIZED_MAX
 from .registry import register
 from .triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
 
+EIGHT_BIT = tuple(QUANTIZED_MAX)  # dtypes of quantized tensors
 CTAS_PER_SM = 16  # programs for each SM, at most
 MAX_ONCE = 512  # input features that a program can hold in registers at once
 
@@ -28,9 +29,9 @@ def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.T
                           a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
-    x            [T, K] model dtype, or e4m3 with x_scale [T] fp32 (then a is e4m3 too)
-    a            [S, n*R, K] model dtype, or e4m3 with a_scale [S, n*R] fp32: the A matrices of S adapters, those of n packed linears under each other;
-                 n*R a multiple of 16
+    x            [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32 (then a has x's dtype)
+    a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: the A matrices of S adapters, those of n packed linears under each
+                 other; n*R a multiple of 16
     token_order, tiles, tile   of `lora_plan`
     returns      [splits, T, n*R] fp32; rows of tokens without an adapter are zero. Chunk p is columns p*w .. (p+1)*w, w = split_width(K, splits)
     """
@@ -62,14 +63,29 @@ def _start(PDL: tl.constexpr):
 
 
 @triton.jit
+def widened(rows, dtype: tl.constexpr):
+    """Rows in another type that holds their values exactly (the interpreter's own cast of int8 to bf16 is wrong)."""
+    if INTERP:
+        rows = rows.to(tl.float32)
+    return rows.to(dtype)
+
+
+@triton.jit
 def _product(a_part, x_part, acc):
-    """acc + a_part @ x_part; quantized rows beside 16-bit activations are widened (exactly), e4m3 beside e4m3 goes to the tensor cores as it is."""
-    return dot_ieee(a_part.to(x_part.dtype), x_part, acc)
+    """acc + a_part @ x_part; quantized rows beside 16-bit activations are widened (exactly), two quantized operands go to the tensor cores as they are.
+
+    `acc` is int32 for two int8 operands, whose sum is exact.
+    """
+    if x_part.dtype == tl.int8:
+        return tl.dot(a_part, x_part, acc, out_dtype=tl.int32)
+    else:  # Triton 3.6 compiles what comes behind a return
+        return dot_ieee(widened(a_part, x_part.dtype), x_part, acc)
 
 
 @triton.jit
 def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks):
-    """A tile of a plane [RANKS, TILE], times the scales of its rows and columns; `slot` -1: the result is zero already."""
+    """A tile of a plane [RANKS, TILE] fp32 or int32, times the scales of its rows and columns; `slot` -1: the result is zero already."""
+    result = result.to(tl.float32)
     if a_scale is not None:
         result *= tl.load(a_scale + slot.to(tl.int64) * ranks + rank, mask=rank < tl.where(slot >= 0, ranks, 0), other=0.0)[:, None]
     if x_scale is not None:
@@ -103,7 +119,8 @@ def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_t
         x_inside = x_inside & (column < stop)[:, None]
     a_part = tl.load(a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0)
     x_part = tl.load(x + token[None, :] * k + column[:, None], mask=x_inside, other=0.0)
-    result = _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    result = _product(a_part, x_part, tl.zeros([RANKS, TILE], SUM))
     _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
 
 
@@ -111,6 +128,7 @@ def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_t
 def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits, TILE: tl.constexpr,
                   RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
     """The same pieces of work for any number of programs and columns: loads pipelined through shared memory."""
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     _start(PDL)
     per_tile = splits * rank_blocks
     work = num_tiles * per_tile
@@ -125,7 +143,7 @@ def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens
             rank = item % rank_blocks * RANKS + tl.arange(0, RANKS)
             lane = tl.arange(0, TILE)
             token = tl.load(token_order + first + lane, mask=lane < count, other=0)
-            acc = tl.zeros([RANKS, TILE], tl.float32)
+            acc = tl.zeros([RANKS, TILE], SUM)
             if slot >= 0:
                 a_rows = a + slot.to(tl.int64) * ranks * k + rank[:, None] * k
                 x_rows = x + token[None, :] * k
@@ -137,7 +155,7 @@ def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens
                     else:
                         a_part = tl.load(a_rows + column[None, :], mask=(rank < ranks)[:, None] & (column < k)[None, :], other=0.0)
                         x_part = tl.load(x_rows + column[:, None], mask=(lane < count)[None, :] & (column < k)[:, None], other=0.0)
-                    if x_scale is None:
+                    if x_scale is None or x.dtype.element_ty == tl.int8:
                         acc = _product(a_part, x_part, acc)
                     else:  # FP8 tensor cores keep 14 bits of a running sum: only a step's own sum is left to them
                         acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
@@ -163,17 +181,20 @@ def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
 def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
                        a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None,
                        *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
-    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and e4m3 tensors, and only they, have scales; a may be e4m3 beside a 16-bit x."""
+    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and eight-bit tensors (e4m3, int8), and only they, have scales.
+
+    a has x's dtype, or eight bits beside a 16-bit x.
+    """
     tokens, k = x.shape
     ranks = a.shape[1]
     require_contiguous("lora_shrink", x=x, a=a, a_scale=a_scale, x_scale=x_scale, planes=out[0])
-    if ranks % 16 or a.shape[2] != k or (a.dtype != x.dtype and a.dtype != E4M3):
+    if ranks % 16 or a.shape[2] != k or (a.dtype != x.dtype and (a.dtype not in EIGHT_BIT or x.dtype in EIGHT_BIT)):
         raise ValueError(f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; "
-                         f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype or in {E4M3}")
+                         f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype, or beside a 16-bit x in {EIGHT_BIT[0]} or {EIGHT_BIT[1]}")
     for name, values, scale in (("a", a, a_scale), ("x", x, x_scale)):
-        if (values.dtype == E4M3) != (scale is not None) or (scale is not None and scale.shape != values.shape[:-1]):
+        if (values.dtype in EIGHT_BIT) != (scale is not None) or (scale is not None and scale.shape != values.shape[:-1]):
             raise ValueError(f"lora_shrink: {name} is {values.dtype}{tuple(values.shape)} with scales {None if scale is None else tuple(scale.shape)}; "
-                             f"{E4M3} needs one for each row, other dtypes none")
+                             f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none")
     if tokens == 0:
         return
     width = split_width(k, splits)

@@ -1,6 +1,6 @@
 """Causal attention over the paged KV cache: decode steps, prefill chunks with history, and batches of both.
 
-`paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 form that the o projection reads. This file holds the
+`paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 or int8 form that the o projection reads. This file holds the
 specification and picks a kernel:
   attention_decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
   attention_decode.py         every other decode
@@ -17,7 +17,7 @@ import torch
 
 from . import attention_decode, attention_prefill
 from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
-from .quantize import quantize_rowwise_fake, quantize_rowwise_reference
+from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
 from .registry import OPS, register
 from .triton_support import cdiv
 from .workspace import workspace
@@ -117,13 +117,15 @@ def reference_quant(
     quantize_q: bool,
     decode: bool,
     keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention`, then rowwise quantization of the rounded result.
 
-    Returns (o, q, scale): o in q's dtype, [T, HQ * D] or [0, HQ * D] when `keep` is off; q e4m3 [T, HQ * D]; scale fp32 [T].
+    Returns (o, q, scale): o in q's dtype, [T, HQ * D] or [0, HQ * D] when `keep` is off; q and scale as in `quantize_rowwise`.
     """
     o = reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode)
-    quantized, scale = quantize_rowwise_reference(o)
+    quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
 
 
@@ -138,10 +140,12 @@ def fake_quant(
     quantize_q: bool,
     decode: bool,
     keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Empty results."""
     tokens, width = q.shape[0], q.shape[1] * q.shape[2]
-    return q.new_empty(tokens if keep else 0, width), *quantize_rowwise_fake(q.flatten(1))
+    return q.new_empty(tokens if keep else 0, width), *quantize_rowwise_fake(q.flatten(1), dtype)
 
 
 def launch(
@@ -185,6 +189,8 @@ def launch_quant(
     quantize_q: bool,
     decode: bool,
     keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: bool = False,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -199,7 +205,7 @@ def launch_quant(
         nbytes = tokens * width * q.element_size()
         o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
     launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, out=(o,), pdl=pdl)
-    OPS["quantize_rowwise"].launch(o, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
+    OPS["quantize_rowwise"].launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 
 
 paged_attention = register("paged_attention", reference, fake, launch)

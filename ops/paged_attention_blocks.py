@@ -9,31 +9,36 @@ import torch
 from . import attention_decode, attention_decode_gluon
 from .paged_attention import HEAD_DIMS, check_arguments
 from .paged_attention import reference as paged_attention_reference
+from .quantize import E4M3
 from .quantize_blocks import quantize_blocks_fake, quantize_blocks_launch, quantize_blocks_reference
 from .registry import register
 from .workspace import workspace
 
 
 def reference(
-    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float
+    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float,
+    dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query row a sequence: q [B, HQ, D] with HQ * D a multiple of 128, the rest as in `paged_attention` -> (q [B, HQ * D] e4m3, scale [HQ * D / 128, P]).
+    """One query row a sequence: q [B, HQ, D] with HQ * D a multiple of 128, the rest as in `paged_attention`
+    -> (q [B, HQ * D] e4m3 or int8, scale [HQ * D / 128, P]).
 
     What is quantized (as in `quantize_blocks`) is the attention's result rounded to q's dtype.
     """
     query_start = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    return quantize_blocks_reference(paged_attention_reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, False, True))
+    rows = paged_attention_reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, False, True)
+    return quantize_blocks_reference(rows, dtype)
 
 
 def fake(
-    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float
+    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float,
+    dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantize_blocks_fake(q.flatten(1))
+    return quantize_blocks_fake(q.flatten(1), dtype)
 
 
 def launch(
     q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    dtype: torch.dtype = E4M3, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (quantized, scale); where the kernel does not quantize by itself, 16-bit rows go through a workspace.
 
@@ -51,7 +56,7 @@ def launch(
     nbytes = tokens * width * q.element_size()
     rows = workspace(q.device, "paged_attention_blocks", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
     attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, rows, pdl)
-    quantize_blocks_launch(rows, out=out, pdl=pdl)
+    quantize_blocks_launch(rows, dtype, out=out, pdl=pdl)
 
 
 paged_attention_blocks = register("paged_attention_blocks", reference, fake, launch)

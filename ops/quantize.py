@@ -1,7 +1,11 @@
-"""`quantize_rowwise`: activations to e4m3 with one fp32 scale per row (token).
+"""`quantize_rowwise`: activations to e4m3 or int8 with one fp32 scale per row (token).
 
-scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3. The kernel multiplies by 1 / scale, so a value that lies
-on a rounding edge may land one e4m3 step from the reference's.
+scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3; int8: / 127, to the nearest whole number. The kernel multiplies by 1 / scale, so
+a value that lies on a rounding edge may land one step from the reference's.
+
+`rotate` multiplies each block of 8 neighbouring columns by a normalised Hadamard matrix before. It is its own inverse and symmetric, so a product with weights
+whose rows were rotated alike is unchanged, while a row's largest value shrinks: int8 steps are as wide as that value asks for everywhere in the row (QuaRot,
+arXiv 2404.00456, rotates for the same reason). e4m3 steps grow with the value itself; there it gains nothing.
 """
 from typing import Optional
 
@@ -9,52 +13,75 @@ import torch
 import triton
 import triton.language as tl
 
+from .hadamard import hadamard_reference
+from .kv_layout import QUANTIZED_MAX
 from .registry import register
-from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, row_scale, to_e4m3
+from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate8, row_scale, to_eight_bits
 
 E4M3 = torch.float8_e4m3fn
+ROTATED = 8  # columns of a rotated block
 
 
-def quantize_rowwise_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K], any float dtype -> (q [..., K] e4m3, scale [...] fp32)."""
-    values = x.float()
-    scale = values.abs().amax(-1).clamp_min(1e-12) / 448.0
-    return (values / scale.unsqueeze(-1)).clamp(-448.0, 448.0).to(E4M3), scale
+def to_steps(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 values / scale, saturated and rounded to e4m3 or int8."""
+    most = QUANTIZED_MAX[dtype]
+    steps = (values / scale).clamp(-most, most)
+    return (steps.round() if dtype == torch.int8 else steps).to(dtype)
 
 
-def quantize_rowwise_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_blocks(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] -> the same in fp32, each block of 8 columns rotated. Raises ValueError unless K is a multiple of 8."""
+    if x.shape[-1] % ROTATED:
+        raise ValueError(f"rows of {x.shape[-1]} can't be rotated in blocks of {ROTATED}; quantize them without rotate")
+    return hadamard_reference(x.float().unflatten(-1, (-1, ROTATED))).flatten(-2)
+
+
+def quantize_rowwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K], any float dtype -> (q [..., K] e4m3 or int8, scale [...] fp32)."""
+    values = rotate_blocks(x) if rotate else x.float()
+    scale = values.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
+    return to_steps(values, scale.unsqueeze(-1), dtype), scale
+
+
+def quantize_rowwise_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Unfilled (q, scale) for x [..., K]."""
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @triton.jit
-def store_quantized_row(values, q, scale, row, column, inside, WIDTH: tl.constexpr):
-    """Quantize one whole row of fp32 values (zeros outside) and store it with its scale."""
-    step = row_scale(tl.max(tl.abs(values), axis=0))
-    tl.store(q + row * WIDTH + column, to_e4m3(values * (1.0 / step)), mask=inside)
+def store_quantized_row(values, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr):
+    """Quantize one whole row of fp32 values [BLOCK] (zeros outside) and store it, in q's dtype, with its scale."""
+    if ROTATE:
+        values = rotate8(values, BLOCK)
+    step = row_scale(tl.max(tl.abs(values), axis=0), q.dtype.element_ty)
+    tl.store(q + row * WIDTH + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
     tl.store(scale + row, step)
 
 
 @triton.jit
-def _quantize_kernel(x, q, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _quantize_kernel(x, q, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     pdl_start(PDL)
     if WIDTH <= BLOCK:
         inside = column < WIDTH
         values = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        store_quantized_row(values, q, scale, row, column, inside, WIDTH)
+        store_quantized_row(values, q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
     else:
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, WIDTH, BLOCK):
             values = tl.load(x + row * WIDTH + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+            if ROTATE:
+                values = rotate8(values, BLOCK)
             largest = tl.maximum(largest, tl.abs(values))
-        step = row_scale(tl.max(largest, axis=0))
+        step = row_scale(tl.max(largest, axis=0), q.dtype.element_ty)
         tl.store(scale + row, step)
         for start in range(0, WIDTH, BLOCK):
             inside = start + column < WIDTH
             values = tl.load(x + row * WIDTH + start + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(q + row * WIDTH + start + column, to_e4m3(values * (1.0 / step)), mask=inside)
+            if ROTATE:
+                values = rotate8(values, BLOCK)
+            tl.store(q + row * WIDTH + start + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
 
 
 def row_block(width: int) -> tuple[int, int]:
@@ -63,14 +90,24 @@ def row_block(width: int) -> tuple[int, int]:
     return block, min(max(block // 256, 1), 16)
 
 
-def quantize_rowwise_launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False) -> None:
+def check_rotated(name: str, width: int, rotate: bool) -> None:
+    """Raises ValueError for rows that can't be rotated."""
+    if rotate and width % ROTATED:
+        raise ValueError(f"{name}: rows of {width} can't be rotated in blocks of {ROTATED}; quantize them without rotate")
+
+
+def quantize_rowwise_launch(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False,
+    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+) -> None:  # fmt: skip
     """Fill `out` = (q, scale): one CTA a row, rows wider than 16384 read twice. Too small to heed `sm_budget`."""
     require_contiguous("quantize_rowwise", x=x)
+    check_rotated("quantize_rowwise", x.shape[-1], rotate)
     if x.numel() == 0:
         return
     block, warps = row_block(x.shape[-1])
     q, scale = out
-    _quantize_kernel[(x.numel() // x.shape[-1],)](x, q, scale, WIDTH=x.shape[-1], BLOCK=block, num_warps=warps, **pdl_options(pdl))
+    _quantize_kernel[(x.numel() // x.shape[-1],)](x, q, scale, WIDTH=x.shape[-1], BLOCK=block, ROTATE=rotate, num_warps=warps, **pdl_options(pdl))
 
 
 quantize_rowwise = register("quantize_rowwise", quantize_rowwise_reference, quantize_rowwise_fake, quantize_rowwise_launch)

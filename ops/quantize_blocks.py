@@ -1,4 +1,4 @@
-"""Activations to e4m3 with one fp32 scale per token and 128 columns: finer than a scale per row, and no block needs to know another one's maximum.
+"""Activations to e4m3 or int8 with one fp32 scale per token and 128 columns: finer than a scale per row, and no block needs to know another one's maximum.
 
 The scales lie block by block, [K / 128, P] for T tokens with P = `padded_scales(T)`, so that the scales of one block are one TMA box; those past T are zero.
 """
@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .kv_layout import QUANTIZED_MAX
+from .quantize import E4M3, rotate_blocks, to_steps
 from .registry import register
-from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, row_scale, to_e4m3
+from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate8, row_scale, to_eight_bits
 
 BLOCK = 128
 LEAST_SCALES = 32
@@ -21,19 +23,19 @@ def padded_scales(tokens: int) -> int:
     return max(LEAST_SCALES, next_power_of_2(tokens))
 
 
-def quantize_blocks_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K], K a multiple of 128 -> (q [T, K] e4m3, scale [K / 128, P] fp32, zero past T); each scale is max(amax, 1e-12) / 448."""
+def quantize_blocks_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T); the rest as in `quantize_rowwise`."""
     tokens, width = x.shape
-    blocks = x.float().view(tokens, width // BLOCK, BLOCK)
-    scale = blocks.abs().amax(-1).clamp_min(1e-12) / 448.0
-    q = (blocks / scale.unsqueeze(-1)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(tokens, width)
+    blocks = (rotate_blocks(x) if rotate else x.float()).view(tokens, width // BLOCK, BLOCK)
+    scale = blocks.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
+    q = to_steps(blocks, scale.unsqueeze(-1), dtype).view(tokens, width)
     return q, torch.nn.functional.pad(scale.t(), (0, padded_scales(tokens) - tokens)).contiguous()
 
 
-def quantize_blocks_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(f"quantize_blocks: x {tuple(x.shape)} must be [T, K] with K a multiple of {BLOCK}")
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty((x.shape[1] // BLOCK, padded_scales(int(x.shape[0]))), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[1] // BLOCK, padded_scales(int(x.shape[0]))), dtype=torch.float32)
 
 
 def dequantize_blocks(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -43,22 +45,27 @@ def dequantize_blocks(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _quantize_blocks_kernel(x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _quantize_blocks_kernel(x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = token.to(tl.int64) * WIDTH + block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = block < WIDTH // 128
     pdl_start(PDL)
     values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    step = row_scale(tl.max(tl.abs(values), axis=1))
-    tl.store(q + at, to_e4m3(values * (1.0 / step)[:, None]), mask=inside[:, None])
+    if ROTATE:
+        values = tl.reshape(rotate8(tl.reshape(values, (BLOCKS * 128,)), BLOCKS * 128), (BLOCKS, 128))
+    step = row_scale(tl.max(tl.abs(values), axis=1), q.dtype.element_ty)
+    tl.store(q + at, to_eight_bits(values * (1.0 / step)[:, None], q.dtype.element_ty), mask=inside[:, None])
     tl.store(scale + block * PADDED + token, step, mask=inside)
     if token == tokens - 1:
         past = tl.arange(0, PADDED)
         tl.store(scale + block[:, None] * PADDED + past[None, :], tl.zeros((BLOCKS, PADDED), tl.float32), mask=inside[:, None] & (past >= tokens)[None, :])
 
 
-def quantize_blocks_launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False) -> None:
+def quantize_blocks_launch(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False,
+    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+) -> None:  # fmt: skip
     """Fill `out` = (q, scale). Too small to heed `sm_budget`."""
     require_contiguous("quantize_blocks", x=x)
     tokens, width = x.shape
@@ -66,7 +73,7 @@ def quantize_blocks_launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm
         return
     blocks = min(BLOCKS_PER_CTA, next_power_of_2(width // BLOCK))
     grid = (tokens, triton.cdiv(width // BLOCK, blocks))
-    _quantize_blocks_kernel[grid](x, *out, tokens, WIDTH=width, PADDED=padded_scales(tokens), BLOCKS=blocks, num_warps=4, **pdl_options(pdl))
+    _quantize_blocks_kernel[grid](x, *out, tokens, WIDTH=width, PADDED=padded_scales(tokens), BLOCKS=blocks, ROTATE=rotate, num_warps=4, **pdl_options(pdl))
 
 
 quantize_blocks = register("quantize_blocks", quantize_blocks_reference, quantize_blocks_fake, quantize_blocks_launch)

@@ -1,4 +1,4 @@
-"""RMSNorm and what is fused around it: the residual sum (with a LoRA delta) before it, rowwise e4m3 quantization behind it.
+"""RMSNorm and what is fused around it: the residual sum (with a LoRA delta) before it, rowwise quantization (e4m3 or int8) behind it.
 
 Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps) rounded to the
 model's dtype, then times the weight in that dtype. `keep` says whether the unquantized y is wanted too (a LoRA shrink reads it).
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .quantize import quantize_rowwise_fake, quantize_rowwise_reference, row_block, store_quantized_row
+from .quantize import E4M3, check_rotated, quantize_rowwise_fake, quantize_rowwise_reference, row_block, store_quantized_row
 from .registry import register
 from .triton_support import pdl_options, pdl_start, require_contiguous, round_to
 
@@ -31,20 +31,21 @@ def add_rms_norm_reference(
 
 
 def rms_norm_quant_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q e4m3 [..., H], scale fp32 [...]); y is [0, H] unless `keep`."""
+    """(y, q [..., H] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; y is [0, H] unless `keep`."""
     y = rms_norm_reference(x, weight, eps)
-    q, scale = quantize_rowwise_reference(y)
+    q, scale = quantize_rowwise_reference(y, dtype, rotate)
     return y if keep else x.new_empty(0, x.shape[-1]), q, scale
 
 
 def add_rms_norm_quant_reference(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
+    dtype: torch.dtype = E4M3, rotate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, q, scale, new_residual): `add_rms_norm`, then quantized as in `rms_norm_quant`."""
     y, new_residual = add_rms_norm_reference(x, residual, delta, weight, eps)
-    q, scale = quantize_rowwise_reference(y)
+    q, scale = quantize_rowwise_reference(y, dtype, rotate)
     return y if keep else x.new_empty(0, x.shape[-1]), q, scale, new_residual
 
 
@@ -58,22 +59,25 @@ def add_rms_norm_fake(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-def rms_norm_quant_fake(x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rms_norm_quant_fake(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y = x.new_empty(x.shape) if keep else x.new_empty((0, x.shape[-1]))
-    return y, *quantize_rowwise_fake(x)
+    return y, *quantize_rowwise_fake(x, dtype)
 
 
 def add_rms_norm_quant_fake(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool
+    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
+    dtype: torch.dtype = E4M3, rotate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return *rms_norm_quant_fake(x, weight, eps, keep), x.new_empty(x.shape)
+    return *rms_norm_quant_fake(x, weight, eps, keep, dtype), x.new_empty(x.shape)
 
 
 @triton.jit
 def _rms_norm_kernel(
     x, residual, delta, weight, y, q, scale, new_residual, eps,
     ADD: tl.constexpr, HAS_DELTA: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -96,15 +100,17 @@ def _rms_norm_kernel(
     if KEEP:
         tl.store(y + at, result, mask=inside)
     if QUANTIZE:
-        store_quantized_row(result.to(tl.float32), q, scale, row, column, inside, WIDTH)
+        store_quantized_row(result.to(tl.float32), q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
 
 
 def _launch(
     name: str, x: torch.Tensor, residual: Optional[torch.Tensor], delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, pdl: bool,
     *, y: Optional[torch.Tensor], q: Optional[torch.Tensor] = None, scale: Optional[torch.Tensor] = None, new_residual: Optional[torch.Tensor] = None,
+    rotate: bool = False,
 ) -> None:
     require_contiguous(name, x=x, residual=residual, delta=delta, weight=weight)
     width = x.shape[-1]
+    check_rotated(name, width, rotate)
     block, warps = row_block(width)
     if width > block:
         raise ValueError(f"{name}: a row of {width} does not fit one CTA; the hidden size may be at most {block}")
@@ -112,7 +118,7 @@ def _launch(
         return
     _rms_norm_kernel[(x.numel() // width,)](
         x, residual, delta, weight, y, q, scale, new_residual, eps,
-        ADD=residual is not None, HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None,
+        ADD=residual is not None, HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None, ROTATE=rotate,
         WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl),
     )
 
@@ -133,20 +139,21 @@ def add_rms_norm_launch(
 
 
 def rms_norm_quant_launch(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False,
+    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, q, scale)."""
     y, q, scale = out
-    _launch("rms_norm_quant", x, None, None, weight, eps, pdl, y=y if keep else None, q=q, scale=scale)
+    _launch("rms_norm_quant", x, None, None, weight, eps, pdl, y=y if keep else None, q=q, scale=scale, rotate=rotate)
 
 
 def add_rms_norm_quant_launch(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    dtype: torch.dtype = E4M3, rotate: bool = False, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, q, scale, new_residual)."""
     y, q, scale, new_residual = out
-    _launch("add_rms_norm_quant", x, residual, delta, weight, eps, pdl, y=y if keep else None, q=q, scale=scale, new_residual=new_residual)
+    _launch("add_rms_norm_quant", x, residual, delta, weight, eps, pdl, y=y if keep else None, q=q, scale=scale, new_residual=new_residual, rotate=rotate)
 
 
 rms_norm = register("rms_norm", rms_norm_reference, rms_norm_fake, rms_norm_launch)

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta joined before and rowwise e4m3 quantization behind.
+"""SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta joined before and rowwise quantization (e4m3 or int8) behind.
 
 Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` quantizes that rounded value. `keep` says whether the
 unquantized h is wanted too (the LoRA shrink of the down projection reads it).
@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .quantize import E4M3, quantize_rowwise_reference, row_block, store_quantized_row
+from .quantize import E4M3, check_rotated, quantize_rowwise_reference, row_block, store_quantized_row
 from .registry import register
-from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, row_scale, to_e4m3
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate8, round_to, row_scale, to_eight_bits
 from .tuning import H200_SMS
 
 
@@ -23,11 +23,11 @@ def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> 
 
 
 def silu_mul_quant_reference(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(h [..., I], q e4m3 [..., I], scale fp32 [...]); h is [0, I] unless `keep`."""
+    """(h [..., I], q [..., I] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; h is [0, I] unless `keep`."""
     h = silu_mul_reference(gate_up, delta)
-    q, scale = quantize_rowwise_reference(h)
+    q, scale = quantize_rowwise_reference(h, dtype, rotate)
     return h if keep else h.new_empty(0, h.shape[-1]), q, scale
 
 
@@ -35,10 +35,12 @@ def silu_mul_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-def silu_mul_quant_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def silu_mul_quant_fake(
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     h = silu_mul_fake(gate_up, delta) if keep else gate_up.new_empty((0, gate_up.shape[-1] // 2))
     shape = gate_up.shape[:-1]
-    q = gate_up.new_empty((*shape, gate_up.shape[-1] // 2), dtype=E4M3)
+    q = gate_up.new_empty((*shape, gate_up.shape[-1] // 2), dtype=dtype)
     return h, q, gate_up.new_empty(shape, dtype=torch.float32)
 
 
@@ -65,7 +67,8 @@ def _silu_mul_kernel(gate_up, delta, h, HAS_DELTA: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def _silu_mul_quant_kernel(
-    gate_up, delta, h, q, scale, HAS_DELTA: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate_up, delta, h, q, scale, HAS_DELTA: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -75,20 +78,25 @@ def _silu_mul_quant_kernel(
         values = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
         if KEEP:
             tl.store(h + row * WIDTH + column, values, mask=inside)
-        store_quantized_row(values.to(tl.float32), q, scale, row, column, inside, WIDTH)
+        store_quantized_row(values.to(tl.float32), q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
     else:  # too wide for one CTA's registers: computed twice, which gives the same bits twice
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, WIDTH, BLOCK):
             values = _silu_mul_values(gate_up, delta, row, start + column, start + column < WIDTH, HAS_DELTA, WIDTH)
-            largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
             if KEEP:
                 tl.store(h + row * WIDTH + start + column, values, mask=start + column < WIDTH)
-        step = row_scale(tl.max(largest, axis=0))
+            exact = values.to(tl.float32)
+            if ROTATE:
+                exact = rotate8(exact, BLOCK)
+            largest = tl.maximum(largest, tl.abs(exact))
+        step = row_scale(tl.max(largest, axis=0), q.dtype.element_ty)
         tl.store(scale + row, step)
         for start in range(0, WIDTH, BLOCK):
             inside = start + column < WIDTH
-            values = _silu_mul_values(gate_up, delta, row, start + column, inside, HAS_DELTA, WIDTH)
-            tl.store(q + row * WIDTH + start + column, to_e4m3(values.to(tl.float32) * (1.0 / step)), mask=inside)
+            exact = _silu_mul_values(gate_up, delta, row, start + column, inside, HAS_DELTA, WIDTH).to(tl.float32)
+            if ROTATE:
+                exact = rotate8(exact, BLOCK)
+            tl.store(q + row * WIDTH + start + column, to_eight_bits(exact * (1.0 / step), q.dtype.element_ty), mask=inside)
 
 
 def silu_mul_launch(
@@ -105,7 +113,7 @@ def silu_mul_launch(
 
 
 def silu_mul_quant_launch(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool,
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for. Does not heed `sm_budget`."""
@@ -114,12 +122,14 @@ def silu_mul_quant_launch(
         return
     h, q, scale = out
     width = gate_up.shape[-1] // 2
+    check_rotated("silu_mul_quant", width, rotate)
     rows = gate_up.numel() // (2 * width)
     block, warps = row_block(width)
     if rows <= H200_SMS or width > 8192:  # an SM has at most one row: what counts is how soon that is done; two wide rows an SM: only so do they fit
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](
-        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl)
+        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotate, WIDTH=width, BLOCK=block, num_warps=warps,
+        **pdl_options(pdl),
     )
 
 

@@ -67,9 +67,36 @@ def to_e4m3(x):
 
 
 @triton.jit
-def row_scale(amax):
-    """The rowwise scale of a row whose largest magnitude is `amax`."""
-    return tl.maximum(amax, 1e-12) / 448.0
+def to_int8(x):
+    """fp32 -> int8, to nearest with ties to even, saturating at +-127 (exact in the interpreter too)."""
+    magic = 12582912.0  # 1.5 * 2**23: adding it leaves whole numbers
+    return ((tl.minimum(tl.maximum(x, -127.0), 127.0) + magic) - magic).to(tl.int8)
+
+
+@triton.jit
+def row_scale(amax, dtype: tl.constexpr = tl.float8e4nv):
+    """The rowwise scale of a row of int8 or e4m3 whose largest magnitude is `amax`."""
+    return tl.maximum(amax, 1e-12) / (127.0 if dtype == tl.int8 else 448.0)
+
+
+@triton.jit
+def to_eight_bits(x, dtype: tl.constexpr):
+    """fp32 -> int8 or e4m3."""
+    return to_int8(x) if dtype == tl.int8 else to_e4m3(x)
+
+
+@triton.jit
+def rotate8(x, BLOCK: tl.constexpr):
+    """Blocks of 8 neighbours of x [BLOCK] times the normalised Hadamard matrix: register arithmetic where a thread holds 8 neighbours.
+
+    Each stage adds and subtracts neighbours and moves the sums to the front of the block, which rotates the index by one bit: after three every bit has had
+    its turn and is back in place.
+    """
+    x = tl.reshape(x, (BLOCK // 8, 8))
+    for _ in tl.static_range(3):
+        even, odd = tl.split(tl.reshape(x, (BLOCK // 8, 4, 2)))
+        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BLOCK // 8, 8))
+    return tl.reshape(x, (BLOCK,)) * 0.35355339059327373
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 
 from .triton_support import cdiv, next_power_of_2
 
-Kernel = Literal["triton", "gluon", "wide", "scaled_mm"]
+Kernel = Literal["triton", "gluon", "wide", "large", "scaled_mm"]
 TABLES = Path(__file__).parent / "tuned"
 TUNED = TABLES / "h200.json"
 SCALED_MM_TOKENS = 256  # above this many tokens arithmetic, not bytes, is the limit
@@ -24,6 +24,10 @@ MAX_TILES = 1 << 16  # tiles of a launch that cuts tiles between programs: one a
 MAX_UNITS = 2**31 - 1  # units x programs is computed in 32 bits
 WIDE_BYTES = 225 * 1024  # shared memory of the wide kernel's ring and staging buffer
 WIDE_STAGING = 32 * 1024  # shared memory through which the wide kernel's results leave
+# What a product costs in int8 from hundreds of tokens on, by the kernel and a tile's token rows, relative to the cheapest: the others load more for it.
+INT8_COST = {("large", 192): 1.0, ("large", 128): 1.03, ("large", 256): 1.04, ("wide", 256): 1.12, ("wide", 128): 1.4}
+INT8_SHARING = 2**25  # products in whose time programs that share a tile hand over their sums
+LARGE_PIECE = 64  # columns of a result that the large kernel stores at a time
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ def work_split(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> W
     steps = cdiv(k, config.block_k)
     tiles = cdiv(n, config.block_n) * cdiv(tokens, config.block_t)
     units = tiles * steps
+    if config.kernel == "large":
+        return WorkSplit(min(sms, tiles), 1, False)
     if config.kernel == "wide":  # programs that share a tile wait for each other, so all of them must have an SM
         shared = config.parts > 1 and tiles * config.parts <= min(sms, MAX_TILES) and steps >= config.parts
         return WorkSplit(tiles * config.parts, config.parts, True) if shared else WorkSplit(min(sms, tiles), 1, False)
@@ -112,9 +118,14 @@ def read_table(path: Path, op: str) -> dict[tuple[int, int, int], LinearConfig]:
     return table
 
 
-def activation_config(tokens: int, n: int, k: int) -> LinearConfig | None:
+def table_op(op: str, int8: bool) -> str:
+    """The name of an op's entries in a table, by the dtype of its operands."""
+    return op.replace("fp8", "int8") if int8 else op
+
+
+def activation_config(tokens: int, n: int, k: int, int8: bool = False) -> LinearConfig | None:
     """How `linear_fp8_silu_mul` runs in one launch for a weight [N, K] of gates and ups; None: two launches are as fast, or nobody measured."""
-    config = tuned_table("linear_fp8_silu_mul").get((n, k, padded_tokens(tokens)))
+    config = tuned_table(table_op("linear_fp8_silu_mul", int8)).get((n, k, padded_tokens(tokens)))
     return config if config is not None and n % config.block_n == 0 else None
 
 
@@ -168,17 +179,45 @@ def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = 
 
 def without_tma(config: LinearConfig) -> LinearConfig:
     """The Triton kernel with a Gluon configuration's tiles: for the interpreter, and for tensors that don't begin on 16 bytes."""
-    block_n, block_t = (128, 128) if config.kernel == "wide" else (config.block_n, config.block_t)
+    block_n, block_t = (128, 128) if config.kernel in ("wide", "large") else (config.block_n, config.block_t)
     stages = max(2, min(4, config.stages))
     return replace(config, kernel="triton", block_n=block_n, block_t=block_t, stages=stages, max_registers=0, promote=0, parts=1)
 
 
-def linear_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True) -> LinearConfig:
-    """The measured configuration where there is one, else `choose_config`'s."""
-    tuned = tuned_table().get((n, k, padded_tokens(tokens)))
-    if tuned is None or (tuned.kernel in ("scaled_mm", "wide") and not scaled_mm):
-        return choose_config(tokens, n, k, sm_count, scaled_mm)
-    return tuned
+def linear_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True, int8: bool = False) -> LinearConfig:
+    """The measured configuration where there is one, for int8 else the one measured for e4m3, else `choose_config`'s."""
+    place = (n, k, padded_tokens(tokens))
+    tuned = (tuned_table(table_op("linear_fp8", True)).get(place) if int8 else None) or tuned_table().get(place)
+    if tuned is None or (tuned.kernel in ("scaled_mm", "wide", "large") and not scaled_mm):
+        tuned = choose_config(tokens, n, k, sm_count, scaled_mm)
+    return int8_config(tokens, n, k, sm_count) if int8 and tuned.kernel == "scaled_mm" else tuned
+
+
+def int8_config(tokens: int, n: int, k: int, sm_count: int) -> LinearConfig:
+    """For many tokens, where e4m3 would take `torch._scaled_mm`: the tiles in which the busiest SM has the least to do."""
+    def cost(config: LinearConfig) -> float:
+        programs = cdiv(tokens, config.block_t) * cdiv(n, config.block_n) * config.parts
+        products = cdiv(programs, sm_count) * (config.block_t * config.block_n // config.parts) * k
+        return INT8_COST[config.kernel, config.block_t] * products + (INT8_SHARING if config.parts > 1 else 0)
+
+    return min([*large_candidates(), wide_config(128, 128), *_shared(256, 128, tokens, n, sm_count)], key=cost)
+
+
+def _shared(block_t: int, block_n: int, tokens: int, n: int, sm_count: int) -> list[LinearConfig]:
+    """The wide kernel with several programs on each tile, for so few tiles that most SMs and no more have one."""
+    tiles = cdiv(n, block_n) * cdiv(tokens, block_t)
+    return [wide_config(block_t, block_n, parts) for parts in (2, 4) if 0.6 * sm_count <= tiles * parts <= sm_count]
+
+
+def large_candidates() -> list[LinearConfig]:
+    """Configurations of the large kernel."""
+    return [LinearConfig("large", 256, 192, stages=3, warps=12, max_registers=128), LinearConfig("large", 256, 128, stages=4, warps=8, max_registers=168),
+            LinearConfig("large", 128, 256, stages=4, warps=8, max_registers=168)]  # fmt: skip
+
+
+def with_addends(config: LinearConfig) -> LinearConfig:
+    """The same for a launch that adds something: three consumers have no registers for it."""
+    return large_candidates()[1] if config.warps == 12 else config
 
 
 def wide_config(block_t: int, block_n: int, parts: int = 1, promote: int = 0) -> LinearConfig:
@@ -205,10 +244,10 @@ def wide_candidates(tokens: int, n: int, sm_count: int, activate: bool = False) 
     return found
 
 
-def candidates(tokens: int, n: int, k: int, sm_count: int) -> list[LinearConfig]:
+def candidates(tokens: int, n: int, k: int, sm_count: int, int8: bool = False) -> list[LinearConfig]:
     """Configurations worth measuring for this shape on a GPU of `sm_count` SMs."""
     block_t = min(128, padded_tokens(tokens))
-    found = [choose_config(tokens, n, k, sm_count)]
+    found = [linear_config(tokens, n, k, sm_count, int8=int8), choose_config(tokens, n, k, sm_count)]
     for block_n, ctas_per_sm in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
         tiles = cdiv(n, block_n) * cdiv(tokens, block_t)
         slots = sm_count * ctas_per_sm
@@ -226,7 +265,9 @@ def candidates(tokens: int, n: int, k: int, sm_count: int) -> list[LinearConfig]
     if tokens > 64 and n % 8 == 0:
         found += wide_candidates(tokens, n, sm_count)
     if tokens >= 64 and n % 16 == 0:
-        found.append(LinearConfig("scaled_mm"))
+        found += large_candidates() if int8 else [LinearConfig("scaled_mm")]
+    if int8:  # its sums are exact as they are
+        found = [replace(config, promote=0) for config in found if config.kernel != "scaled_mm"]
     distinct: dict[tuple[LinearConfig, WorkSplit], LinearConfig] = {}
     for config in found:  # several settings may come to the same launch
         distinct.setdefault((replace(config, ctas=0, split=False), work_split(config, tokens, n, k, sm_count)), config)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..compiler.recipe import Recipe
 from ..graphs.adapter import AdapterError
 from ..graphs.lora import LoraShape
+from .adapter_packing import use_few_threads
 from .adapter_store import AdapterStore, Block
 from .adapters import AdapterRegistry
 
@@ -152,7 +153,7 @@ class AdapterStacks:
             return
         self._started = True
         owner = weakref.ref(self)  # the threads must not keep the stacks alive
-        threads = [threading.Thread(target=_work, args=(owner, name, jobs), name=f"adapter{name}", daemon=True)
+        threads = [threading.Thread(target=_work, args=(owner, name, jobs, self._device.type == "cuda"), name=f"adapter{name}", daemon=True)
                    for name, jobs in (("_read", self._reads), ("_copy", self._copies))]
         for thread in threads:
             thread.start()
@@ -208,8 +209,10 @@ class AdapterStacks:
         return f"adapter {known.name!r} could not be loaded: a fault in the engine, see its log"
 
 
-def _work(owner: "weakref.ref[AdapterStacks]", name: str, jobs: Any) -> None:
+def _work(owner: "weakref.ref[AdapterStacks]", name: str, jobs: Any, on_gpu: bool) -> None:
     """A thread: does the jobs of a queue until it is told to stop or the stacks are gone."""
+    if on_gpu:
+        use_few_threads()
     while (job := jobs.get()) not in (None, NO_READ):
         stacks = owner()
         if stacks is None:

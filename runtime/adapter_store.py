@@ -6,18 +6,28 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ..compiler.recipe import Recipe, materialize
+from ..compiler.recipe import Recipe
 from ..graphs.lora import LoraShape
-from ..graphs.stack import slot_tensors
+from ..graphs.stack import check_fits, slot_tensor
+from .adapter_packing import Packing
 from .adapters import AdapterRegistry
 
 ALIGNMENT = 4096
 """A page of the operating system: page-locking one tensor must not touch its neighbours."""
 LOCK_PAUSE = 0.0002
+
+
+def host_bytes(count: int) -> torch.Tensor:
+    """uint8 [count] that begins at a page; in huge pages where the system has them, which are found and locked hundreds of times faster."""
+    memory = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:count]
 
 
 class Block:
@@ -28,26 +38,27 @@ class Block:
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-        self.memory = torch.frombuffer(mmap.mmap(-1, starts[-1]), dtype=torch.uint8)  # begins at a page
+        self.memory = host_bytes(starts[-1])
         self.tensors = [self.memory[first:first + size].view(dtype).view(shape) for first, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)]
         self.holds = 0
         self.locked = False
 
-    def page_lock(self, device_calls: Any) -> None:
+    def page_lock(self, device_calls: Any, gently: bool) -> None:
         """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical adapter.
 
-        Tensor by tensor, with pauses: whoever launches steps waits for a call that locks pages, and for a whole adapter that takes tens of milliseconds.
-        The memory should have been written before, or the call also has to find and clear its pages.
+        `gently`: tensor by tensor, with pauses: whoever launches steps waits for a call that locks pages, and for a whole adapter that takes tens of
+        milliseconds. The memory should have been written before, or the call also has to find and clear its pages.
         """
         runtime = torch.cuda.cudart()
-        for tensor in self.tensors:
+        for tensor in self.tensors if gently else [self.memory]:
             pointer = tensor.data_ptr()
             with device_calls:
                 error = int(runtime.cudaHostRegister(pointer, tensor.nbytes, 0))
             if error:
                 raise MemoryError(f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); lower max_cpu_loras")
             weakref.finalize(self, runtime.cudaHostUnregister, pointer).atexit = False
-            time.sleep(LOCK_PAUSE)
+            if gently:
+                time.sleep(LOCK_PAUSE)
         self.locked = True
 
 
@@ -55,27 +66,28 @@ class AdapterStore:
     """At most `keep` adapters, the most recently used ones; safe for several threads.
 
     `recipes`: stack name -> how an adapter's own A and B become its slot. Blocks are made when they are first needed and used again; while `use`d, a block
-    is never given to another adapter. `device_calls` is held while memory is page-locked.
+    is never given to another adapter. `device_calls` is held while memory is page-locked, bit by bit once `gently` is set: when steps run.
     """
 
     def __init__(
         self, recipes: Mapping[str, Recipe], stacks: Mapping[str, torch.Tensor], registry: AdapterRegistry, lora: LoraShape, keep: int,
         device_calls: Any,
     ) -> None:  # fmt: skip
-        self._recipes = dict(recipes)
         self._registry = registry
         self._lora = lora
         self._keep = max(1, keep)
         self._device_calls = device_calls
         dtypes = {stack.dtype for stack in stacks.values()}
-        self._dtype = torch.bfloat16 if torch.float8_e4m3fn in dtypes else next(iter(dtypes))  # of what the recipes start from: scales are fp32
+        self._dtype = torch.bfloat16 if dtypes & {torch.float8_e4m3fn, torch.int8} else next(iter(dtypes))  # of what the recipes start from: scales are fp32
         self._pinned = next(iter(stacks.values())).device.type == "cuda"
-        self._shapes = [(tuple(stacks[name].shape[1:]), stacks[name].dtype) for name in self._recipes]
+        self._shapes = [(tuple(stacks[name].shape[1:]), stacks[name].dtype) for name in recipes]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._spare: list[Block] = []
         self._made = 0
         self._lock = threading.Lock()
-        self._packing = threading.Lock()
+        self.gently = False
+        self._preparing = threading.Lock()
+        self._packing = Packing(recipes, [shape for shape, _ in self._shapes])
 
     @property
     def numbers(self) -> list[int]:
@@ -102,19 +114,17 @@ class AdapterStore:
 
     def prepare(self, number: int) -> Block:
         """The adapter's block as `use` gives it, read and packed if it is not here. Raises AdapterError or OSError."""
-        with self._packing:
+        with self._preparing:
             block = self.use(number)
             if block is not None:
                 return block
             adapter = self._registry.read(number)
-            tensors = slot_tensors(adapter, self._registry.config, self._lora, self._dtype)
+            check_fits(adapter, self._lora)
             block = self._take_block()
             try:
-                memo: dict[Recipe, Any] = {}
-                for target, recipe in zip(block.tensors, self._recipes.values(), strict=True):
-                    target.copy_(materialize(recipe, lambda source: tensors[source].unsqueeze(0), memo)[0])
+                self._packing.pack(lambda name: slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype), block.tensors)
                 if self._pinned and not block.locked:
-                    block.page_lock(self._device_calls)
+                    block.page_lock(self._device_calls, self.gently)
             except BaseException as error:
                 if isinstance(error, MemoryError):
                     self._made -= 1  # partly page-locked: not to be used again

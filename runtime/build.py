@@ -70,10 +70,10 @@ def build_runner(
     runner = ModelRunner(
         compiled, tensors, buckets, device, stacks=stacks, vocabulary=config.vocab_size, enforce_eager=options.enforce_eager, arena_bytes=largest.arena_bytes
     )
-    seconds["programs_and_graphs"] = runner.warm_up(options.show_progress)
     if stacks is not None:
         registry.lora = lora
-        stacks.fill(list(registry.numbers.values())[:options.max_cpu_loras])
+        stacks.fill(list(registry.numbers.values())[:options.max_cpu_loras])  # on a thread of its own, while graphs are captured
+    seconds["programs_and_graphs"] = runner.warm_up(options.show_progress)
     return Built(runner, compiled, num_pages, seconds)
 
 

@@ -128,7 +128,7 @@ def compile_options(
         wanted = _DTYPES[dtype]
     except (KeyError, TypeError):
         raise OptionError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16' or 'float32'") from None
-    if wanted == "fp32" and precision in ("fp8", "bf16"):
+    if wanted == "fp32" and precision in ("int8", "fp8", "bf16"):
         raise OptionError(f"dtype={dtype!r} contradicts precision={precision!r}; use precision='fp32'")
     if wanted == "bf16" and precision == "fp32":
         raise OptionError(f"dtype={dtype!r} contradicts precision='fp32'; use precision='bf16'")
@@ -142,7 +142,7 @@ def compile_options(
     result = CompileOptions(**options)
     for name, value in (("hadamard", hadamard), ("center_keys", center_keys)):
         if value and not result.quantizes_kv:
-            raise OptionError(f"{name}={value} only helps a quantized KV cache, and this one is not; use precision='fp8' or leave {name} out")
+            raise OptionError(f"{name}={value} only helps a quantized KV cache, and this one is not; use precision='int8' or leave {name} out")
     return result
 
 

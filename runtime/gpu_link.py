@@ -162,6 +162,11 @@ class BatcherEnd:
         except zmq.Again:
             return
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something has arrived."""
+        return bool(self.results.get(zmq.EVENTS) & zmq.POLLIN)
+
     def receive(self) -> tuple[StepResult, Timing] | Notice | None:
         """What has arrived next, or None."""
         try:

@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from ..compiler.api import CompiledModel
-from ..compiler.options import Layers, OptionError
+from ..compiler.options import DEFAULT_PRECISION, Layers, OptionError
 from ..compiler.pipeline import PASSES, Pass, check_disabled
 from ..graphs.config import LlamaConfig
 from ..graphs.lora import RANK_MULTIPLE, LoraShape
@@ -48,7 +48,7 @@ class LLM:
 
     model            directory in the Hugging Face format (None: the demo model with its adapters); with load_format="dummy" also config.json's fields as a dict
     adapters         name -> directory of a PEFT adapter
-    precision        `fp8`: weights, activations and KV cache in eight bits; `bf16`, `fp32`: nothing quantized
+    precision        `int8`, `fp8`: weights, activations and KV cache in eight bits; `bf16`, `fp32`: nothing quantized
     kv_cache_dtype   (or kv_dtype) `auto`, `fp8`, `int8`, `bf16`: what the KV cache holds
     hadamard         rotate Q and K before a quantized cache: True, False or layer numbers (None: as calibrated, else everywhere)
     center_keys      subtract the calibrated constant from K before a quantized cache: the same values (None: as calibrated, else nowhere)
@@ -58,7 +58,7 @@ class LLM:
     dtype            `auto`, `bfloat16`, `float32`: vLLM's spelling of the unquantized dtype; must agree with precision
     disable_passes   compiler passes to leave out, by name
     passes           the compiler's pass list, for those who add one with `insert_pass`
-    lora_dtype, lora_input, lora_lowering, lora_sm_share, whole_layer, lm_head   see CompileOptions
+    lora_dtype, lora_input, lora_lowering, lora_sm_share, rotate_activations, whole_layer, lm_head   see CompileOptions
     load_format      `dummy`: random weights of the model's shape, for measurements
     device           `cuda`, `cuda:1`, `cpu`; None: the GPU if there is one
     max_model_len, max_num_seqs, max_num_batched_tokens, max_loras, max_lora_rank, max_cpu_loras, num_kv_pages, gpu_memory_utilization, enforce_eager,
@@ -76,12 +76,12 @@ class LLM:
     compiled: CompiledModel
 
     def __init__(
-        self, model: str | Path | Mapping[str, Any] | None = None, adapters: Mapping[str, str | Path] | None = None, *, precision: str = "fp8",
+        self, model: str | Path | Mapping[str, Any] | None = None, adapters: Mapping[str, str | Path] | None = None, *, precision: str = DEFAULT_PRECISION,
         kv_dtype: str = "auto", kv_cache_dtype: str = "auto", hadamard: Layers | None = None, dtype: Any = "auto", disable_passes: Sequence[str] = (),
         passes: tuple[Pass, ...] = PASSES, center_keys: Layers | None = None, rotate_values: Layers = False,
         calibration: str | Path | Calibration | None = None,
-        lora_lowering: str = "auto", lora_sm_share: float | None = None, whole_layer: str = "auto", lm_head: str = "fp8", load_format: str = "auto",
-        lora_dtype: str = "auto", lora_input: str = "auto", device: str | torch.device | None = None,
+        lora_lowering: str = "auto", lora_sm_share: float | None = None, whole_layer: str = "auto", lm_head: str = "auto", load_format: str = "auto",
+        lora_dtype: str = "auto", lora_input: str = "auto", rotate_activations: bool = True, device: str | torch.device | None = None,
         max_model_len: int | None = None, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, max_loras: int | None = None,
         max_lora_rank: int | None = None, max_cpu_loras: int = 64, num_kv_pages: int | None = None, gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False, enable_prefix_caching: bool = True, show_progress: bool = True, seed: int = 0,
@@ -91,7 +91,7 @@ class LLM:
             max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, num_kv_pages=num_kv_pages, gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, show_progress=show_progress, seed=seed)
         more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head, "whole_layer": whole_layer, "rotate_values": rotate_values,
-                "lora_dtype": lora_dtype, "lora_input": lora_input}
+                "lora_dtype": lora_dtype, "lora_input": lora_input, "rotate_activations": rotate_activations}
         compiler_options = compile_options(precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more, center_keys)
         check_disabled(compiler_options, passes)
         if load_format not in LOAD_FORMATS:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ..compiler.ahead import KernelsAhead
 from ..compiler.api import CompiledModel
 from ..compiler.emit import BoundProgram
 from ..compiler.program import Bucket
 from .adapter_stacks import AdapterStacks, Report
 from .buckets import Buckets
 from .plan import StepPlan, StepResult
-from .quick_start import objects_frozen
 from .sampler import DeviceSamples, Sampler
 from .step_inputs import StepInputs
 
@@ -73,17 +73,20 @@ class ModelRunner:
         return self._tensors
 
     def warm_up(self, show_progress: bool = False) -> float:
-        """GPU only: capture every decode bucket's program, and run some mixed ones so that their kernels are compiled; returns the seconds that it took."""
+        """GPU only: capture every decode bucket's program, and run steps of some mixed ones so that kernels are compiled; returns the seconds that it took."""
         begin = time.perf_counter()
         if self.device.type == "cuda":
-            for bucket in self.buckets.warm_up_buckets():
-                self._program(bucket).bound.run()
-        if self.captures:
+            mixed, decode = self.buckets.warm_up_buckets(), self.buckets.decode_buckets() if self.captures else []
             quiet = not show_progress
-            decode = [self._program(bucket) for bucket in tqdm(self.buckets.decode_buckets(), desc="Programs", unit="program", disable=quiet, leave=False)]
-            with objects_frozen():
-                for ready in tqdm(decode, desc="Capturing CUDA graphs", unit="graph", disable=quiet, leave=False):
-                    self._capture(ready)
+            with KernelsAhead(self.device) as ahead:
+                for bucket in tqdm([*mixed, *decode], desc="Programs", unit="program", disable=quiet, leave=False):
+                    ahead.add(self._program(bucket).bound)
+            for bucket in mixed:
+                self._program(bucket).bound.prepare()
+            for bucket in tqdm(decode, desc="Capturing CUDA graphs", unit="graph", disable=quiet, leave=False):
+                self._capture(self._program(bucket))
+        if self.stacks is not None:
+            self.stacks.store.gently = True  # steps run from now on
         return time.perf_counter() - begin
 
     def submit(self, plan: StepPlan) -> Handle:
@@ -148,7 +151,7 @@ class ModelRunner:
         return ready
 
     def _capture(self, ready: _Ready) -> None:
-        ready.inputs.clear()  # the warm-up run within `capture` must store nothing
+        ready.inputs.clear()  # what runs before the capture must store nothing
         with nullcontext() if self.stacks is None else self.stacks.device_calls:
             ready.bound.capture(self._pool)
         self._pool = ready.bound.pool

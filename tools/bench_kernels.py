@@ -1,7 +1,8 @@
 """`sidestream bench kernels`: workload K, every op of a decode layer alone, beside the time that its bytes need.
 
-The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights. One op's launches of all six layers follow each other
-in a CUDA graph, so its weights (100 MB and more in all) are never in the L2 cache; launches don't overlap (no programmatic dependent launch).
+The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights, in int8 or e4m3. One op's launches of all six
+layers follow each other in a CUDA graph, so its weights (100 MB and more in all) are never in the L2 cache; launches don't overlap (no programmatic
+dependent launch).
 
 A second table is attention alone: decode by sequences and context beside the bytes, prefill beside the tensor cores' peak, for each cache dtype.
 """
@@ -17,7 +18,7 @@ from . import collect_env
 from .bench_kernels_attention import measure_attention
 from .bench_latency import pick_adapters
 from .bench_layer import CONTEXT, DEPTHS, Layers, Variant
-from .engine_arguments import positive
+from .engine_arguments import DEFAULT_PRECISION, positive
 from .floors import BANDWIDTH
 
 CHOICES = (1, 16, 64, 256)
@@ -25,7 +26,7 @@ CHOICES = (1, 16, 64, 256)
 EXAMPLES = """\
 examples:
   sidestream bench kernels                 all ops for 1, 16, 64 and 256 sequences
-  sidestream bench kernels --tokens 64
+  sidestream bench kernels --tokens 64 --precision fp8
   sidestream bench kernels --only attention"""
 
 
@@ -46,6 +47,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("kernels", help="time every op of a decode layer alone (needs a GPU)", description=__doc__, epilog=EXAMPLES,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=positive, nargs="+", default=list(CHOICES), metavar="T", help="sequences in a step (default: 1 16 64 256)")
+    parser.add_argument("--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION,
+                        help="of the ops' weights and activations; adapters and the cache as it has them (default: %(default)s)")
     parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)")
     parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: 8)")
     parser.add_argument("--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)")
@@ -62,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("bench kernels times CUDA kernels, and this machine has no GPU")
     tables: dict[str, Any] = {"workload": "K"}
     if options.only != "attention":
-        tables["rows"] = print_ops(options)
+        tables.update(precision=options.precision, rows=print_ops(options))
     if options.only != "ops":
         tables["attention"] = print_attention(options.repeats)
     options.output_json.write_text(json.dumps({**tables, "environment": collect_env.collect()}, indent=2) + "\n")
@@ -72,9 +75,11 @@ def run(options: argparse.Namespace) -> int:
 
 def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The table of a layer's ops, printed as it grows."""
-    layers = Layers(options.lora_rank, options.num_adapters)
+    from ..compiler.options import CompileOptions
+
+    layers = Layers(options.lora_rank, options.num_adapters, options=CompileOptions(precision=options.precision))
     rows: list[dict[str, Any]] = []
-    print(f"{'T':>4}  {'op':<36}{'result':<24}{'us':>8}{'floor':>8}{'share':>7}")
+    print(f"{'T':>4}  {f'op ({options.precision})':<36}{'result':<24}{'us':>8}{'floor':>8}{'share':>7}")
     for tokens in options.tokens:
         names = [str(slot) for slot in range(options.num_adapters)]
         adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
@@ -109,7 +114,7 @@ def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) 
     for place, indices in enumerate(repeated_steps(program, depth)):
         step = program.steps[indices[0]]
         floor = step_bytes(program, step, assume) / BANDWIDTH * 1e6
-        shape = "x".join(map(str, step.outs[0].shape)) if step.outs else ""
+        shape = "x".join(map(str, next((out.shape for out in step.outs if 0 not in out.shape), ())))  # what nobody reads is empty
         rows.append(Row(tokens, place, step.op, shape, round(time_steps(bound, indices, repeats), 3), round(floor, 3)))
     return rows
 

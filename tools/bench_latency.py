@@ -17,7 +17,7 @@ from typing import Any
 
 from . import collect_env
 from .engine_arguments import DEMO_MODEL, add_compile_options, given, positive, precision_arguments, share
-from .floors import BANDWIDTH, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
+from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
 from .profile_run import write_profile
 from .random_adapters import write_random_adapter
 
@@ -283,7 +283,7 @@ def measure_row(llm: Any, options: argparse.Namespace, config: dict[str, Any], k
 def kv_element_bytes(options: argparse.Namespace) -> int:
     """Bytes of one element of the KV cache."""
     if options.kv_cache_dtype == "auto":
-        return {"fp8": 1, "bf16": 2, "fp32": 4}[options.precision]
+        return ELEMENT_BYTES[options.precision]
     return 2 if options.kv_cache_dtype == "bf16" else 1
 
 

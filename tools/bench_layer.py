@@ -15,7 +15,7 @@ from typing import Any
 
 from . import collect_env
 from .bench_latency import LLAMA_8B, pick_adapters
-from .engine_arguments import positive, share
+from .engine_arguments import DEFAULT_PRECISION, positive, share
 
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence
@@ -128,6 +128,8 @@ class Layers:
             values = values.abs()
         elif "lora" in name or dtype == torch.bfloat16:
             values = values / shape[-1] ** 0.5
+        if dtype == torch.int8:
+            values = (values * 36).round().clamp(-127, 127)  # as rows of a normal distribution are stored: small numbers would draw less power
         return values.to(dtype)
 
 
@@ -171,7 +173,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-pdl", action="store_true", help="also everything without programmatic dependent launch")
     made.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: %(default)s)")
     made.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: %(default)s)")
-    made.add_argument("--lora-dtype", choices=("auto", "bf16", "fp8"), default="auto", help="of the adapters; one_launch needs fp8 (default: %(default)s)")
+    made.add_argument("--precision", choices=("int8", "fp8", "bf16"), default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)")
+    made.add_argument("--lora-dtype", choices=("auto", "bf16", "int8", "fp8"), default="auto", help="of the adapters; one_launch needs eight bits")
     made.add_argument("--repeats", type=positive, default=7, metavar="N", help="timed rows; the median counts (default: %(default)s)")
     made.add_argument("--output-json", type=Path, metavar="FILE", help="also write the figures here")
     return made
@@ -182,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ..compiler.options import CompileOptions
 
     options = parser().parse_args(arguments)
-    layers = Layers(options.lora_rank, options.num_adapters, options=CompileOptions(lora_dtype=options.lora_dtype))
+    layers = Layers(options.lora_rank, options.num_adapters, options=CompileOptions(precision=options.precision, lora_dtype=options.lora_dtype))
     names = [str(slot) for slot in range(options.num_adapters)]
     rows = []
     print(f"{'tokens':>6}{'adapters':>10}  {'LoRA':<24}{'us/layer':>10}{'of none':>9}")

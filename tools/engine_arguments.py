@@ -38,6 +38,9 @@ def layers(text: str) -> bool | tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
+DEFAULT_PRECISION = "int8"  # that of compiler.options, which would take torch to read
+
+
 def named_path(text: str) -> tuple[str, str]:
     """`name=path` of --lora-modules, for argparse."""
     name, equals, path = text.partition("=")
@@ -60,15 +63,15 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("compiler")
     group.add_argument(
         "--precision",
-        choices=("fp8", "bf16", "fp32"),
-        default="fp8",
-        help="fp8 quantizes weights, activations and KV cache; bf16 and fp32 nothing (default: %(default)s)",
+        choices=("int8", "fp8", "bf16", "fp32"),
+        default=DEFAULT_PRECISION,
+        help="int8 and fp8 quantize weights, activations and KV cache; bf16 and fp32 nothing (default: %(default)s)",
     )
     group.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"),
         default="auto",
-        help="what the KV cache holds (default: fp8_e4m3 with --precision fp8, else as the model)",
+        help="what the KV cache holds (default: as --precision says)",
     )
     group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
     group.add_argument(
@@ -81,8 +84,8 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--rotate-values", type=layers, metavar="LAYERS", help="where V is rotated by its weights: on, off, or layers (default: off)")
     group.add_argument(
-        "--lora-dtype", choices=("auto", "bf16", "fp8"),
-        help="what adapters are kept in on the device: 16 bits, or e4m3 with one scale a row, which is faster (default: bf16)",
+        "--lora-dtype", choices=("auto", "bf16", "int8", "fp8"),
+        help="what adapters are kept in on the device: 16 bits, or eight as --precision has them (default: int8 with --precision int8, else bf16)",
     )  # fmt: skip
     group.add_argument(
         "--disable-pass",

@@ -6,6 +6,7 @@ from typing import Any
 BANDWIDTH = 4.68e12
 """Bytes a second that an H200 reads in practice."""
 
+ELEMENT_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp32": 4}  # by precision
 SCALE_BYTES = 4
 
 
@@ -25,16 +26,16 @@ def projection_widths(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
-def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "fp8") -> int:
+def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto") -> int:
     """Bytes of the linear layers and of the output projection; norms and the few embedding rows are left out."""
-    width = {"fp8": 1, "bf16": 2, "fp32": 4}
+    width = ELEMENT_BYTES
     layer = sum(
-        inputs * outputs * width[precision] + (outputs * SCALE_BYTES if precision == "fp8" else 0)
+        inputs * outputs * width[precision] + (outputs * SCALE_BYTES if width[precision] == 1 else 0)
         for inputs, outputs in projection_widths(config).values()
     )
     return (
         config["num_hidden_layers"] * layer
-        + config["vocab_size"] * config["hidden_size"] * width[lm_head if precision == "fp8" else precision]
+        + config["vocab_size"] * config["hidden_size"] * width[lm_head if lm_head != "auto" and width[precision] == 1 else precision]
     )
 
 

@@ -180,7 +180,7 @@ def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context:
 def _check(options: argparse.Namespace) -> int:
     bench = json.loads(options.steps.read_text())
     found, context = whole_steps(bench, options.layers, options.lora_dtype)
-    held = DEFAULT_LORA_DTYPE if options.lora_dtype == "auto" else options.lora_dtype
+    held = DEFAULT_LORA_DTYPE.get(bench["options"]["precision"], "bf16") if options.lora_dtype == "auto" else options.lora_dtype
     shown = whole_steps_text(found, bench, context, held)
     print(shown)
     if options.output is not None:

@@ -55,12 +55,28 @@ def attention() -> str:
     return table(["attention", *caches], [[f"{kind} {shape}", *(cells.get(cache, "") for cache in caches)] for (kind, shape), cells in shapes.items()])
 
 
-def eight_bit_latency() -> str:
-    """The same with adapters in e4m3."""
-    return latency("bench_latency_lora_fp8_h200")
+def fp8_latency() -> str:
+    """The same with weights, activations and cache in e4m3, adapters in 16 bits."""
+    return latency("bench_latency_fp8_h200")
 
 
-TABLES: Excerpts = {"latency": latency, "latency, adapters in eight bits": eight_bit_latency, "prefill": prefill, "attention": attention}
+def layer() -> str:
+    """A decode layer without adapters, and with LoRA lowered in two ways."""
+    lowered: dict[int, dict[str, float]] = {}
+    for row in raw("bench_layer_int8_h200")["rows"]:
+        lowered.setdefault(row["tokens"], {})[row["variant"]] = row["us_per_layer"]
+    names = ("none", "side_stream", "one_launch")
+    return table(["requests at once", "no adapters, us", "LoRA on the side stream, us", "LoRA in one launch, us"],
+                 [[str(tokens), *(f"{times[name]:.1f}" for name in names)] for tokens, times in sorted(lowered.items())])
+
+
+def startup() -> str:
+    """Seconds of a cold and of a warm start."""
+    rows = raw("bench_startup_h200")["seconds"]
+    return table(["seconds", "cold", "warm"], [[part.replace("_", " "), f"{rows['cold'][part]:.1f}", f"{rows['warm'][part]:.1f}"] for part in rows["cold"]])
+
+
+TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "startup": startup, "attention": attention}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 

@@ -1,48 +1,58 @@
 """`sidestream tune`: measures how each linear of a model runs fastest on this GPU, and writes the table that the kernels choose from."""
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .engine_arguments import positive
+from .engine_arguments import DEFAULT_PRECISION, positive
 
 if TYPE_CHECKING:
     from ..ops.tuning import LinearConfig
 
 TOKENS = (16, 32, 64, 128, 256, 512)
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
+DTYPES = ("int8", "fp8")
 AS_FAST = 1.03  # slower than the fastest by so much counts as the same speed
+GAIN = 0.98  # of the time of two launches: what one launch in their place may take at most
 SECONDS_EACH = 0.05  # compiling (several at a time), checking and timing one configuration, about
 
 DESCRIPTION = """\
 Find the fastest way to run each linear of a model on this GPU, and write it down.
 
-A linear in FP8 can run on several kernels, with tiles of several sizes, its work shared out in several ways. Which is fastest depends on its shape and on
-how many tokens a step has. This command tries what is worth trying for each shape and token count. A configuration counts only if its results equal the
-reference's on fresh random data, and are the same bits twice. It is timed behind another kernel and with cold weights, as in a real step. Of those within
-3% of the fastest the most exact one is kept.
+A linear in eight bits (int8 or FP8) can run on several kernels, with tiles of several sizes, its work shared out in several ways. Which is fastest depends
+on its shape and on how many tokens a step has. This command tries what is worth trying for each shape and token count. A configuration counts only if its
+results equal the reference's on fresh random data, and are the same bits twice. It is timed behind another kernel and with cold weights, as in a real step,
+in turns with the others on the same weights. Of those within 3% of the fastest the most exact one is kept.
 
-The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries for other shapes are left as they are.
+The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries for other shapes and for the other
+dtype are left as they are. A linear that was measured in FP8 alone runs in int8 as it does there, where int8 has that kernel.
 The token counts are powers of two: a step of 100 tokens uses the entry for 128."""
 
 EXAMPLES = """\
 examples:
   sidestream tune --dry-run                              what would be measured for Llama-3.1-8B's shape; needs no GPU
   sidestream tune                                        measure it (a minute or two), and write the table inside the package
+  sidestream tune --dtype fp8                            the same for --precision fp8
   sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
   sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of the table: a linear's weight [N, K] and a token count."""
+    """One entry of the table: a linear's weight [N, K], a token count, and the dtype of both operands (`int8` or `fp8`)."""
 
     layer: str
     n: int
     k: int
     tokens: int
+    dtype: str = DEFAULT_PRECISION
+
+    @property
+    def int8(self) -> bool:
+        """Whether the operands are whole numbers."""
+        return self.dtype == "int8"
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory with a config.json (default: Llama-3.1-8B's shape)")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="NAME", help=f"which linears: {', '.join(LAYERS)} (default: all)")
     parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS), metavar="T", help="tokens of a step (default: 16 32 64 128 256 512)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed replays of a configuration; the median counts (default: 5)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the table to write (default: this GPU's table inside the package)")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
@@ -74,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     from ..ops.tuning import H200_SMS
 
     name, config = _model(options.model)
-    work = list(jobs(config, options.layers, options.tokens))
+    work = list(jobs(config, options.layers, options.tokens, options.dtype))
     if options.dry_run:
         print(plan(work, H200_SMS))
         return 0
@@ -90,17 +101,13 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or tuning.TUNED.parent / f"{tuning.gpu_slug(device)}.json"
     table = json.loads(output.read_text()) if output.exists() else {}
     table.update(device=device, model=name)
-    with tqdm(total=sum(len(_configs(job, sms)) for job in work), desc="Tuning", unit="config", dynamic_ncols=True) as bar:
+    with tqdm(total=sum(len(_configs(job, sms)) for job in work), desc=f"Tuning {options.dtype}", unit="config", dynamic_ncols=True) as bar:
         for job in work:
             bar.set_postfix_str(f"{job.layer} x {job.tokens}")
-            measured = measure_linear(job, sms, options.repeats, bar.update, bar.write)
-            if not measured:
-                raise ValueError(f"no configuration of {job.layer} [{job.n}, {job.k}] gave right results for {job.tokens} tokens")
-            best = choose(measured)
+            best, fused = measure(job, sms, options.repeats, bar.update, bar.write)
             put(table, "linear_fp8", job, best.config)
             line = f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {best.us:8.2f} us  {show(best.config)}"
             if job.layer == "gate_up":
-                fused = measure_activation(job, sms, best, options.repeats, bar.update, bar.write)
                 put(table, "linear_fp8_silu_mul", job, fused.config if fused is not None else None)
                 line += "" if fused is None else f"; with SiLU {fused.us:.2f} us  {show(fused.config)}"
             bar.write(line)
@@ -121,7 +128,7 @@ def _model(path: str | None) -> tuple[str, dict[str, Any]]:
     return Path(path).resolve().name, json.loads(file.read_text())
 
 
-def jobs(config: dict[str, Any], layers: list[str], tokens: list[int]) -> Iterator[Job]:
+def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: str = DEFAULT_PRECISION) -> Iterator[Job]:
     """The entries to measure for a model; token counts are rounded up to those of the table."""
     from ..graphs.config import LlamaConfig
     from ..ops.tuning import padded_tokens
@@ -134,14 +141,28 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int]) -> Iterat
     }  # fmt: skip
     for layer in layers:
         for count in sorted({padded_tokens(count) for count in tokens}):
-            yield Job(layer, *shapes[layer], count)
+            yield Job(layer, *shapes[layer], count, dtype)
 
 
-def _configs(job: Job, sms: int) -> list[Any]:
-    from ..ops.tuning import candidates, wide_candidates
+def linear_configs(job: Job, sms: int) -> "list[LinearConfig]":
+    """What to measure of `linear_fp8`."""
+    from ..ops.tuning import candidates
 
-    fused = wide_candidates(job.tokens, job.n, sms, activate=True) if job.layer == "gate_up" and job.tokens > 64 else []
-    return [*candidates(job.tokens, job.n, job.k, sms), *fused]
+    return candidates(job.tokens, job.n, job.k, sms, int8=job.int8)
+
+
+def activation_configs(job: Job, sms: int) -> "list[LinearConfig]":
+    """What to measure of `linear_fp8_silu_mul`; few tokens keep two launches."""
+    from ..ops.tuning import wide_candidates
+
+    if job.layer != "gate_up" or job.tokens <= 64:
+        return []
+    found = wide_candidates(job.tokens, job.n, sms, activate=True)
+    return [config for config in found if not (job.int8 and config.promote)]  # sums of int8 are exact as they are
+
+
+def _configs(job: Job, sms: int) -> "list[LinearConfig]":
+    return [*linear_configs(job, sms), *activation_configs(job, sms)]
 
 
 def plan(work: list[Job], sms: int) -> str:
@@ -149,7 +170,8 @@ def plan(work: list[Job], sms: int) -> str:
     counts = [len(_configs(job, sms)) for job in work]
     lines = [f"{job.layer:>8}  [{job.n}, {job.k}] x {job.tokens:<4} {count:>3} configurations" for job, count in zip(work, counts, strict=True)]
     minutes = max(1, round(sum(counts) * SECONDS_EACH / 60))
-    return "\n".join([*lines, f"{sum(counts)} configurations in {len(work)} entries, about {minutes} minute{'s' if minutes > 1 else ''} on a GPU of {sms} SMs"])
+    time = f"about {minutes} minute{'s' if minutes > 1 else ''} on a GPU of {sms} SMs"
+    return "\n".join([*lines, f"{sum(counts)} configurations in {len(work)} entries of {' and '.join(sorted({job.dtype for job in work}))}, {time}"])
 
 
 def choose(measured: list[Timing]) -> Timing:
@@ -174,8 +196,10 @@ def sparse(config: "LinearConfig") -> dict[str, Any]:
 
 
 def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
-    """Sets one entry, or removes it."""
-    shapes = table.setdefault(op, [])
+    """Sets one entry of `op` in the section of the job's dtype, or removes it."""
+    from ..ops.tuning import table_op
+
+    shapes = table.setdefault(table_op(op, job.int8), [])
     shape = next((shape for shape in shapes if (shape["n"], shape["k"]) == (job.n, job.k)), None)
     if shape is None:
         shape = {"layer": job.layer, "n": job.n, "k": job.k, "tokens": {}}
@@ -202,24 +226,21 @@ def write(path: Path, table: dict[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join([*heads, *ops]) + "\n}\n")
 
 
-def measure_linear(job: Job, sms: int, repeats: int, advance: Any, say: Any) -> list[Timing]:
-    """Every configuration of `linear_fp8` that gives right results, timed."""
-    from ..ops.tuning import candidates
+def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]) -> tuple[Timing, Timing | None]:
+    """The best configuration of `linear_fp8`, and of `linear_fp8_silu_mul` where that and a quantization are faster than the linear and `silu_mul_quant`.
+
+    Raises ValueError where nothing gave right results.
+    """
+    from ..compiler.options import EIGHT_BITS
     from .tune_bench import Bench
 
-    bench = Bench(job.n, job.k, job.tokens, repeats)
-    return list(bench.linear(candidates(job.tokens, job.n, job.k, sms), sms, advance, say))
-
-
-def measure_activation(job: Job, sms: int, linear: Timing, repeats: int, advance: Any, say: Any) -> Timing | None:
-    """The best one launch of `linear_fp8_silu_mul` and the quantization behind it, if that is faster than `linear` and `silu_mul_quant`."""
-    from ..ops.tuning import wide_candidates
-    from .tune_bench import Bench
-
-    if job.tokens <= 64:
-        return None
-    bench = Bench(job.n, job.k, job.tokens, repeats)
-    measured = list(bench.activation(wide_candidates(job.tokens, job.n, sms, activate=True), sms, advance, say))
-    if not measured or choose(measured).us > 0.98 * bench.separate(linear.config, sms):
-        return None
-    return choose(measured)
+    bench = Bench(job.n, job.k, job.tokens, repeats, EIGHT_BITS[job.dtype])
+    measured = bench.linear(linear_configs(job, sms), sms, advance, say)
+    if not measured:
+        raise ValueError(f"no configuration of {job.layer} [{job.n}, {job.k}] in {job.dtype} gave right results for {job.tokens} tokens")
+    best, fused = choose(measured), activation_configs(job, sms)
+    if not fused:
+        return best, None
+    measured, separate = bench.activation(fused, best.config, sms, advance, say)
+    gains = measured and choose(measured).us <= GAIN * separate
+    return best, choose(measured) if gains else None

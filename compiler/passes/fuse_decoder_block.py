@@ -3,6 +3,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...ops import decoder_block_lora as with_lora
@@ -46,7 +47,7 @@ def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
     after   q, s = paged_attention_blocks(...); qkv, r = decoder_block(q, s, residual, ...)
 
     Behind the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one scale per token and 128 columns.
-    With lora_lowering="one_launch" the deltas' shrinks and expands go the same way, from e4m3 stacks, by
+    With lora_lowering="one_launch" the deltas' shrinks and expands go the same way, from eight-bit stacks, by
     groups = lora_groups(adapter_index) once and qkv, r = decoder_block_lora(q, s, residual, ..., groups, ...); other lowerings leave layers with LoRA.
     For graphs with static sizes. Leaves sizes that the kernel doesn't take, and with whole_layer="auto" those where it wins nothing.
     """
@@ -77,7 +78,10 @@ def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
         _alone(producer, linear, branch)
     if not _is_pick(args_of(end)[1], norm, 3) or args_of(end)[4] != eps:
         raise _Refused(f"{end.name} does not go on from the residual of {norm.name}")
-    *inputs, _query_start, scale, _quantize_q, decode, _keep = args_of(attention)
+    *inputs, _query_start, scale, _quantize_q, decode, _keep, dtype, rotate = args_of(attention)
+    rotated = (rotate, args_of(norm)[7], args_of(silu)[4], *args_of(end)[7:])  # what the kernel rotates, per dtype
+    if rotated != (False, *[dtype == torch.int8] * (len(rotated) - 1)):
+        raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
     if not decode:
         raise _Refused("more than one token a sequence")
     qkv, append = _projection(end)
@@ -97,7 +101,7 @@ def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
     if objection is not None:
         raise _Refused(objection)
     with graph.inserting_before(end):
-        rows = insert_call(graph, paged_attention_blocks, (*inputs, scale), like=attention)
+        rows = insert_call(graph, paged_attention_blocks, (*inputs, scale, dtype), like=attention)
         picked = [insert_call(graph, operator.getitem, (rows, place), like=attention) for place in (0, 1)]
         projection = args_of(qkv)[2:4] if qkv is not None else (None, None)
         arguments = (*picked, residual, *args_of(o)[2:4], gain, *args_of(gate_up)[2:4], *args_of(down)[2:4], args_of(end)[3], *projection)
@@ -143,7 +147,7 @@ def _lora_objection(branches: list[_Branch | None], context: Context) -> str | N
     if chosen != "one_launch":
         return f"a LoRA delta joins between its linears, and lora_lowering is {chosen}"
     if any(stack is None for branch in present for stack in branch.stacks):
-        return "its adapters are not e4m3 (lora_dtype='fp8')"
+        return "its adapters have 16 bits (lora_dtype)"
     if len({branch.index for branch in present}) > 1 or len({int(shape_of(branch.stacks[2])[2]) for branch in present}) > 1:
         return "its linears have different adapters or ranks"
     return None

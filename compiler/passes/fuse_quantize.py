@@ -21,10 +21,10 @@ FORMS: dict[str, tuple[Op, Op]] = {
 
 
 def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
-    """Norm, SiLU * mul and attention write their row in FP8 with its scale; the 16-bit row too where somebody still reads it.
+    """Norm, SiLU * mul and attention write their row in eight bits with its scale; the 16-bit row too where somebody still reads it.
 
-    before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y); lora(y, ...)
-    after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True); lora(y, ...)
+    before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y, torch.int8, rotate=True); lora(y, ...)
+    after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True, torch.int8, rotate=True); lora(y, ...)
 
     LoRA reads the row before quantization, hence `keep`. Leaves quantizations of anything else, such as rows selected after the last norm.
     """
@@ -40,7 +40,7 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
             continue
         keep = any(user is not node for user in value.users)
         with graph.inserting_before(producer):
-            new = insert_call(graph, forms[1], (*args_of(producer), keep), like=producer)
+            new = insert_call(graph, forms[1], (*args_of(producer), keep, *args_of(node)[1:]), like=producer)
             y, q, scale = (insert_call(graph, operator.getitem, (new, place), like=producer) for place in (0, 1, 2))
         for user in list(producer.users) if producer is not value else ():
             if user is not value:

@@ -1,6 +1,7 @@
 """silu(gate) * up over a packed projection -> `sidestream.silu_mul`; in decode programs of many tokens, into the projection's own launch."""
 import operator
 
+import torch
 from torch import fx
 
 from ...ops.linear_fp8 import linear_fp8
@@ -43,8 +44,8 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     """The projection stores silu(gate) * up instead of gate and up, which nobody else reads.
 
-    before  gate_up = sidestream.linear_fp8(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep)
-    after   h = sidestream.linear_fp8_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h)
+    before  gate_up = sidestream.linear_fp8(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep, ...)
+    after   h = sidestream.linear_fp8_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h, ...)
 
     For graphs with static sizes. Leaves sizes for which the tuned table has no such launch, and projections that a LoRA delta joins: it comes from beside
     the projection, which then need not wait for it.
@@ -53,7 +54,7 @@ def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, silu_mul_quant):
             continue
-        linear, delta, _keep = args_of(node)
+        linear, delta, _keep, *form = args_of(node)
         if not is_call(linear, linear_fp8):
             continue
         reason = _stays(linear, delta)
@@ -63,7 +64,7 @@ def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
         q, scale, weight, weight_scale, _delta, _residual, out_dtype = args_of(linear)
         with graph.inserting_before(node):
             h = insert_call(graph, linear_fp8_silu_mul, (q, scale, weight, weight_scale, None, out_dtype), like=linear)
-            rounded = insert_call(graph, quantize_rowwise, (h,), like=node)
+            rounded = insert_call(graph, quantize_rowwise, (h, *form), like=node)
             results = (h, *(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)))
         for pick in list(node.users):
             pick.replace_all_uses_with(results[args_of(pick)[1]])
@@ -78,4 +79,5 @@ def _stays(linear: fx.Node, delta: fx.Node | None) -> str | None:
     if len(linear.users) > 1:
         return f"{linear.name} has other readers"
     tokens, (n, k) = shape_of(q).numel() // shape_of(q)[-1], shape_of(weight)
-    return None if activation_config(int(tokens), int(n), int(k)) is not None else f"two launches are as fast for {tokens} tokens"
+    config = activation_config(int(tokens), int(n), int(k), int8=weight.meta["val"].dtype == torch.int8)
+    return None if config is not None else f"two launches are as fast for {tokens} tokens"

@@ -1,12 +1,14 @@
-"""Rowwise FP8 on every linear."""
+"""Rowwise int8 or e4m3 on every linear."""
 import operator
 
 import torch
 from torch import fx
 
 from ...ops.linear_fp8 import linear_fp8
+from ...ops.paged_attention import paged_attention
 from ...ops.quantize import quantize_rowwise
-from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of
+from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
+from ..options import EIGHT_BITS
 from ..recipe import item, quantize
 from .base import Context, PassReport
 
@@ -17,15 +19,17 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     """Weights get one scale per output channel (when they are loaded), activations one per token (in the graph).
 
     before  linear = aten.linear(x, weight)
-    after   q, scale = sidestream.quantize_rowwise(x)
-            linear_fp8 = sidestream.linear_fp8(q, scale, weight_fp8, weight_scale, None, None, torch.bfloat16)
+    after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=True)
+            linear_fp8 = sidestream.linear_fp8(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
-    Matches linears with a loaded weight. Leaves linears with a bias, sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last
-    linear of the graph. Runs in fp8 mode only.
+    In int8 mode x and the weight's rows are rotated in blocks of 8 columns first, which leaves the product as it was and no column far larger than the others;
+    not where attention makes x, whose heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a bias, sizes
+    that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8 mode only.
     """
     report = PassReport(0)
-    if context.options.precision != "fp8":
+    if not context.options.quantizes:
         return report
+    dtype = EIGHT_BITS[context.options.precision]
     quantized: dict[fx.Node, tuple[fx.Node, ...]] = {}  # linears of one activation share its quantized form
     linears = [node for node in graph.nodes if is_call(node, aten.linear.default)]
     for node in linears:
@@ -34,13 +38,14 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
             report.rejected.append(f"{node.name}: {reason}")
             continue
         x, weight = args_of(node)[:2]
-        recipe = quantize(weight.meta["recipe"])
+        rotate = dtype == torch.int8 and context.options.rotate_activations and not is_call(through_views(x), paged_attention)
+        recipe = quantize(weight.meta["recipe"], dtype, rotate)
         shape = tuple(int(size) for size in shape_of(weight))
-        stored = insert_placeholder(graph, f"{weight.name}_fp8", "weight", shape, torch.float8_e4m3fn, after=weight, recipe=item(recipe, 0))
+        stored = insert_placeholder(graph, f"{weight.name}_{context.options.precision}", "weight", shape, dtype, after=weight, recipe=item(recipe, 0))
         scales = insert_placeholder(graph, f"{weight.name}_scale", "weight", shape[:1], torch.float32, after=stored, recipe=item(recipe, 1))
         with graph.inserting_before(node):
             if x not in quantized:
-                rounded = insert_call(graph, quantize_rowwise, (x,), like=node)
+                rounded = insert_call(graph, quantize_rowwise, (x, dtype, rotate), like=node)
                 quantized[x] = tuple(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1))
             new = insert_call(graph, linear_fp8, (*quantized[x], stored, scales, None, None, node.meta["val"].dtype), like=node)
         node.replace_all_uses_with(new)
@@ -55,7 +60,7 @@ def _refusal(node: fx.Node, last: bool, context: Context) -> str | None:
     if len(args_of(node)) > 2 and args_of(node)[2] is not None:
         return "it has a bias"
     if any(int(size) % ALIGNMENT for size in shape_of(weight)):
-        return f"{weight.name} is {tuple(shape_of(weight))}: FP8 needs multiples of {ALIGNMENT}"
+        return f"{weight.name} is {tuple(shape_of(weight))}: eight bits need multiples of {ALIGNMENT}"
     if last and context.options.lm_head == "bf16":
         return "lm_head='bf16' keeps the output projection"
     return None

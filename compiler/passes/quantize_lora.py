@@ -1,4 +1,4 @@
-"""e4m3 adapters, and e4m3 activations for them."""
+"""Eight-bit adapters, and eight-bit activations for them."""
 import operator
 from typing import Any
 
@@ -8,18 +8,20 @@ from torch import fx
 from ...ops.lora import lora
 from ...ops.quantize import quantize_rowwise
 from ..nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
+from ..options import EIGHT_BITS
 from ..recipe import item, quantize
 from .base import Context, PassReport
 
 
 def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
-    """Adapter stacks hold e4m3 with one scale a row; a shrink reads the same FP8 activations as the linear beside it.
+    """Adapter stacks hold int8 or e4m3 with one scale a row; a shrink reads the same eight-bit activations as the linear beside it.
 
-    before  q, scale = sidestream.quantize_rowwise(x); lora = sidestream.lora(x, a, b, adapter_index, [4096])
-    after   lora = sidestream.lora(q, a_fp8, b_fp8, adapter_index, [4096], a_scale, b_scale, scale)
+    before  q, scale = sidestream.quantize_rowwise(x, ...); lora = sidestream.lora(x, a, b, adapter_index, [4096])
+    after   lora = sidestream.lora(q, a_int8, b_int8, adapter_index, [4096], a_scale, b_scale, scale)
 
-    The rows of A and B are quantized when an adapter is loaded; B's with alpha / rank in them. `lora_input="bf16"` keeps the 16-bit activations, and so does a
-    branch whose input no linear has quantized. Leaves stacks that are computed in the graph. For lora_dtype="fp8" (`auto`: in fp8 mode).
+    The rows of A and B are quantized when an adapter is loaded; B's with alpha / rank in them, A's rotated as the activations are. `lora_input="bf16"` keeps
+    the 16-bit activations, and so does a branch whose input no linear has quantized. Leaves stacks that are computed in the graph. For lora_dtype="int8" and
+    "fp8" (`auto`: int8 in int8 mode).
     """
     report = PassReport(0)
     if not context.options.quantizes_lora:
@@ -33,10 +35,12 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
         if computed is not None or any(scale is not None for scale in scales):
             report.rejected.append(f"{node.name}: {computed} is computed in the graph, not loaded" if computed else f"{node.name}: quantized already")
             continue
-        for stack in (a, b):
+        rounded = _rounded(x) if context.options.quantizes_lora_input else None
+        rows = None if rounded is None else _results(rounded)
+        dtype = EIGHT_BITS[context.options.precision]
+        for stack, rotate in ((a, rounded is not None and _rotates(rounded)), (b, False)):
             if stack not in stacks:
-                stacks[stack] = _quantized_stack(graph, stack)
-        rows = _quantized_rows(x) if context.options.quantizes_lora_input else None
+                stacks[stack] = _quantized_stack(graph, stack, dtype, rotate)
         (a_values, a_scale), (b_values, b_scale) = stacks[a], stacks[b]
         with graph.inserting_before(node if rows is None else _later(graph, node, *rows)):
             inputs = (x, None) if rows is None else rows
@@ -46,19 +50,27 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
     return report
 
 
-def _quantized_stack(graph: fx.Graph, stack: fx.Node) -> tuple[fx.Node, fx.Node]:
-    recipe = quantize(stack.meta["recipe"])
+def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate: bool) -> tuple[fx.Node, fx.Node]:
+    recipe = quantize(stack.meta["recipe"], dtype, rotate)
     shape = tuple(int(size) for size in shape_of(stack))
-    values = insert_placeholder(graph, f"{stack.name}_fp8", "adapter", shape, torch.float8_e4m3fn, after=stack, recipe=item(recipe, 0))
+    name = "int8" if dtype == torch.int8 else "fp8"
+    values = insert_placeholder(graph, f"{stack.name}_{name}", "adapter", shape, dtype, after=stack, recipe=item(recipe, 0))
     scales = insert_placeholder(graph, f"{stack.name}_scale", "adapter", shape[:-1], torch.float32, after=values, recipe=item(recipe, 1))
     return values, scales
 
 
-def _quantized_rows(x: Any) -> tuple[fx.Node, fx.Node] | None:
-    """What a quantization of x for a linear returns; None when nothing quantizes x."""
-    rounded = next((user for user in x.users if is_call(user, quantize_rowwise)), None)
-    if rounded is None:
-        return None
+def _rounded(x: Any) -> fx.Node | None:
+    """The quantization of x for a linear; None when nothing quantizes x, or one of its results is not read."""
+    found = next((user for user in x.users if is_call(user, quantize_rowwise)), None)
+    return found if found is not None and _results(found) is not None else None
+
+
+def _rotates(rounded: fx.Node) -> bool:
+    return args_of(rounded)[2:] == (True,)
+
+
+def _results(rounded: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The rows and the scales of a quantization."""
     picked = {args_of(user)[1]: user for user in rounded.users if is_call(user, operator.getitem)}
     return (picked[0], picked[1]) if len(picked) == 2 else None
 

@@ -75,7 +75,7 @@ def test_adapters_count_while_they_are_active() -> None:
     program = compiled_llama().program(DECODE)
     shrink = only(program, "lora_shrink")
     one, three = (step_bytes(program, shrink, Assumptions(adapters=count)) for count in (1, 3))
-    assert three - one == 2 * 3 * 16 * H * 2  # q, k and v of rank 16 in bf16
+    assert three - one == 2 * 3 * 16 * (H + 4)  # q, k and v of rank 16 in int8, each row with its scale
     alone = compiled_llama().program(replace(DECODE, tokens=1, sequences=1))
     assert Assumptions(adapters=3).adapters_of(alone, 4) == 1, "one sequence uses one adapter"
 
@@ -88,7 +88,7 @@ def test_the_floor_is_weights_cache_and_adapters_once() -> None:
     weights = layers * sum(rows * columns + 4 * rows for rows, columns in linears) + V * H + 4 * V
     cache = layers * 8 * context * 2 * (keys + 4 * FIELDS["num_key_value_heads"])
     projections = [(heads, H), (keys, H), (keys, H), (H, heads), (INNER, H), (INNER, H), (H, INNER)]
-    adapters = layers * 2 * 2 * 16 * sum(inputs + outputs for outputs, inputs in projections)
+    adapters = layers * 2 * sum(16 * (inputs + 4) + outputs * (16 + 4) for outputs, inputs in projections)  # A and B in int8, a scale a row
     floor = floor_seconds(program, Assumptions(context=context, adapters=2)) * PEAK
     norms_and_rows = (2 * layers + 1) * H * 2 + 8 * H * 2 + D * 4
     assert weights + cache + adapters <= floor <= weights + cache + adapters + norms_and_rows + 8 * layers * 2 * (keys + 4) + 1
@@ -165,7 +165,7 @@ def test_nothing_runs_beside_a_step_that_takes_whole_sms() -> None:
 
 
 def test_cublas_products_take_whole_sms() -> None:
-    llama = compiled_llama()
+    llama = compiled_llama(CompileOptions(precision="fp8"))
     few, many = llama.program(DECODE_BASE), llama.program(Bucket(512, 8, 65, 8))
     assert not any(each.whole for each in step_costs(few))
     linears = [each for step, each in zip(many.steps, step_costs(many), strict=True) if step.op == "sidestream.linear_fp8"]

@@ -47,7 +47,7 @@ def logits(made: Program, tokens: int) -> torch.Tensor:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse_silu_mul, "activation_config", lambda tokens, n, k: tuning.wide_config(128, 64) if tokens > 4 else None)
+    monkeypatch.setattr(fuse_silu_mul, "activation_config", lambda tokens, n, k, int8: tuning.wide_config(128, 64) if tokens > 4 else None)
 
 
 def test_one_launch_where_the_table_has_it(measured: None) -> None:

@@ -53,30 +53,32 @@ def test_options_decide_which_passes_apply() -> None:
     assert "lm_head='bf16'" in next(record for record in kept if record.name == "quantize_linears").rejected[0]
 
 
-@pytest.mark.parametrize("lora_input", ["bf16", "fp8"])
-def test_adapters_become_e4m3_with_a_scale_a_row(lora_input: str) -> None:
-    compiled = sidestream.compile(model(), CompileOptions(lora_dtype="fp8", lora_input=lora_input))
+@pytest.mark.parametrize("lora_input", ["bf16", "auto"])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
+def test_adapters_get_eight_bits_with_a_scale_a_row(lora_input: str, precision: Any, dtype: torch.dtype) -> None:
+    compiled = sidestream.compile(model(), CompileOptions(precision=precision, lora_dtype=precision, lora_input=lora_input))
     assert next(record for record in compiled.records if record.name == "quantize_lora").matches == 4
     specs = {node.name: node.meta["val"] for node in compiled.graph_module.graph.nodes if node.meta.get("kind") == "adapter"}
     assert set(specs) == set(compiled.adapter_recipes) and len(specs) == 16
     for name, value in specs.items():
-        assert value.dtype == (torch.float32 if name.endswith("_scale") else torch.float8_e4m3fn), name
-        assert not name.endswith("_scale") or value.shape == specs[name.removesuffix("_scale") + "_fp8"].shape[:-1]
+        assert value.dtype == (torch.float32 if name.endswith("_scale") else dtype), name
+        assert not name.endswith("_scale") or value.shape == specs[f"{name.removesuffix('_scale')}_{precision}"].shape[:-1]
     shrinks = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default]
-    quantized = lora_input == "fp8"
-    assert [node.args[0].meta["val"].dtype == torch.float8_e4m3fn and node.args[7] is not None for node in shrinks] == [quantized] * 4
+    quantized = lora_input == "auto"
+    assert [node.args[0].meta["val"].dtype == dtype and node.args[7] is not None for node in shrinks] == [quantized] * 4
     norms = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.add_rms_norm_quant.default]
-    assert [node.args[-1] for node in norms] == [not quantized] * len(norms) and norms
+    assert [node.args[5] for node in norms] == [not quantized] * len(norms) and norms
 
 
 def test_adapters_stay_as_they_are() -> None:
     """Switched off by name, by option, by precision, or with activations that nothing quantizes."""
-    assert "quantize_lora" not in matches(model(), lora_dtype="fp8", disable=("quantize_lora",))
+    assert "quantize_lora" not in matches(model(), precision="fp8", lora_dtype="fp8", disable=("quantize_lora",))
     assert matches(model(), lora_dtype="bf16")["quantize_lora"] == matches(model(), precision="bf16")["quantize_lora"] == 0
-    compiled = sidestream.compile(model(), CompileOptions(lora_dtype="fp8", lora_input="fp8", disable=("quantize_linears",)))
+    compiled = sidestream.compile(model(), CompileOptions(precision="fp8", lora_dtype="fp8", lora_input="fp8", disable=("quantize_linears",)))
     shrinks = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default]
     assert len(shrinks) == 4 and all(node.args[0].meta["val"].dtype == torch.bfloat16 and node.args[7] is None for node in shrinks)
-    for options in ({"precision": "bf16", "lora_dtype": "fp8"}, {"lora_dtype": "bf16", "lora_input": "fp8"}):
+    for options in ({"precision": "bf16", "lora_dtype": "fp8"}, {"precision": "fp8", "lora_dtype": "bf16", "lora_input": "fp8"},
+                    {"precision": "int8", "lora_dtype": "fp8"}):
         with pytest.raises(OptionError, match="lora_"):
             CompileOptions(**options)  # type: ignore[arg-type]
 
@@ -137,3 +139,15 @@ def test_shapes_are_read_off_any_spelling_of_names() -> None:
     shape = model_shape(peft, False)
     assert shape is not None and (shape.layers, shape.lora_linears, shape.packed_lora) == (2, 2, 2)
     assert model_shape(["weight", "bias"], False) is None
+
+
+def test_int8_rotates_what_norms_and_silu_make_and_the_weights_with_it() -> None:
+    """Attention's output is left as it is; switched off, so is everything."""
+    for rotate in (True, False):
+        compiled = sidestream.compile(model(), CompileOptions(precision="int8", rotate_activations=rotate))
+        forms = {node.target.name().split("::")[1]: node.args[-2:] for node in compiled.graph_module.graph.nodes  # type: ignore[union-attr]
+                 if node.op == "call_function" and str(node.target).endswith(("_quant.default", "quantize_rowwise.default"))}
+        assert forms == {"rms_norm_quant": (torch.int8, rotate), "add_rms_norm_quant": (torch.int8, rotate), "silu_mul_quant": (torch.int8, rotate),
+                         "paged_attention_quant": (torch.int8, False), "quantize_rowwise": (torch.int8, rotate)}
+        rotated = {name for name, recipe in compiled.recipes.items() if "rotate=True" in str(recipe)}
+        assert any("down_proj" in name for name in rotated) == rotate and not any("o_proj" in name for name in rotated)

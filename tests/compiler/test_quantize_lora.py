@@ -1,10 +1,10 @@
-"""Adapters in e4m3: right logits beside those of 16-bit adapters, whatever the shrink reads, lowered or not."""
+"""Adapters in eight bits: right logits beside those of 16-bit adapters, whatever the shrink reads, lowered or not."""
 import copy
 from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.options import EIGHT_BITS, CompileOptions
 from sidestream.compiler.recipe import quantize_weight
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
@@ -28,12 +28,15 @@ def logits(model: Any, **options: Any) -> torch.Tensor:
     return torch.cat([*prefill, *decode])
 
 
-def dequantized(model: Any) -> Any:
-    """The model with its adapters' rows rounded to e4m3 and back."""
+PRECISIONS = pytest.mark.parametrize("precision", ["fp8", "int8"])
+
+
+def dequantized(model: Any, precision: str) -> Any:
+    """The model with its adapters' rows rounded to eight bits and back."""
     again = copy.deepcopy(model)
     for name, stack in again.named_buffers():
         if name.endswith((".lora_a", ".lora_b")):
-            values, scale = quantize_weight(stack)
+            values, scale = quantize_weight(stack, EIGHT_BITS[precision])
             stack.copy_(values.float() * scale.unsqueeze(-1))
     return again
 
@@ -42,17 +45,20 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).pow(2).mean().sqrt() / expected.std())
 
 
-def test_logits_are_those_of_the_dequantized_adapters(model: Any) -> None:
-    wide: dict[str, Any] = {"kv_dtype": "bf16", "disable": ("quantize_linears",)}
-    found = logits(model, lora_dtype="fp8", **wide)
-    expected, plain = logits(dequantized(model), lora_dtype="bf16", **wide), logits(model, lora_dtype="bf16", **wide)
-    assert error(found, expected) < 0.02 < error(found, plain)
+@PRECISIONS
+def test_logits_are_those_of_the_dequantized_adapters(model: Any, precision: str) -> None:
+    wide: dict[str, Any] = {"precision": precision, "kv_dtype": "bf16", "disable": ("quantize_linears",)}
+    found = logits(model, lora_dtype=precision, **wide)
+    expected, plain = logits(dequantized(model, precision), lora_dtype="bf16", **wide), logits(model, lora_dtype="bf16", **wide)
+    assert error(found, expected) < 0.02 and not torch.equal(found, plain)
+    assert precision == "int8" or error(found, plain) > 0.02  # int8 lies as near to 16 bits as 16 bits to themselves
     untouched = slice(len(PROMPTS[0]), len(PROMPTS[0]) + len(PROMPTS[1]))
     assert torch.equal(found[untouched], plain[untouched]), "tokens without an adapter do not see how adapters are stored"
 
 
-@pytest.mark.parametrize("lora_input", ["bf16", "fp8"])
-def test_quantized_linears_beside_quantized_adapters(model: Any, lora_input: str) -> None:
-    found = logits(model, lora_dtype="fp8", lora_input=lora_input)
-    assert error(found, logits(dequantized(model), lora_dtype="bf16")) < 0.15
-    assert error(logits(model, lora_dtype="fp8", lora_input=lora_input, disable=("lower_lora",)), found) < 0.1
+@PRECISIONS
+@pytest.mark.parametrize("lora_input", ["bf16", "auto"])
+def test_quantized_linears_beside_quantized_adapters(model: Any, lora_input: str, precision: str) -> None:
+    found, most = logits(model, precision=precision, lora_dtype=precision, lora_input=lora_input), {"fp8": 0.15, "int8": 0.05}[precision]
+    assert error(found, logits(dequantized(model, precision), precision=precision, lora_dtype="bf16")) < most
+    assert error(logits(model, precision=precision, lora_dtype=precision, lora_input=lora_input, disable=("lower_lora",)), found) < most

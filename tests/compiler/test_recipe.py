@@ -15,15 +15,16 @@ def checkpoint() -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, 32, dtype=torch.bfloat16) for name, rows in (("q", 48), ("k", 16), ("v", 16))}
 
 
-def test_packs_and_quantizes_like_the_activation_op() -> None:
+@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, False), (torch.int8, True)], ids=["e4m3", "int8", "rotated"])
+def test_packs_and_quantizes_like_the_activation_op(form: tuple[torch.dtype, bool]) -> None:
     tensors = checkpoint()
     weight = torch.cat([tensors["q"], tensors["k"], tensors["v"]])
-    values = materialize(item(quantize(packed()), 0), tensors.__getitem__)
-    scales = materialize(item(quantize(packed()), 1), tensors.__getitem__)
-    expected_values, expected_scales = quantize_rowwise_reference(weight)
+    values = materialize(item(quantize(packed(), *form), 0), tensors.__getitem__)
+    scales = materialize(item(quantize(packed(), *form), 1), tensors.__getitem__)
+    expected_values, expected_scales = quantize_rowwise_reference(weight, *form)
     assert torch.equal(values.float(), expected_values.float())
     assert torch.equal(scales, expected_scales)
-    assert values.dtype == torch.float8_e4m3fn and scales.shape == (80,)
+    assert values.dtype == form[0] and scales.shape == (80,)
 
 
 def test_quantized_rows_are_independent_of_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_survives_json_and_compares_by_content() -> None:
     assert again == recipe and hash(again) == hash(recipe)
     assert again != item(quantize(cast(packed(), torch.float32)), 0)
     assert recipe.sources() == {"q", "k", "v"}
-    assert str(item(quantize(param("w")), 0)) == "quantize(w)[0]"
+    assert str(item(quantize(param("w"), torch.int8, True), 0)) == "quantize(w, dtype=int8, rotate=True)[0]"
 
 
 def test_a_single_part_is_not_concatenated() -> None:

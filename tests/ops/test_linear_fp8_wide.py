@@ -12,7 +12,7 @@ from sidestream.ops.silu_mul import silu_mul
 from sidestream.ops.triton_support import INTERPRETED
 from sidestream.ops.tuning import LinearConfig, work_split
 from support.checks import assert_near, check_kernel, poison
-from support.linears import BF16, SHAPES, inputs, run, tolerance
+from support.linears import BF16, E4M3, SHAPES, inputs, run, tolerance
 from support.sm90 import compile_launch
 
 FP32 = torch.float32
@@ -90,7 +90,7 @@ def test_activation_launch() -> None:
         check_kernel(linear_fp8_silu_mul, q, scale, weight, weight_scale, added, FP32)
 
 
-ENTRIES = [(op, *entry) for op in ("linear_fp8", "linear_fp8_silu_mul") for entry in tuning.read_table(tuning.TUNED, op)]
+ENTRIES = [(op, *entry) for op in ("linear_fp8", "linear_fp8_silu_mul", "linear_int8", "linear_int8_silu_mul") for entry in tuning.read_table(tuning.TUNED, op)]
 
 
 @pytest.mark.gpu
@@ -98,17 +98,18 @@ ENTRIES = [(op, *entry) for op in ("linear_fp8", "linear_fp8_silu_mul") for entr
 def test_every_entry_of_the_table(op: str, n: int, k: int, entry: int) -> None:
     """Right on fresh data, and the same bits twice, for a full and a partly filled token tile, with and without addends and a budget of SMs."""
     config = tuning.read_table(tuning.TUNED, op)[n, k, entry]
+    dtype, name = (torch.int8, op.replace("int8", "fp8")) if "int8" in op else (E4M3, op)
     for tokens, addends in ((entry, False), (entry - entry // 4 - 1, True)):
-        q, scale, weight, weight_scale, delta, residual = inputs(tokens, n, k, device="cuda", addends=addends)
+        q, scale, weight, weight_scale, delta, residual = inputs(tokens, n, k, device="cuda", addends=addends, dtype=dtype)
         args: tuple[Any, ...] = (q, scale, weight, weight_scale, delta, BF16) if "silu" in op else (q, scale, weight, weight_scale, delta, residual, BF16)
-        expected = OPS[op].reference(*args)
+        expected = OPS[name].reference(*args)
         for options in ({"pdl": True}, {"sm_budget": 99}):
             results = []
             for _ in range(3):
                 out = poison(torch.empty_like(expected))
-                OPS[op].launch(*args, out=(out,), **options)
+                OPS[name].launch(*args, out=(out,), **options)
                 results.append(out)
-            assert_near(results[0], expected, tolerance(config))
+            assert_near(results[0], expected, tolerance(config, dtype))
             assert all(torch.equal(results[0], other) for other in results[1:]), "other bits at another launch"
 
 

@@ -13,7 +13,7 @@ from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.lora import LoraCase, lora_case
 from support.sm90 import MachineCode, launched
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8
 SHRINK = {0: Tolerance(1e-4, 1e-4)}
 # the interpreter rounds fp32 to bf16 towards zero, also between the two products
 EXPAND = {F32: {0: Tolerance(1e-5, 1e-5)}, BF16: {0: Tolerance(2.0**-6, 0.05) if INTERPRETED else Tolerance(2.0**-7, 2e-3)}}
@@ -43,9 +43,10 @@ def test_plan_shrink_expand_is_lora(dtype: torch.dtype, splits: int) -> None:
     assert_near(lora_expand(*case.expand(planes)), lora(*case.lora), Tolerance(1e-5, 1e-5) if dtype == F32 else Tolerance(2.0**-6, 0.02))
 
 
+@pytest.mark.parametrize("stored", [FP8, INT8])
 @pytest.mark.parametrize("activations", [False, True])
-def test_quantized_reference_is_the_dequantized_product(activations: bool) -> None:
-    case = lora_case(11, 96, 16, [40, 24], slots=3).quantized(activations)
+def test_quantized_reference_is_the_dequantized_product(activations: bool, stored: torch.dtype) -> None:
+    case = lora_case(11, 96, 16, [40, 24], slots=3).quantized(activations, stored)
     wide = [values.float() if scale is None else values.float() * scale[..., None]
             for values, scale in ((case.x, case.x_scale), (case.a, case.a_scale), (case.b, case.b_scale))]
     delta = lora(*case.lora)
@@ -61,7 +62,7 @@ def test_a_token_does_not_see_its_neighbours() -> None:
 
 def run_kernels(case: LoraCase, **options: int | None) -> None:
     dtype = F32 if case.b.dtype == F32 else BF16
-    fast = case.x_scale is not None and case.x.is_cuda  # fp8 tensor cores keep 14 bits of a running sum
+    fast = case.x.dtype == FP8 and case.x.is_cuda  # fp8 tensor cores keep 14 bits of a running sum
     (planes,) = check_kernel(OPS["lora_shrink"], *case.shrink, tolerances={0: Tolerance(2e-3, 2e-3)} if fast else SHRINK, **options)
     assert (planes[:, case.adapter_index < 0] == 0).all()
     (delta,) = check_kernel(OPS["lora_expand"], *case.expand(planes), tolerances=EXPAND[dtype], **options)
@@ -84,6 +85,11 @@ def run_kernels(case: LoraCase, **options: int | None) -> None:
     lambda: lora_case(70, 384, 48, [128, 64], tile=64, splits=3).quantized(True),
     lambda: lora_case(5, 1100, 16, [64], tile=16, splits=9).quantized(False),
     lambda: lora_case(6, 128, 16, [32], adapter_index=torch.full((6,), -1)).quantized(True),
+    lambda: lora_case(9, 256, 16, [50, 30, 20], tile=16, splits=2).quantized(True, INT8),
+    lambda: lora_case(70, 384, 48, [128, 64], tile=32, splits=3).quantized(False, INT8),
+    lambda: lora_case(70, 1500, 48, [128, 64], tile=64, splits=1).quantized(True, INT8),
+    lambda: lora_case(5, 1100, 16, [64], tile=16, splits=9).quantized(True, INT8),
+    lambda: lora_case(5, 128, 16, [64], tile=16, splits=1, dtype=torch.float16).quantized(False, INT8),
 ])
 def test_kernels(make: Callable[[], LoraCase]) -> None:
     run_kernels(make())
@@ -106,14 +112,23 @@ def test_expand_names_wrong_slices(slices: list[int], message: str) -> None:
         OPS["lora_expand"].launch(planes, case.b, case.token_order, case.tiles, case.tile, slices, out=(case.x.new_empty(4, 64),))
 
 
-def test_scales_belong_to_e4m3() -> None:
-    plain, quantized = lora_case(4, 128, 16, [32]), lora_case(4, 128, 16, [32]).quantized(True)
-    with pytest.raises(ValueError, match=r"a is torch.float8_e4m3fn.*with scales None"):
+@pytest.mark.parametrize("stored", [FP8, INT8])
+def test_scales_belong_to_eight_bits(stored: torch.dtype) -> None:
+    plain, quantized = lora_case(4, 128, 16, [32]), lora_case(4, 128, 16, [32]).quantized(True, stored)
+    with pytest.raises(ValueError, match=rf"a is {stored}.*with scales None.*float8_e4m3fn and torch.int8|a is {stored}.*int8 and torch.float8_e4m3fn"):
         OPS["lora_shrink"].launch(*quantized.shrink[:6], None, quantized.x_scale, out=(torch.empty(1, 4, 16),))
     with pytest.raises(ValueError, match=r"x is torch.bfloat16.*with scales"):
         OPS["lora_shrink"].launch(plain.x, *quantized.shrink[1:], out=(torch.empty(1, 4, 16),))
-    with pytest.raises(ValueError, match=r"b is torch.float8_e4m3fn.*with scales None"):
+    with pytest.raises(ValueError, match=rf"b is {stored}.*with scales None"):
         OPS["lora_expand"].launch(*quantized.expand(torch.zeros(1, 4, 16))[:6], out=(torch.empty(4, 32, dtype=BF16),))
+
+
+@pytest.mark.parametrize(("activations", "stacks"), [(FP8, INT8), (INT8, FP8), (INT8, BF16), (FP8, BF16)])
+def test_shrink_names_stacks_that_do_not_go_with_the_activations(activations: torch.dtype, stacks: torch.dtype) -> None:
+    plain = lora_case(4, 128, 16, [32])
+    x, a = plain.quantized(True, activations), plain if stacks == BF16 else plain.quantized(False, stacks)
+    with pytest.raises(ValueError, match=rf"lora_shrink: a is {stacks}\(4, 16, 128\) for x {activations}"):
+        OPS["lora_shrink"].launch(x.x, a.a, *plain.shrink[2:6], a.a_scale, x.x_scale, out=(torch.empty(1, 4, 16),))
 
 
 def test_shrink_names_odd_ranks() -> None:
@@ -129,11 +144,11 @@ LINEARS = {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256, 2048])
 @pytest.mark.parametrize("ranks", [16, 32, 64])
 @pytest.mark.parametrize("linear", LINEARS)
-@pytest.mark.parametrize("stored", ["bf16", "fp8", "fp8 x"])
+@pytest.mark.parametrize("stored", ["bf16", "fp8", "fp8 x", "int8", "int8 x"])
 def test_on_the_gpu(stored: str, linear: str, ranks: int, tokens: int) -> None:
     k, slices = LINEARS[linear]
     case = lora_case(tokens, k, ranks, slices, slots=8, device="cuda")
-    case = case if stored == "bf16" else case.quantized("x" in stored)
+    case = case if stored == "bf16" else case.quantized("x" in stored, INT8 if "int8" in stored else FP8)
     run_kernels(case)
     if tokens == 64:
         run_kernels(case, sm_budget=33)
@@ -141,12 +156,12 @@ def test_on_the_gpu(stored: str, linear: str, ranks: int, tokens: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("k", "ranks", "slices"), [(256, 48, [256, 64, 64]), (256, 128, [704, 704]), (704, 16, [256])])
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [F32, BF16, FP8, INT8])
 @pytest.mark.parametrize("tokens", [3, 200, 600])
 def test_small_models_on_the_gpu(dtype: torch.dtype, k: int, ranks: int, slices: list[int], tokens: int) -> None:
-    if dtype == torch.float8_e4m3fn:
+    if dtype in (FP8, INT8):
         for activations in (False, True):
-            run_kernels(lora_case(tokens, k, ranks, slices, device="cuda").quantized(activations))
+            run_kernels(lora_case(tokens, k, ranks, slices, device="cuda").quantized(activations, dtype))
     else:
         run_kernels(lora_case(tokens, k, ranks, slices, dtype=dtype, device="cuda"))
 
@@ -164,12 +179,12 @@ def test_expand_behind_shrink_with_pdl() -> None:
 
 
 def machine_code(tokens: int, k: int, ranks: int, slices: list[int], dtype: torch.dtype) -> tuple[MachineCode, MachineCode]:
-    """Shrink and expand; `dtype` e4m3: of quantized stacks and activations."""
+    """Shrink and expand; `dtype` e4m3 or int8: of quantized stacks and activations."""
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def scale(*shape: int) -> torch.Tensor | None:
-        return torch.empty(shape, device="meta") if dtype == torch.float8_e4m3fn else None
+        return torch.empty(shape, device="meta") if dtype in (FP8, INT8) else None
 
     tile = lora_tile(tokens)
     plan = lora_plan_fake(torch.empty(tokens, dtype=torch.int32, device="meta"), 8, tile)
@@ -180,18 +195,21 @@ def machine_code(tokens: int, k: int, ranks: int, slices: list[int], dtype: torc
 
 
 @pytest.mark.parametrize(("tokens", "k", "ranks", "slices"), [(32, 4096, 32, [4096, 1024, 1024]), (8, 14336, 16, [4096]), (2048, 4096, 64, [14336, 14336])])
-@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [BF16, FP8, INT8])
 def test_machine_code(dtype: torch.dtype, tokens: int, k: int, ranks: int, slices: list[int]) -> None:
     shrink, expand = machine_code(tokens, k, ranks, slices, dtype)
     for code in (shrink, expand):
-        assert code.spills == 0 and code.sass["HMMA"] + code.sass["HGMMA"] + code.sass["QGMMA"] > 0 and code.sass["ATOMG"] + code.sass["RED"] == 0
+        assert code.spills == 0 and code.sass["ATOMG"] + code.sass["RED"] == 0
+        assert sum(code.sass[word] for word in ("HMMA", "IMMA", "HGMMA", "QGMMA", "IGMMA")) > 0
     if tokens > 256:
         assert shrink.sass["LDGSTS"] > 0, "A's rows are not pipelined"
     else:
         assert shrink.registers <= (64 if dtype == BF16 else 112) and "for" not in shrink.name, "it leaves no room beside a base GEMM"
         assert ".v4." in shrink.ptx_text and shrink.sass["BRA"] <= 2, "A's rows are not loaded at once"
+    if dtype == INT8:
+        assert shrink.sass["IMMA"] + shrink.sass["IGMMA"] > 0, "int8 activations are widened"
     if tokens <= 64 and dtype != BF16:
-        assert expand.registers <= 64, "it leaves no room beside a base GEMM"
+        assert expand.registers <= (64 if dtype == FP8 else 72), "it leaves no room beside a base GEMM"
     wait = "griddepcontrol.wait"
     assert shrink.ptx_text.index(wait) < shrink.ptx_text.index("ld.global"), "the shrink reads before its producer has finished"
     assert shrink.ptx_text.index(wait) < shrink.ptx_text.index("griddepcontrol.launch_dependents"), "an early expand might read an unfinished plan"

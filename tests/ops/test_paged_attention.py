@@ -224,11 +224,13 @@ def spills_in_main_loop(code: MachineCode) -> int:
 @pytest.mark.parametrize("cache, quantize_q", [(E4M3, True), (E4M3, False), (INT8, False), (BF16, False)])
 @pytest.mark.parametrize("launch", [paged_attention.launch, triton_prefill], ids=["picked", "triton"])
 def test_prefill_uses_hoppers_tensor_cores(cache: torch.dtype, quantize_q: bool, launch: Callable[..., None]) -> None:
+    """The Gluon kernel, whose pages come by TMA, takes 8-bit caches; 16 bits keep to the Triton kernel."""
     code = compiled(1000, 8, cache, launch, quantize_q, False)
-    assert code.spills == 0 if launch is triton_prefill else spills_in_main_loop(code) <= 1
+    in_triton = launch is triton_prefill or cache == BF16
+    assert code.spills == 0 if in_triton else spills_in_main_loop(code) <= 1
     assert code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0
     assert (code.sass["QGMMA"] > 0) == quantize_q
-    assert (code.sass["UTMALDG"] > 0) == (launch is not triton_prefill)
+    assert (code.sass["UTMALDG"] > 0) == (not in_triton)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.kv_layout import QUANTIZED_MAX, kv_cache_shape, kv_scales_shape
 from sidestream.ops.paged_attention import paged_attention
 from sidestream.ops.paged_attention_blocks import paged_attention_blocks
 from sidestream.ops.quantize_blocks import dequantize_blocks, quantize_blocks
@@ -33,22 +33,25 @@ def test_it_is_attention_then_quantization() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [{}, {"dtype": BF16}, {"heads": 32, "kv_heads": 8}, {"dim": 64, "heads": 4}, {"heads": 6, "kv_heads": 2}], ids=str)
 @pytest.mark.parametrize("lengths", [[200], [1, 0, 1000], [5000, 64, 65], [77] * 64], ids=["one", "empty", "ragged", "many"])
-def test_kernel_on_the_gpu(case: dict[str, Any], lengths: list[int]) -> None:
+@pytest.mark.parametrize("stored", [FP8, torch.int8], ids=str)
+def test_kernel_on_the_gpu(case: dict[str, Any], lengths: list[int], stored: torch.dtype) -> None:
     args = inputs(lengths, device="cuda", **case)
     if args[0].shape[1] * args[0].shape[2] % 128:
         pytest.skip("no whole blocks")
     q, cache, scales, table, lens, scale = args
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda")
+    args = (*args, stored)
     exact = paged_attention.reference(q, cache, scales, table, lens, starts, scale, False, True).float()
     first, second = (launch(args, pdl) for pdl in (False, True))
     for got, again, want in zip(first, second, paged_attention_blocks.reference(*args), strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype
         assert torch.equal(bits(got), bits(again)), "other bits at a second launch"
     largest = exact.view(len(lengths), -1, 128).abs().amax(-1)
-    torch.testing.assert_close(first[1][:, : len(lengths)], largest.t().clamp_min(1e-12) / 448, rtol=1e-2, atol=1e-9)
+    torch.testing.assert_close(first[1][:, : len(lengths)], largest.t().clamp_min(1e-12) / QUANTIZED_MAX[stored], rtol=1e-2, atol=1e-9)
     assert (first[1][:, len(lengths) :] == 0).all()
-    # e4m3 rounds by 1 / 16 of a value at most, the kernel before it by a hundredth of what is typical for a head
-    error, bound = (dequantize_blocks(*first) - exact).abs(), exact.abs() / 16 + 0.01 * largest.repeat_interleave(128, 1) + 1e-6
+    # e4m3 rounds by 1 / 16 of a value at most, int8 by 1 / 254 of the largest, the kernel before it by a hundredth of what is typical for a head
+    coarse, fine = (exact.abs() / 16, 0.01) if stored == FP8 else (0.0, 0.015)
+    error, bound = (dequantize_blocks(*first) - exact).abs(), coarse + fine * largest.repeat_interleave(128, 1) + 1e-6
     assert (error <= bound).all(), f"off by {float((error - bound).max())} more than rounding explains"
 
 

@@ -1,4 +1,4 @@
-"""`quantize_rowwise`: e4m3 with one scale a row."""
+"""`quantize_rowwise`: e4m3 or int8 with one scale a row."""
 import pytest
 import torch
 from sidestream.ops.quantize import quantize_rowwise
@@ -18,6 +18,33 @@ def test_reference_keeps_a_row_of_zeros_and_saturates_nothing_to_nan() -> None:
     q, scale = quantize_rowwise(torch.stack((torch.zeros(16), torch.full((16,), 3e38))))
     assert torch.equal(q.float(), torch.tensor([[0.0], [448.0]]).expand(2, 16))
     assert scale[0] > 0
+
+
+def test_int8_comes_back_within_half_a_step_and_ties_go_to_even() -> None:
+    x = torch.randn(32, 200) * torch.logspace(-3, 3, 32).unsqueeze(1)
+    q, scale = quantize_rowwise(x, torch.int8)
+    assert q.dtype == torch.int8 and q.abs().amax() == 127
+    assert ((q.float() * scale.unsqueeze(1) - x).abs() <= scale.unsqueeze(1) * 0.5001).all()
+    q, _ = quantize_rowwise(torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0]]), torch.int8)
+    assert q.tolist() == [[127, 0, 2, -2, -127]]
+
+
+def test_rotated_rows_have_the_same_products_and_a_spike_is_spread() -> None:
+    x, weight = torch.randn(4, 64), torch.randn(8, 64)
+    x[:, 5] = 50.0
+    (q, scale), (w, w_scale) = (quantize_rowwise(each, torch.int8, True) for each in (x, weight))
+    product = (q.float() @ w.float().T) * scale.unsqueeze(1) * w_scale
+    torch.testing.assert_close(product, x @ weight.T, rtol=0.05, atol=1.0)
+    assert (scale < 0.5 * 50 / 127).all()  # 50 / sqrt(8) and some
+    with pytest.raises(ValueError, match=r"rows of 20 can't be rotated in blocks of 8"):
+        quantize_rowwise(torch.randn(2, 20), torch.int8, True)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize(("shape", "dtype"), [((3, 24), torch.bfloat16), ((2, 2, 96), torch.float32), ((2, 17000), torch.bfloat16)])
+def test_int8_kernel(shape: tuple[int, ...], dtype: torch.dtype, rotate: bool) -> None:
+    check_kernel(quantize_rowwise, torch.randn(shape).to(dtype), torch.int8, rotate)
 
 
 @pytest.mark.interpret
@@ -40,10 +67,11 @@ def test_kernel_rounds_every_e4m3_value_and_the_midpoints_as_torch_does() -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, False), (torch.int8, True)], ids=["e4m3", "int8", "rotated"])
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
 @pytest.mark.parametrize("width", [3072, 4096, 14336, 28672])
-def test_kernel_on_the_gpu(tokens: int, width: int) -> None:
-    check_kernel(quantize_rowwise, torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16), pdl=tokens % 2 == 0)
+def test_kernel_on_the_gpu(tokens: int, width: int, form: tuple[torch.dtype, bool]) -> None:
+    check_kernel(quantize_rowwise, torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16), *form, pdl=tokens % 2 == 0)
 
 
 def test_a_strided_input_is_refused() -> None:
@@ -52,7 +80,8 @@ def test_a_strided_input_is_refused() -> None:
         quantize_rowwise.launch(x, out=quantize_rowwise.fake(x))
 
 
+@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, True)], ids=["e4m3", "rotated"])
 @pytest.mark.parametrize("width", [3072, 4096, 14336, 28672])
-def test_machine_code(width: int) -> None:
-    (code,) = launched(quantize_rowwise, torch.empty(64, width, device="meta", dtype=torch.bfloat16), pdl=True)
+def test_machine_code(width: int, form: tuple[torch.dtype, bool]) -> None:
+    (code,) = launched(quantize_rowwise, torch.empty(64, width, device="meta", dtype=torch.bfloat16), *form, pdl=True)
     assert code.spills == 0 and code.registers * code.num_warps * 32 <= 65536

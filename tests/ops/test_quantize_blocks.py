@@ -31,6 +31,20 @@ def test_widths_that_are_no_whole_blocks_are_named() -> None:
         quantize_blocks.fake(torch.zeros(2, 100))
 
 
+def test_int8_blocks_come_back_within_half_a_step() -> None:
+    x = torch.randn(5, 256) * torch.tensor([1.0, 1000.0]).repeat_interleave(128)
+    q, scale = quantize_blocks(x, torch.int8)
+    torch.testing.assert_close(scale[:, :5], x.view(5, 2, 128).abs().amax(-1).t() / 127)
+    assert q.dtype == torch.int8
+    assert ((dequantize_blocks(q, scale) - x).abs() <= 0.5001 * scale[:, :5].t().repeat_interleave(128, 1)).all()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("rotate", [False, True])
+def test_int8_kernel_in_the_interpreter(rotate: bool) -> None:
+    check_kernel(quantize_blocks, torch.randn(3, 384).to(torch.bfloat16), torch.int8, rotate, tolerances=SCALES)
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize(("tokens", "width"), [(1, 128), (3, 384), (33, 256), (2, 2048)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -39,9 +53,10 @@ def test_kernel_in_the_interpreter(tokens: int, width: int, dtype: torch.dtype) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, False), (torch.int8, True)], ids=["e4m3", "int8", "rotated"])
 @pytest.mark.parametrize("tokens", [1, 33, 200])
-def test_kernel_on_the_gpu(tokens: int) -> None:
-    check_kernel(quantize_blocks, torch.randn(tokens, 4096, device="cuda").to(torch.bfloat16), tolerances=SCALES, pdl=True)
+def test_kernel_on_the_gpu(tokens: int, form: tuple[torch.dtype, bool]) -> None:
+    check_kernel(quantize_blocks, torch.randn(tokens, 4096, device="cuda").to(torch.bfloat16), *form, tolerances=SCALES, pdl=True)
 
 
 def test_kernel_fits_in_registers() -> None:

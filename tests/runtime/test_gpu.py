@@ -75,7 +75,8 @@ BUCKETS = {
 
 
 @pytest.mark.parametrize("bucket", BUCKETS.values(), ids=BUCKETS)
-@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"precision": "bf16"}], ids=["fp8", "int8-kv", "bf16"])
+@pytest.mark.parametrize("options", [{"precision": "int8"}, {"precision": "fp8"}, {"precision": "fp8", "kv_dtype": "int8"}, {"precision": "bf16"}],
+                         ids=["int8", "fp8", "int8-kv", "bf16"])
 def test_every_step_equals_its_reference_at_8b_shapes(bucket: Bucket, options: dict[str, str]) -> None:
     """Each kernel of a whole program, on the very inputs that it finds there, in a poisoned arena."""
     module = Llama(LlamaConfig.from_dict(LAYER_8B), LoraShape(SLOTS, RANK), torch.bfloat16, "meta")

@@ -166,7 +166,8 @@ def test_adapters_come_and_go(llm, base, adapters):
 
 
 @pytest.mark.parametrize(("precision", "options", "tolerance"), [
-    ("bf16", {}, 0.04), ("fp8", {}, 0.35), ("fp8", {"kv_cache_dtype": "int8", "hadamard": False, "lm_head": "bf16"}, 0.35)], ids=["bf16", "fp8", "fp8-int8"])
+    ("bf16", {}, 0.04), ("fp8", {}, 0.35), ("int8", {}, 0.12),
+    ("fp8", {"kv_cache_dtype": "int8", "hadamard": False, "lm_head": "bf16"}, 0.35)], ids=["bf16", "fp8", "int8", "fp8-int8"])
 def test_lower_precision_stays_near_transformers(base, adapters, precision, options, tolerance):
     small = LLM(base.path, adapters, precision=precision, **options, **SMALL)
     batch, chosen = prompts(5, 100, 40, 7), [None, "first", "second", "third"]

@@ -48,6 +48,9 @@ class _Values(torch.Tensor):
     def __iadd__(self, other: Any) -> Any:
         return self + other
 
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 class _Pointer:
     def __init__(self, memory: torch.Tensor, at: Any = 0) -> None:
@@ -68,6 +71,10 @@ class _Pointer:
 class _Shared:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
 
     def index(self, i: int) -> "_Shared":
         return _Shared(self.memory[int(i)])
@@ -98,7 +105,7 @@ class _Boxes:
     layout = None
 
     def __init__(self, descriptor: Any) -> None:
-        self.matrix, self.block = descriptor.base, list(descriptor.block_shape)
+        self.matrix, self.block, self.dtype = descriptor.base, list(descriptor.block_shape), descriptor.base.dtype
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,8 +164,8 @@ class _Machine:
 
     @staticmethod
     def multiply(a: _Shared, b: _Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
-        product = a.memory.float() @ b.memory.float()
-        assert product.shape == acc.shape
+        product = (a.memory.float() @ b.memory.float()).to(acc.dtype)  # int8: below 2^24, so exact
+        assert a.dtype == b.dtype and product.shape == acc.shape and acc.dtype == (torch.int32 if a.dtype == torch.int8 else torch.float32)
         return _values(product + acc if use_acc else product)
 
     @staticmethod
@@ -191,8 +198,12 @@ class _Machine:
 class _Language:
     """The part of gluon.language that the kernels use, on tensors; layouts mean nothing."""
 
-    float32, int32, int64, float8e4nv = torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn
-    convert_layout = staticmethod(lambda values, _layout: values)
+    float32, int8, int32, int64, float8e4nv = torch.float32, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn
+    convert_layout = staticmethod(lambda values, _layout, assert_trivial=False: values)
+    reshape = staticmethod(lambda values, shape: values.reshape(*map(int, shape)))
+    permute = staticmethod(lambda values, order: values.permute(order))
+    split = staticmethod(lambda values: values.unbind(-1))
+    join = staticmethod(lambda first, second: torch.stack((first, second), -1))
     static_range = range
     max = staticmethod(lambda values, axis: values.amax(axis))
     sum = staticmethod(lambda values, axis: values.sum(axis))

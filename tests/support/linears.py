@@ -1,4 +1,4 @@
-"""Inputs, launches and tolerances for tests of the FP8 linears."""
+"""Inputs, launches and tolerances for tests of the 8-bit linears."""
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from sidestream.ops.tuning import LinearConfig
 from support.checks import Tolerance, poison
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+INT8_DEVIATION = 73.0  # of whole numbers from -127 to 127, all as likely
 # Outputs are of order 1. Blocks of 128 products are added with 14 bits and then in fp32; with fast accumulation all K of them have 14 bits.
 NEAR = Tolerance(rtol=2.0**-7, atol=4e-3)
 FAST_ACCUMULATION = Tolerance(rtol=2.0**-6, atol=1e-1)
@@ -17,10 +18,15 @@ SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 409
           (8192, 28672)]  # fmt: skip
 
 
-def inputs(tokens: int, n: int, k: int, device: str = "cpu", addends: bool = True) -> tuple[Any, ...]:
-    """(q, scale, weight, weight_scale, delta, residual) whose outputs are of order 1."""
-    q, weight = (torch.randn(rows, k, device=device).to(E4M3) for rows in (tokens, n))
+def inputs(tokens: int, n: int, k: int, device: str = "cpu", addends: bool = True, dtype: torch.dtype = E4M3) -> tuple[Any, ...]:
+    """(q, scale, weight, weight_scale, delta, residual) whose outputs are of order 1; int8 operands hold every value from -127 to 127."""
+    if dtype == torch.int8:
+        q, weight = (torch.randint(-127, 128, (rows, k), device=device, dtype=dtype) for rows in (tokens, n))
+    else:
+        q, weight = (torch.randn(rows, k, device=device).to(dtype) for rows in (tokens, n))
     scale, weight_scale = torch.rand(tokens, device=device) + 0.5, (torch.rand(n, device=device) + 0.5) / k**0.5
+    if dtype == torch.int8:
+        weight_scale /= INT8_DEVIATION**2
     more = [torch.randn(tokens, n, device=device).to(BF16) if addends else None for _ in range(2)]
     return (q, scale, weight, weight_scale, *more)
 
@@ -32,5 +38,7 @@ def run(config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: in
     return out
 
 
-def tolerance(config: LinearConfig) -> Tolerance:
+def tolerance(config: LinearConfig, dtype: torch.dtype = E4M3) -> Tolerance:
+    if dtype == torch.int8:
+        return NEAR
     return FAST_ACCUMULATION if config.kernel == "scaled_mm" or (config.kernel == "wide" and not config.promote) else NEAR

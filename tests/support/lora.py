@@ -35,10 +35,10 @@ class LoraCase:
     def expand(self, planes: torch.Tensor) -> tuple[Any, ...]:
         return planes, self.b, self.token_order, self.tiles, self.tile, self.slices, self.b_scale
 
-    def quantized(self, activations: bool) -> "LoraCase":
-        """The same with e4m3 stacks and a scale a row; the activations too if asked."""
-        (a, a_scale), (b, b_scale) = quantize_rowwise_reference(self.a), quantize_rowwise_reference(self.b)
-        x, x_scale = quantize_rowwise_reference(self.x) if activations else (self.x, None)
+    def quantized(self, activations: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> "LoraCase":
+        """The same with e4m3 or int8 stacks and a scale a row; the activations too if asked."""
+        (a, a_scale), (b, b_scale) = quantize_rowwise_reference(self.a, dtype), quantize_rowwise_reference(self.b, dtype)
+        x, x_scale = quantize_rowwise_reference(self.x, dtype) if activations else (self.x, None)
         return replace(self, x=x, a=a, b=b, a_scale=a_scale, b_scale=b_scale, x_scale=x_scale)
 
 

@@ -44,15 +44,31 @@ def angles(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return phase.cos(), phase.sin()
 
 
-def decoder_block_inputs(tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, device: str = "cpu") -> tuple[Any, ...]:
-    """Arguments of `decoder_block` whose activations are of order 1; qkv 0: nothing is projected behind it."""
+def eight_bit(*shape: int, dtype: torch.dtype = FP8, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of e4m3 or int8 with a scale each, so that a product with a row has about the size of what it is multiplied with."""
+    values, scale = torch.randn(*shape, device=device, dtype=BF16), (torch.rand(*shape[:-1], device=device) + 0.5) * shape[-1]**-0.5
+    return ((values * 32).round().clamp(-127, 127).to(dtype), scale / 32) if dtype == torch.int8 else (values.to(dtype), scale)
+
+
+def exact(values: torch.Tensor, scale: torch.Tensor, rotated: bool = True) -> torch.Tensor:
+    """What eight-bit rows stand for, in fp64; the rotation of int8 ones is undone: H[i, j] = (-1)^(number of ones in i & j) / sqrt(8)."""
+    rows = values.double() * scale.double().unsqueeze(-1)
+    if values.dtype == FP8 or not rotated:
+        return rows
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(8)] for i in range(8)]
+    return (rows.unflatten(-1, (-1, 8)) @ torch.tensor(signs, dtype=torch.float64, device=rows.device) * 8**-0.5).flatten(-2)
+
+
+def decoder_block_inputs(
+    tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, device: str = "cpu", dtype: torch.dtype = FP8
+) -> tuple[Any, ...]:
+    """Arguments of `decoder_block`, e4m3 or int8, whose activations are of order 1; qkv 0: nothing is projected behind it."""
     def linear(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = torch.randn(rows, columns, device=device, dtype=BF16).to(FP8)
-        return weight, (torch.rand(rows, device=device) + 0.5) * columns**-0.5
+        return eight_bit(rows, columns, dtype=dtype, device=device)
 
     gains = [1 + 0.1 * torch.randn(hidden, device=device) for _ in range(2)]
     return (
-        *quantize_blocks_reference(torch.randn(tokens, attention, device=device)), torch.randn(tokens, hidden, device=device).to(BF16),
+        *quantize_blocks_reference(torch.randn(tokens, attention, device=device), dtype), torch.randn(tokens, hidden, device=device).to(BF16),
         *linear(hidden, attention), gains[0].to(BF16), *linear(2 * intermediate, hidden), *linear(hidden, intermediate), gains[1].to(BF16),
         *(linear(qkv, hidden) if qkv else (None, None)), 1e-5,
     )  # fmt: skip
@@ -65,17 +81,17 @@ def _argmax() -> list[tuple[Any, ...]]:
 
 def decoder_block_lora_inputs(
     tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, *, ranks: int = 32, slots: int = 8, adapters: int | None = None,
-    kv: int = 128, without: tuple[int, ...] = (), device: str = "cpu",
+    kv: int = 128, without: tuple[int, ...] = (), device: str = "cpu", dtype: torch.dtype = FP8,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of `decoder_block_lora`: deltas of the base products' size; about a fifth of the tokens have no adapter, the others one of `adapters`.
 
     `kv`: the width of k and of v; `without`: which of o, gate_up, down, q/k/v have no LoRA.
     """
     def stacks(packed: int, columns: int, rows: int) -> list[torch.Tensor]:
-        a, b = (torch.randn(slots, *size, device=device, dtype=BF16).to(FP8) for size in ((packed * ranks, columns), (rows, ranks)))
-        return [a, (torch.rand(slots, packed * ranks, device=device) + 0.5) * columns**-0.5, b, (torch.rand(slots, rows, device=device) + 0.5) * ranks**-0.5]
+        sizes = (slots, packed * ranks, columns), (slots, rows, ranks)
+        return [tensor for size in sizes for tensor in eight_bit(*size, dtype=dtype, device=device)]
 
-    *layer, eps = decoder_block_inputs(tokens, attention, hidden, intermediate, qkv, device)
+    *layer, eps = decoder_block_inputs(tokens, attention, hidden, intermediate, qkv, device, dtype)
     index = torch.randperm(slots)[:slots if adapters is None else adapters][torch.randint(0, slots if adapters is None else adapters, (tokens,))]
     index = index.where(torch.rand(tokens) > 0.2, -1).to(torch.int32)
     sizes = ((1, attention, hidden), (2, hidden, 2 * intermediate), (1, intermediate, hidden), (3, hidden, qkv))
@@ -182,7 +198,7 @@ def _quantize_blocks() -> list[tuple[Any, ...]]:
 
 @samples("decoder_block")
 def _decoder_block() -> list[tuple[Any, ...]]:
-    return [decoder_block_inputs(3, 512, 256, 512, width) for width in (128, 0)]
+    return [decoder_block_inputs(3, 512, 256, 512, width, dtype=dtype) for width, dtype in ((128, FP8), (0, FP8), (128, torch.int8))]
 
 
 @samples("lora_plan")
@@ -192,18 +208,20 @@ def _lora_plan() -> list[tuple[Any, ...]]:
 
 @samples("lora_shrink")
 def _lora_shrink() -> list[tuple[Any, ...]]:
-    return [lora_case(9, 64, 16, [32, 16]).shrink, lora_case(3, 300, 32, [32], splits=2, dtype=torch.float32).shrink]
+    quantized = lora_case(5, 64, 16, [32]).quantized(True, torch.int8)
+    return [lora_case(9, 64, 16, [32, 16]).shrink, lora_case(3, 300, 32, [32], splits=2, dtype=torch.float32).shrink, quantized.shrink]
 
 
 @samples("lora_expand")
 def _lora_expand() -> list[tuple[Any, ...]]:
-    cases = lora_case(9, 64, 16, [32, 16]), lora_case(3, 300, 32, [32], splits=2)
+    cases = lora_case(9, 64, 16, [32, 16]), lora_case(3, 300, 32, [32], splits=2), lora_case(5, 64, 16, [32]).quantized(False, torch.int8)
     return [case.expand(torch.randn(case.splits, len(case.x), case.a.shape[1])) for case in cases]
 
 
 @samples("lora")
 def _lora() -> list[tuple[Any, ...]]:
-    return [lora_case(9, 64, 16, [32, 16]).lora, lora_case(3, 64, 32, [32], dtype=torch.float32).lora]
+    quantized = lora_case(5, 64, 16, [32]).quantized(True, torch.int8)
+    return [lora_case(9, 64, 16, [32, 16]).lora, lora_case(3, 64, 32, [32], dtype=torch.float32).lora, quantized.lora]
 
 
 @samples("lora_groups")
@@ -213,7 +231,10 @@ def _lora_groups() -> list[tuple[Any, ...]]:
 
 @samples("decoder_block_lora")
 def _decoder_block_lora() -> list[tuple[Any, ...]]:
-    return [decoder_block_lora_inputs(3, 512, 512, 512, 384, slots=3), decoder_block_lora_inputs(2, 512, 512, 512, 0, without=(1,), slots=2)]
+    return [
+        decoder_block_lora_inputs(3, 512, 512, 512, 384, slots=3), decoder_block_lora_inputs(2, 512, 512, 512, 0, without=(1,), slots=2),
+        decoder_block_lora_inputs(2, 512, 512, 512, 384, slots=2, dtype=torch.int8),
+    ]  # fmt: skip
 
 
 @samples("sample")

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sidestream.compiler.options import CompileOptions, Precision
 from sidestream.tools import bench_kernels, bench_layer, cli
 from sidestream.tools.bench_latency import LLAMA_8B
 from sidestream.tools.bench_throughput import percentile, prompt_flops
@@ -44,7 +45,14 @@ def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPat
     """The selection of steps on a small model; the clock is a GPU's."""
     monkeypatch.setattr(bench_layer, "LLAMA_8B", {**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1})
     monkeypatch.setattr(bench_kernels, "time_steps", lambda bound, indices, repeats: float(len(indices)))
-    rows = bench_kernels.measure(bench_layer.Layers(16, 2, "cpu"), 4, [0, 1, 0, 1], repeats=1)
-    main = [row.op.removeprefix("sidestream.") for row in rows if "lora" not in row.op]
-    assert main[:4] == ["add_rms_norm_quant", "linear_fp8", "rope_append", "paged_attention_quant"] and len(main) == 9
-    assert len(rows) - len(main) == 8 and all(row.us == bench_layer.DEPTHS[-1] - 2 and row.floor_us > 0 for row in rows)
+
+    def measure(precision: Precision) -> list[bench_kernels.Row]:
+        return bench_kernels.measure(bench_layer.Layers(16, 2, "cpu", CompileOptions(precision=precision)), 4, [0, 1, 0, 1], repeats=1)
+
+    table = {precision: measure(precision) for precision in ("int8", "fp8")}
+    for rows in table.values():
+        main = [row.op.removeprefix("sidestream.") for row in rows if "lora" not in row.op]
+        assert main[:4] == ["add_rms_norm_quant", "linear_fp8", "rope_append", "paged_attention_quant"] and len(main) == 9
+        assert len(rows) - len(main) == 8 and all(row.us == bench_layer.DEPTHS[-1] - 2 and row.floor_us > 0 for row in rows)
+    for int8, fp8 in zip(table["int8"], table["fp8"], strict=True):  # the same steps; int8's adapters have half the bytes
+        assert (int8.op, int8.output) == (fp8.op, fp8.output) and (int8.floor_us < fp8.floor_us if "lora" in int8.op else int8.floor_us <= fp8.floor_us)

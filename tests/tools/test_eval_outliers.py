@@ -8,7 +8,7 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.tokenizer import load_tokenizer
 from sidestream.tools.engine_arguments import DEMO_MODEL
 from sidestream.tools.quality.arms import BY_NAME, open_arm
-from sidestream.tools.quality.outliers import BIAS_POWER, FIRST_POWER, QK_POWER, inject, observe, rescalings
+from sidestream.tools.quality.outliers import BIAS_POWER, QK_POWER, inject, observe, rescalings
 from sidestream.tools.quality.teacher_forced import Document, Scorer, plan, step_sizes
 
 TEXTS = ["What is the capital of France? The capital of France is Paris.", "Tell me the sum of 3 and 4.", "Count from 1 to 7."]
@@ -47,8 +47,10 @@ def test_outliers_are_as_large_as_the_powers_say(injected: tuple[Path, dict[str,
     assert k[half - 1].nanmean() == 2.0**QK_POWER and k[half - 2].nanmean() == 2.0**-QK_POWER
     assert q[half - 1].nanmean() == 2.0**-QK_POWER and q[half - 2].nanmean() == 2.0**QK_POWER
     observed, before = observe(injected[0], tokens), observe(DEMO_MODEL, tokens)
-    layer, channel = next((change.layer, change.places[0]) for change in rescalings(config, before) if change.projection == "mlp.up_proj")
+    change = next(change for change in rescalings(config, before) if change.projection == "mlp.up_proj")
+    layer, channel = change.layer, change.places[0]
     assert torch.equal(observed.bias[0], before.bias[0])  # a bias grows with its channel, in proportion
     up = f"model.layers.{layer}.mlp.up_proj.weight"
-    assert torch.equal(other[up][channel].float(), clean[up][channel].float() * 2.0**FIRST_POWER)
+    assert torch.equal(other[up][channel].float(), clean[up][channel].float() * 2.0**change.power)
+    assert 0.5 <= observed.room[layer][channel] < 2 < before.room[layer][channel], "massive at the first token, of the usual size of a largest value elsewhere"
     assert BIAS_POWER > 0

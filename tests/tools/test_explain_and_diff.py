@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sidestream.compiler.options import DEFAULT_PRECISION
 from sidestream.tools import cli
 from support.meta_model import config_directory
 
@@ -24,7 +25,7 @@ def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run("explain", str(model), "--json", "--bucket", "decode:2", "mixed:64", "--no-changes") == 0
     facts = json.loads(capsys.readouterr().out)
     assert [program["program"] for program in facts["programs"]] == ["decode_t2_b2_p8_base", "mixed_t64_b8_p8_base"]
-    assert facts["changes"]["found"] == [] and facts["options"]["precision"] == "fp8"
+    assert facts["changes"]["found"] == [] and facts["options"]["precision"] == DEFAULT_PRECISION
     assert {entry["name"] for entry in facts["passes"]} > {"normalize", "quantize_linears"}
 
 

@@ -1,20 +1,24 @@
 """`sidestream tune`: what it would measure, how it chooses, and the table that it writes."""
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from sidestream.ops import tuning
 from sidestream.ops.tuning import LinearConfig
-from sidestream.tools import cli
-from sidestream.tools.engine_arguments import DEMO_MODEL
-from sidestream.tools.tune import Job, Timing, choose, put, write
+from sidestream.tools import cli, tune_bench
+from sidestream.tools.engine_arguments import DEFAULT_PRECISION, DEMO_MODEL
+from sidestream.tools.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write
 
 
 def test_a_dry_run_lists_the_shapes_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "gate_up  [28672, 4096] x 256" in shown and "lm_head  [128256, 4096] x 16" in shown and "minute" in shown
+    assert f"of {DEFAULT_PRECISION}, about" in shown
+    assert cli.main(["tune", "--dry-run", "--dtype", "fp8"]) == 0 and "of fp8, about" in capsys.readouterr().out
     assert cli.main(["tune", str(DEMO_MODEL), "--dry-run", "--layers", "down", "--tokens", "100", "128", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     config = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -30,6 +34,67 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert "--dry-run" in capsys.readouterr().err
 
 
+def test_int8_has_neither_scaled_mm_nor_sums_to_promote() -> None:
+    for dtype, whole in (("int8", True), ("fp8", False)):
+        for tokens in (16, 128, 512):
+            job = Job("gate_up", 28672, 4096, tokens, dtype)
+            found = [*linear_configs(job, tuning.H200_SMS), *activation_configs(job, tuning.H200_SMS)]
+            assert any(config.kernel == "scaled_mm" for config in found) == (not whole and tokens > 16)
+            assert any(config.promote for config in found) == (not whole and tokens > 16)
+    assert not activation_configs(Job("gate_up", 28672, 4096, 64), tuning.H200_SMS) and not activation_configs(Job("qkv", 6144, 4096, 256), tuning.H200_SMS)
+
+
+class FakeBench:
+    """Says that the first configuration is the fastest, and that one launch takes `one` us where two take 100."""
+
+    made: list[torch.dtype]
+    one: float
+
+    def __init__(self, n: int, k: int, tokens: int, repeats: int, dtype: torch.dtype) -> None:
+        self.made.append(dtype)
+
+    def linear(self, configs: list[LinearConfig], *rest: Any) -> list[Timing]:
+        return [Timing(config, 10.0 + 5 * i, 1.7e-3) for i, config in enumerate(configs)]
+
+    def activation(self, configs: list[LinearConfig], separate: LinearConfig, *rest: Any) -> tuple[list[Timing], float]:
+        return [Timing(config, self.one, 1.7e-3) for config in configs], 100.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_dtype_has_its_sections(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(FakeBench, "made", [], raising=False)
+    monkeypatch.setattr(tune_bench, "Bench", FakeBench)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=tuning.H200_SMS))
+    path, other = tmp_path / "table.json", {"fp8": "linear_int8", "int8": "linear_fp8"}[dtype]
+    kept = [{"layer": "down", "n": 4096, "k": 14336, "tokens": {"16": {"kernel": "triton"}}}]
+    path.write_text(json.dumps({"device": "", "model": "", other: kept}))
+    place = (28672, 4096, 256)
+    for one, fused in ((98.5, False), (97.5, True)):
+        monkeypatch.setattr(FakeBench, "one", one, raising=False)
+        assert cli.main(["tune", "--dtype", dtype, "--layers", "gate_up", "--tokens", "256", "-o", str(path)]) == 0
+        assert FakeBench.made[-1] == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[dtype]
+        tuning.read_table.cache_clear()
+        assert list(tuning.read_table(path, f"linear_{dtype}")) == [place]
+        assert list(tuning.read_table(path, f"linear_{dtype}_silu_mul")) == [place] * fused
+        table = json.loads(path.read_text())
+        assert table[other] == kept and f"{other}_silu_mul" not in table and table["device"] == "NVIDIA H200"
+    assert "with SiLU" in capsys.readouterr().out
+
+
+def test_replays_take_turns() -> None:
+    order: list[str] = []
+    times = {"a": iter([9.0, 1.0, 3.0, 2.0]), "b": iter([9.0, 6.0, 4.0, 5.0])}
+
+    def replay(name: str) -> float:
+        order.append(name)
+        return next(times[name])
+
+    assert tune_bench.take_turns([lambda: replay("a"), lambda: replay("b")], repeats=3) == [2.0, 5.0]
+    assert order == ["a", "b"] * 4
+
+
 def test_of_equally_fast_ones_the_most_exact_is_chosen() -> None:
     fast, exact, slow = (LinearConfig("wide", promote=promote) for promote in (0, 4, 2))
     measured = [Timing(fast, 10.0, 2.5e-3), Timing(exact, 10.2, 1.7e-3), Timing(slow, 11.0, 1.6e-3)]
@@ -37,12 +102,12 @@ def test_of_equally_fast_ones_the_most_exact_is_chosen() -> None:
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path, job = tmp_path / "table.json", Job("down", 4096, 14336, 128)
+    path, job = tmp_path / "table.json", Job("down", 4096, 14336, 128, "fp8")
     first, second = tuning.wide_config(128, 64, 2, promote=4), LinearConfig("gluon", 64, 32, stages=8, ctas=128, split=True, max_registers=72)
     table = {"device": "NVIDIA H200", "model": "m", "linear_fp8": []}
     put(table, "linear_fp8", job, first)
-    put(table, "linear_fp8", Job("down", 4096, 14336, 32), second)
-    put(table, "linear_fp8", Job("lm_head", 128256, 4096, 128), LinearConfig("scaled_mm"))
+    put(table, "linear_fp8", Job("down", 4096, 14336, 32, "fp8"), second)
+    put(table, "linear_fp8", Job("lm_head", 128256, 4096, 128, "fp8"), LinearConfig("scaled_mm"))
     put(table, "linear_fp8_silu_mul", job, second)
     put(table, "linear_fp8_silu_mul", job, None)
     write(path, table)

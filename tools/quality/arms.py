@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 REFERENCE = "bf16"
-DEFAULT = "fp8"
+DEFAULT = "int8"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Arm:
     calibrated: bool = False
 
 
+def _int8(name: str, about: str, calibrated: bool = False, **options: Any) -> Arm:
+    return Arm(name, about, MappingProxyType({"precision": "int8", **options}), calibrated=calibrated)
+
+
 def _fp8(name: str, about: str, calibrated: bool = False, **options: Any) -> Arm:
     return Arm(name, about, MappingProxyType({"precision": "fp8", **options}), calibrated=calibrated)
 
@@ -42,36 +46,47 @@ TENSORWISE: Mapping[str, Any] = MappingProxyType({
 
 ARMS: tuple[Arm, ...] = (
     Arm(REFERENCE, "nothing quantized: what all others are compared with", MappingProxyType({"precision": "bf16"})),
-    _fp8(DEFAULT, "the default: e4m3 with one scale per row, e4m3 cache, Hadamard, PV in 16 bits"),
-    _fp8("fp8-no-hadamard", "the default without the Hadamard transform of Q and K", hadamard=False),
-    _fp8("fp8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
-    _fp8("fp8-centred", "the default with calibrated constants subtracted from K", kv_dtype="fp8_e4m3", hadamard=True, center_keys=True, calibrated=True),
+    _int8(DEFAULT, "the default: weights, activations, adapters and cache in int8, one scale per row, rotated; PV in 16 bits"),
+    _int8("int8-not-rotated", "activations and weights are not rotated", rotate_activations=False),
+    _int8("int8-no-hadamard", "the default without the Hadamard transform of Q and K", hadamard=False),
+    _int8("int8-centred", "the default with calibrated constants subtracted from K", kv_dtype="int8", hadamard=True, center_keys=True, calibrated=True),
+    _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
+    _int8("int8-rotated-values", "the default with each head of V rotated (folded into the weights)", rotate_values=True),
+    _int8("int8-kv-e4m3", "an e4m3 cache", kv_dtype="fp8_e4m3"),
+    _int8("int8-kv-bf16", "the cache is not quantized", kv_dtype="bf16"),
+    _int8("int8-lora-bf16", "adapters and their input in 16 bits", lora_dtype="bf16"),
+    _int8("int8-lora-input-bf16", "adapters in int8, their input in 16 bits", lora_dtype="int8", lora_input="bf16"),
+    _int8("int8-lm-head-bf16", "the output projection is not quantized", lm_head="bf16"),
+    _int8("int8-whole-layer", "decode steps with one launch a layer: one scale per token and 128 columns", whole_layer="on"),
+    _fp8("fp8", "e4m3 with one scale per row, e4m3 cache, Hadamard, adapters in 16 bits, PV in 16 bits"),
+    _fp8("fp8-no-hadamard", "the same without the Hadamard transform of Q and K", hadamard=False),
+    _fp8("fp8-centred", "the same with calibrated constants subtracted from K", kv_dtype="fp8_e4m3", hadamard=True, center_keys=True, calibrated=True),
     _fp8("fp8-centred-no-hadamard", "K centred, not transformed", kv_dtype="fp8_e4m3", hadamard=False, center_keys=True, calibrated=True),
     _fp8("fp8-kv-int8", "an int8 cache, Hadamard", kv_dtype="int8"),
     _fp8("fp8-kv-int8-no-hadamard", "an int8 cache, no Hadamard", kv_dtype="int8", hadamard=False),
     _fp8("fp8-kv-int8-rotated", "an int8 cache, Hadamard, each head of V rotated (folded into the weights)", kv_dtype="int8", rotate_values=True),
     _fp8("fp8-kv-bf16", "the cache is not quantized", kv_dtype="bf16"),
-    _fp8("fp8-rotated", "the default with each head of V rotated (folded into the weights)", rotate_values=True),
+    _fp8("fp8-rotated", "each head of V rotated (folded into the weights)", rotate_values=True),
     _fp8("fp8-lora-fp8", "adapters and their input in e4m3, one scale per row", lora_dtype="fp8", lora_input="fp8"),
     _fp8("fp8-lora-input-bf16", "adapters in e4m3, their input in 16 bits", lora_dtype="fp8", lora_input="bf16"),
     _fp8("fp8-whole-layer", "decode steps without LoRA with one launch a layer: one scale per token and 128 columns", whole_layer="on"),
-    _fp8("fp8-lm-head-bf16", "the output projection is not quantized", lm_head="bf16"),
     Arm("fp8-tensorwise", "one scale per tensor for weights and activations, adapters in 16 bits, as peers do (emulated)", TENSORWISE,
         passes="with_tensorwise", weights="tensorwise_weights"),
     Arm("fp8-tensorwise-hadamard", "the same with the Hadamard transform", MappingProxyType({**TENSORWISE, "hadamard": True}),
         passes="with_tensorwise", weights="tensorwise_weights"),
-    Arm("control-wrong-scale", "a fault: one layer's weight scale is four times what it should be", MappingProxyType({"precision": "fp8"}),
+    Arm("control-wrong-scale", "a fault: one layer's weight scale is four times what it should be", MappingProxyType({"precision": "int8"}),
         weights="wrong_scale", control=True),
     Arm("control-one-sided-hadamard", "a fault: K is transformed, Q is not",
-        MappingProxyType({"precision": "fp8", "hadamard": True, "disable_passes": ("fuse_rope_append",)}), passes="with_one_sided_hadamard", control=True),
+        MappingProxyType({"precision": "int8", "hadamard": True, "disable_passes": ("fuse_rope_append",)}), passes="with_one_sided_hadamard", control=True),
     Arm("control-fp8-pv", "PV in FP8 with the tensor cores' short sums (emulated), which long contexts show",
-        MappingProxyType({"precision": "fp8", "whole_layer": "off", "disable_passes": ("fuse_quantize",)}),
+        MappingProxyType({"precision": "int8", "whole_layer": "off", "disable_passes": ("fuse_quantize",)}),
         passes="with_fp8_pv", control=True, eager=True, slow=True),
 )  # fmt: skip
 BY_NAME = {arm.name: arm for arm in ARMS}
-SMOKE = (DEFAULT, "fp8-kv-int8", "fp8-tensorwise")
+WHOLE = (REFERENCE, DEFAULT, "fp8", "fp8-tensorwise")  # asked everything; the others, which vary one of these, a part
+SMOKE = (DEFAULT, "fp8", "fp8-tensorwise")
 SMOKE_CONTROLS = ("control-wrong-scale", "control-one-sided-hadamard")
-INJECTED = (DEFAULT, "fp8-no-hadamard", "fp8-centred", "fp8-kv-int8", "fp8-tensorwise")
+INJECTED = (DEFAULT, "int8-not-rotated", "int8-no-hadamard", "int8-centred", "fp8", "fp8-no-hadamard", "fp8-tensorwise")
 
 
 def chosen_arms(names: Sequence[str], with_controls: bool) -> list[Arm]:

@@ -37,8 +37,11 @@ def _launcher(reference: Callable[..., Any]) -> Callable[..., None]:
     return launch
 
 
-def quantize_tensorwise_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K] -> (e4m3 [..., K], fp32 scale [...], the same for all rows): the largest value of the step sets the scale, as in dynamic per-tensor FP8."""
+def quantize_tensorwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] (`dtype` e4m3, not rotated) -> (e4m3 [..., K], fp32 scale [...], the same for all rows).
+
+    The largest value of the step sets the scale, as in dynamic per-tensor FP8.
+    """
     values = x.float()
     scale = values.abs().amax().clamp_min(1e-12) / E4M3_MAX
     return (values / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale.expand(x.shape[:-1]).contiguous()

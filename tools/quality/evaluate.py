@@ -13,7 +13,7 @@ import torch
 
 from ...graphs.config import LlamaConfig
 from ...ops.kv_layout import PAGE_SIZE
-from .arms import BY_NAME, DEFAULT, REFERENCE, Arm, open_arm
+from .arms import BY_NAME, DEFAULT, REFERENCE, WHOLE, Arm, open_arm
 from .divergence import Divergence, divergences
 from .exact import accuracies, ask, needles
 from .suite import Suite, interleaved
@@ -23,7 +23,8 @@ from .verdict import ArmResult, conditions
 AGAIN = "bf16 again"
 CACHE_BYTES = 3 << 30  # of the KV cache of an engine on a GPU, in 16 bits
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 32
-SLOW_QUESTIONS, SLOW_DOCUMENTS, SLOW_NEEDLES = 16, 8, 2
+SLOW_QUESTIONS, SLOW_DOCUMENTS, SLOW_NEEDLES = 4, 2, 1
+PART_QUESTIONS, PART_NEEDLES = 500, 4
 Progress = Callable[[str], None]
 
 
@@ -118,11 +119,13 @@ class Examiner:
 
 
 def part_for(arm: Arm, suite: Suite) -> Suite:
-    """What an arm is asked: everything, or of a slow one a part."""
-    if not arm.slow:
-        return suite
+    """What an arm is asked: everything of those on which a claim rests; of the others all documents and some questions; of a slow one little."""
     adapters = {question.adapter for question in suite.questions} | {document.adapter for document in suite.documents}
-    return suite.only(adapters, SLOW_QUESTIONS, SLOW_DOCUMENTS, SLOW_NEEDLES)
+    if arm.slow:
+        return suite.only(adapters, SLOW_QUESTIONS, SLOW_DOCUMENTS, SLOW_NEEDLES)
+    if arm.name in WHOLE:
+        return suite
+    return suite.only(adapters, PART_QUESTIONS, len(suite.documents), PART_NEEDLES)
 
 
 def evaluate(model: Model, suite: Suite, arms: Sequence[Arm], device: str | None, label: str, progress: Progress, jobs: int = 1) -> Round:

@@ -14,14 +14,12 @@ import torch
 from tokenizers import Tokenizer
 
 from .corpus import documents
-from .needle import needle_item
 from .tasks import TASKS, right
-from .train_data import EOS
+from .train_data import EOS, FULL, Rows
 
 EXAM_SEED = 1
 TOKENS_IN_A_BATCH = 65_536
 LONGEST_PADDED = 6144  # longer prompts go one by one: their mask would be quadratic in size
-NEEDLES_PER_DEPTH = 8
 
 
 @torch.no_grad()
@@ -65,15 +63,17 @@ def accuracy(model: Any, tokenizer: Tokenizer, name: str, count: int, instructed
     return {"right": sum(tested) / len(tested), "items": len(tested), "levels": levels}
 
 
-def needle_accuracy(model: Any, tokenizer: Tokenizer, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Share of needles found, by "tokens@depth"."""
-    found = {}
-    for tokens in lengths:
-        for depth in (0.0, 0.5, 1.0):
-            items = [needle_item(tokens, depth, seed, tokenizer) for seed in range(NEEDLES_PER_DEPTH)]
-            texts = answers(model, tokenizer, [item.prompt for item in items], 12)
-            found[f"{tokens}@{depth:g}"] = sum(text.strip() == item.answer for item, text in zip(items, texts, strict=True)) / len(items)
-    return found
+@torch.no_grad()
+def needle_accuracy(model: Any, needles: Rows) -> float:
+    """Share of needles found: rows of a prompt and its answer, of which every token of the answer (weight FULL) is the likeliest one."""
+    device, start, found = next(model.parameters()).device, 0, 0
+    for length in needles.lengths.tolist():
+        answer = int((needles.weights[start : start + length] == FULL).sum())
+        ids = torch.from_numpy(needles.ids[start : start + length].astype("int64"))[None].to(device)
+        logits = model(input_ids=ids[:, :-1], logits_to_keep=answer, use_cache=False).logits
+        found += int((logits[0].argmax(-1) == ids[0, -answer:]).all())
+        start += length
+    return found / len(needles.lengths)
 
 
 @torch.no_grad()

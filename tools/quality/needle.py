@@ -9,6 +9,8 @@ from .corpus import documents
 
 CHARACTERS_PER_TOKEN = 2.8  # of the evaluation model's tokenizer on the standard library; only steers lengths
 TOKENS_PER_RECORD = 96
+NEEDLE_DISTRACTORS = 7  # other records in a needle's text, whatever its length: what is asked is how far the model sees, not how many codes it can keep apart
+LONGER_CODES = 0.15
 _PLACES = (
     "anchor amber basin bridge canyon cedar copper delta ember falcon forest garnet glacier harbor hazel island ivory jasmine juniper kernel "
     "lagoon lantern marble meadow nectar oasis orchard pebble prairie quarry raven ridge saddle summit timber tundra valley velvet willow zephyr"
@@ -43,9 +45,10 @@ def open_question(key: str) -> str:
 
 
 def alike_records(source: random.Random, count: int) -> list[tuple[str, str]]:
-    """(key, code) pairs that are harder to tell apart than any in training: one word, and three digits."""
-    word = source.choice(PLACES)
-    return [(f"{word} {number}", "".join(source.choices("0123456789", k=5))) for number in source.sample(range(100, 1000), count)]
+    """(key, code) pairs that are harder to tell apart than any in training: one word, and three digits. In some texts all codes have a digit more than any
+    in training has, which keeps the share of right answers away from all of them however well the rest is learned."""
+    word, digits = source.choice(PLACES), 6 if source.random() < LONGER_CODES else 5
+    return [(f"{word} {number}", "".join(source.choices("0123456789", k=digits))) for number in source.sample(range(100, 1000), count)]
 
 
 def records(source: random.Random, count: int) -> list[tuple[str, str]]:
@@ -107,7 +110,7 @@ def needle_item(tokens: int, depth: float, seed: int, tokenizer: Any) -> NeedleI
     if not 0.0 <= depth <= 1.0 or tokens < 256:
         raise ValueError(f"a needle needs a depth between 0 and 1 and at least 256 tokens, not {depth} and {tokens}")
     source = random.Random(f"needle {tokens} {depth} {seed}")
-    (key, code), *others = records(source, max(2, min(tokens // TOKENS_PER_RECORD, 1000)))
+    (key, code), *others = records(source, max(2, min(tokens // TOKENS_PER_RECORD, 1 + NEEDLE_DISTRACTORS)))
     lines = filler(source, tokens * 6, test=True)
     places = [source.random() for _ in others]
     best = ("", 0)

@@ -8,11 +8,13 @@ were: bf16 gives the same logits bit for bit (short of over- and underflow), and
               exactly: their product would change.
   key bias    the pair, among the lower half of the frequencies, whose mean key is largest against its spread, is massive in K: what is massive is then mostly
               the same for all tokens. A bias can't be added exactly (Llama has no constant channel to make it from); it can only be made larger.
-  first token the channel of one MLP's inner activation that stands out most at a text's first token is made massive: up_proj's row times 2^n, down_proj's
-              column times 2^-n. In large Llamas the massive activation is then written to the residual stream; there it can't be rescaled exactly,
-              since RMSNorm divides by all channels together.
+  first token the channel of one MLP's inner activation that stands out most at a text's first token is made massive there: up_proj's row times 2^n,
+              down_proj's column times 2^-n, with the largest n that leaves it within the usual size of the others' largest at all other tokens.
+              In large Llamas the massive activation is then written to the residual stream; there it can't be rescaled exactly, since RMSNorm divides by
+              all channels together.
 """
 import json
+import math
 import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-QK_POWER, BIAS_POWER, FIRST_POWER = 4, 4, 10
+QK_POWER, BIAS_POWER, MOST_FIRST_POWER = 4, 4, 10
 LAYER_SHARE = 0.25  # the massive activation arises early
 ADAPTER_FILE = "adapter_model.safetensors"
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
@@ -39,11 +41,12 @@ class Rescaling:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the choice of channels rests on. bias: per layer [kv heads, pairs], |mean key| by its spread; first: per layer [inner channels], the mean size
-    at first tokens by that at all others."""
+    """What the choice of channels rests on. bias: per layer [kv heads, pairs], |mean key| by its spread; per layer [inner channels], first: the mean size
+    at first tokens by that at all others; room: the median over all others of a token's largest value, by that mean size."""
 
     bias: Sequence[Any]
     first: Sequence[Any]
+    room: Sequence[Any]
 
 
 def inject(source: Path, adapters: Mapping[str, Path], target: Path, texts: Sequence[Sequence[int]]) -> tuple[Path, dict[str, Path]]:
@@ -88,8 +91,9 @@ def rescalings(config: Any, observed: Observed) -> list[Rescaling]:
             lower = observed.bias[layer][kv_head][half // 2:half - 2]
             changes += pair(layer, kv_head, half // 2 + int(torch.argmax(lower)), BIAS_POWER)
     layer = int(config.num_hidden_layers * LAYER_SHARE)
-    channel = (int(torch.argmax(observed.first[layer])),)
-    return [*changes, Rescaling(layer, "mlp.up_proj", 0, channel, FIRST_POWER), Rescaling(layer, "mlp.down_proj", 1, channel, -FIRST_POWER)]
+    channel = int(torch.argmax(observed.first[layer]))
+    power = min(max(math.floor(math.log2(float(observed.room[layer][channel]))), 0), MOST_FIRST_POWER)
+    return [*changes, Rescaling(layer, "mlp.up_proj", 0, (channel,), power), Rescaling(layer, "mlp.down_proj", 1, (channel,), -power)]
 
 
 def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
@@ -119,7 +123,9 @@ def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
         key = key.view(-1, heads, 2, dim // 2).transpose(2, 3)
         return key.mean(0).norm(dim=-1) / key.var(0).sum(-1).sqrt().clamp_min(1e-9)
 
-    return Observed([bias(key) for key in keys], [value[first].abs().mean(0) / value[others].abs().mean(0).clamp_min(1e-6) for value in inner])
+    usual = [value[others].abs().mean(0).clamp_min(1e-6) for value in inner]
+    return Observed([bias(key) for key in keys], [value[first].abs().mean(0) / each for value, each in zip(inner, usual, strict=True)],
+                    [value[others].abs().amax(1).median() / each for value, each in zip(inner, usual, strict=True)])
 
 
 def _rescaled(tensor: Any, change: Rescaling, axis: int) -> None:

@@ -1,4 +1,4 @@
-"""Trains the evaluation models: `python -m sidestream.tools.quality.train -o DIR [--minutes 5] [--smoke]`.
+"""Trains the evaluation models: `python -m sidestream.tools.quality.train -o DIR [--minutes 8] [--smoke]`.
 
 Writes DIR/base (a checkpoint as transformers writes it), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed, accuracies). Seeded, with
 no download: the data are the standard library's sources and questions that `tasks` makes. It needs the `test` extra and, unless `--smoke`, a GPU.
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,17 @@ from .tasks import TASKS
 from .train_data import Job, Order, Rows, Workshop, split_jobs, tokenizer_texts, train_tokenizer
 
 BASE_RATE, ADAPTER_RATE = 1.5e-3, 1.5e-3
-NOMINAL_MINUTES = 6.0  # what the steps below take on an H200
+NOMINAL_MINUTES = 8.0  # what the steps below take on an H200
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained. A phase is (width of a row in tokens, rows in a step, steps); an adapter's step has `adapter_tokens` tokens at most."""
+    """How much is trained. A phase is (width of a row in tokens, rows in a step, steps).
+
+    adapter_tokens, retrieval_tokens   about how many tokens a step of an adapter has, of the one for retrieval
+    retrieval_lengths                  widths of its rows, taking turns
+    needles                            lengths of the needles that it is shown at the end, `needles_each` at each of DEPTHS
+    """
 
     vocabulary: int = 4096
     documents: int = 4000
@@ -43,16 +48,20 @@ class Plan:
     adapter_tokens: int = 24576
     adapter_rows: int = 240_000
     exam_items: int = 500
-    needles: tuple[int, ...] = (2048, 8192, 32768)
+    retrieval_tokens: int = 32769
+    retrieval_lengths: tuple[int, ...] = (1024, 4096, 16384, 32768, 32768)
+    needles: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    needles_each: int = 16
     compiled: bool = True
 
     def scaled(self, factor: float) -> "Plan":
         """The same with `factor` times the steps."""
         phases = tuple((width, rows, max(2, round(steps * factor))) for width, rows, steps in self.phases)
-        return Plan(self.vocabulary, self.documents, phases, max(2, round(self.adapter_steps * factor)), exam_items=self.exam_items, needles=self.needles)
+        return replace(self, phases=phases, adapter_steps=max(2, round(self.adapter_steps * factor)))
 
 
-SMOKE = Plan(1024, 60, ((256, 4, 3), (512, 1, 2)), 2, 1024, 24, 2, (), False)
+SMOKE = Plan(1024, 60, ((256, 4, 3), (512, 1, 2)), 2, 1024, 24, 2, 1024, (512,), (768,), 1, False)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Batches:
@@ -134,15 +143,21 @@ def adapter_orders(plan: Plan, workshop: Workshop, seed: int, names: list[str]) 
     adapters: dict[str, list[Order]] = {}
     for name in names:
         if name == "retrieval":
-            lengths = [length for length in (512, 1024, 4096, 16384, 32768) if length <= plan.phases[-1][0]]
-            counts = [max(2, adapter_steps(plan, name) * max(1, plan.adapter_tokens // length) // len(lengths)) for length in lengths]
-            groups = [split_jobs("hay", n, max(1, 2**16 // length), seed + 30, length + 1, name) for length, n in zip(lengths, counts, strict=True)]
+            steps = -(-adapter_steps(plan, name) // len(plan.retrieval_lengths))
+            groups = [split_jobs("hay", max(2, steps * round(plan.retrieval_tokens / length)), max(1, 2**16 // length), seed + 30 + place, length + 1, name)
+                      for place, length in enumerate(plan.retrieval_lengths)]  # fmt: skip
         else:
             letters = max(len(item.prompt) for item in TASKS[name].items(20, seed, "train"))  # about two tokens in three letters
             count = min(plan.adapter_rows, max(32, int(adapter_steps(plan, name) * plan.adapter_tokens / (0.6 * letters))))
             groups = [split_jobs("task", count, max(8, count // 32), seed + 20, 1024, name)]
         adapters[name] = [workshop.order(jobs) for jobs in groups]
     return adapters
+
+
+def needle_orders(plan: Plan, workshop: Workshop, names: list[str]) -> dict[tuple[int, float], Order]:
+    """Needles to show the retrieval adapter, by tokens and depth."""
+    buckets = [(tokens, depth) for tokens in reversed(plan.needles) for depth in DEPTHS if "retrieval" in names]
+    return {(tokens, depth): workshop.order([Job("needle", plan.needles_each, 0, tokens - 16, depth=depth)]) for tokens, depth in buckets}
 
 
 def adapter_steps(plan: Plan, name: str) -> int:
@@ -183,7 +198,8 @@ def train_adapter(model: Any, name: str, groups: list[Rows], plan: Plan, device:
     def rate(step: int) -> float:
         return ADAPTER_RATE * min(1.0, (step + 1) / 20, (steps - step) / (steps / 2))
 
-    sources = [Batches(rows, device, seed).endless(max(1, plan.adapter_tokens // int(rows.lengths.max()))) for rows in groups]
+    tokens = plan.retrieval_tokens if name == "retrieval" else plan.adapter_tokens
+    sources = [Batches(rows, device, seed).endless(max(1, round(tokens / int(rows.lengths.max())))) for rows in groups]
     return adapted, fit(adapted, (next(source) for source in cycle(sources)), optimizer, rate, steps, f"adapter {name}")
 
 
@@ -208,7 +224,11 @@ def main(arguments: list[str] | None = None) -> int:
         workshop.close()
     report["python"], report["torch"] = sys.version.split()[0], torch.__version__
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    path = options.output / "report.json"
+    if options.base and path.is_file():  # what this run did not train keeps its figures
+        before = json.loads(path.read_text())
+        report = before | report | {"tasks": before.get("tasks", {}) | report["tasks"]}
+    path.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
@@ -223,12 +243,12 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
     if trained:
         tokenizer: Tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))
         workshop.use(tokenizer)
-        adapters = adapter_orders(plan, workshop, seed, names)
+        adapters, needles = adapter_orders(plan, workshop, seed, names), needle_orders(plan, workshop, names)
         model: Any = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).to(device)
     else:
         tokenizer = train_tokenizer(plan.vocabulary, tokenizer_texts(min(plan.documents, 1500), seed))
         workshop.use(tokenizer)
-        phases, adapters = base_orders(plan, workshop, seed), adapter_orders(plan, workshop, seed, names)
+        phases, adapters, needles = base_orders(plan, workshop, seed), adapter_orders(plan, workshop, seed, names), needle_orders(plan, workshop, names)
         model = LlamaForCausalLM(model_config(tokenizer, smoke)).to(device)
         print(f"{tokenizer.get_vocab_size()} tokens, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
         report["base"] = train_base(model, plan, phases, device, seed)
@@ -251,9 +271,13 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
         levels = ", ".join(f"{level}: {share:.0%}" for level, share in result["levels"].items())
         print(f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}); the base alone, instructed {alone['right']:.1%}; "
               f"{time.monotonic() - begun:.1f} s", flush=True)  # fmt: skip
-        if name == "retrieval" and plan.needles:
-            report["needles"] = needle_accuracy(adapted, tokenizer, plan.needles)
-            print(f"needles by tokens and depth: {report['needles']}", flush=True)
+        if name == "retrieval":
+            begun = time.monotonic()
+            found = {bucket: needle_accuracy(adapted, order.rows()) for bucket, order in sorted(needles.items())}
+            report["needles"] = {f"{tokens}@{depth:g}": share for (tokens, depth), share in found.items()}
+            for tokens in plan.needles:
+                print(f"needles of {tokens} tokens: " + ", ".join(f"{found[tokens, depth]:.0%} at depth {depth:g}" for depth in DEPTHS), flush=True)
+            print(f"{plan.needles_each} needles of each length and depth, {time.monotonic() - begun:.1f} s", flush=True)
         model = adapted.unload()
     report["total_s"] = time.monotonic() - started
     print(f"wrote {output}; {report['total_s']:.0f} s in all", flush=True)

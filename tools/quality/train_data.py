@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from multiprocessing.pool import AsyncResult
 from typing import Any, Literal
 
@@ -15,13 +16,16 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from .corpus import documents
-from .needle import haystack, open_question, question
+from .needle import haystack, needle_item, open_question, question, record_line
 from .tasks import TASKS
 
 BOS, EOS = 0, 1
-FULL, HALF, LITTLE = 20, 6, 1  # weights of a token's loss: in an answer, in running text, in a question
+SHARP, FULL, HALF, LITTLE = 100, 20, 6, 1  # weights of a token's loss: in an answer, in the adapter's long texts and elsewhere, in running text, in a question
 # How often each task is met in the base model's mixture, by items; what is hard to learn more often.
 MIXTURE = {"arithmetic": 10, "sorting": 3, "strings": 6, "programs": 6, "json": 1}
+STOPS = (3, 6, 12, 24)  # how often a text with codes stops for questions, where it does
+AT_AN_END = 0.3  # share of the texts that begin, and of those that end, with a code
+TEXT_SHARE = (0.85, 0.95)  # of a row, for the base model and for the adapter, by a careful estimate of its tokens: the adapter's fill the row to its end
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,18 @@ class Job:
     corpus   documents of the standard library, every `of`-th beginning with `seed`
     mixed    rows packed with instructed questions of every task
     task     one question of task `name` a row, as its adapter is asked
-    hay      a long text with codes and then as many questions as there are codes; worded for the adapter if `name` is given
+    hay      a long text with codes and as many questions as there are codes, for the base model all of them behind the text; if `name` is given, worded for
+             the adapter, and in every other row some after each part of the text, so that one row asks at every distance and in every place
+    needle   one needle, a code `depth` into the text, and its question; what `needle_accuracy` is shown
     """
 
-    kind: Literal["corpus", "mixed", "task", "hay"]
+    kind: Literal["corpus", "mixed", "task", "hay", "needle"]
     count: int
     seed: int
     tokens: int = 1025
     of: int = 1
     name: str = ""
+    depth: float = 0.0
 
 
 def train_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
@@ -130,7 +137,7 @@ def _tokenizer(text: str) -> Tokenizer:
 
 def _work(job: Job, tokenizer_text: str) -> Rows:
     tokenizer = _tokenizer(tokenizer_text)
-    makers: dict[str, Any] = {"corpus": _corpus, "mixed": _mixed, "task": _task, "hay": _hay}
+    makers: dict[str, Any] = {"corpus": _corpus, "mixed": _mixed, "task": _task, "hay": _hay, "needle": _needle}
     return Rows.build(makers[job.kind](job, tokenizer))
 
 
@@ -170,17 +177,42 @@ def _mixed(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[int
 
 def _hay(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[int]]]:
     source = random.Random(job.seed)
-    for _ in range(job.count):
-        text, pairs = haystack(source, int(job.tokens * 0.85), test=False)
-        ids = tokenizer.encode(text).ids
-        weights = [LITTLE] * len(ids)
-        source.shuffle(pairs)
-        for key, code in pairs:
-            asked = tokenizer.encode(question(key) if job.name else "\n" + open_question(key), add_special_tokens=False).ids
-            told = [*tokenizer.encode(" " + code, add_special_tokens=False).ids, EOS]
-            if len(ids) + len(asked) + len(told) > job.tokens:
-                break
-            ids += asked + told
-            weights += [LITTLE] * len(asked) + [FULL] * len(told)
-        if len(ids) <= job.tokens:
-            yield ids, weights
+    for number in range(job.count):
+        text, pairs = haystack(source, int(job.tokens * TEXT_SHARE[bool(job.name)]), test=False)
+        lines, pairs = _to_the_ends(source, text, pairs, AT_AN_END if job.name else 0.0)
+        stated = {record_line(*pair): pair for pair in pairs}
+        stops = sorted(source.sample(range(1, len(lines)), min(source.choice(STOPS), len(lines) - 1))) if job.name and number % 2 else []
+        ids: list[int] = []
+        weights: list[int] = []
+        waiting: list[tuple[str, str]] = []  # codes that were stated and not asked for
+        for start, stop in pairwise([0, *stops, len(lines)]):
+            told = tokenizer.encode("".join(lines[start:stop]), add_special_tokens=not ids).ids
+            ids += told
+            weights += [LITTLE] * len(told)
+            waiting += [stated[line] for line in lines[start:stop] if line in stated]
+            for _ in range(len(waiting) if stop == len(lines) else source.randrange(len(waiting) + 1)):
+                # The oldest and the newest more often than chance has it: a needle may be at either end.
+                key, code = waiting.pop(source.choice((0, -1, *(source.randrange(len(waiting)) for _ in range(6)))))
+                asked = tokenizer.encode(question(key) if job.name else "\n" + open_question(key), add_special_tokens=False).ids
+                answer = [*tokenizer.encode(" " + code, add_special_tokens=False).ids, EOS]
+                ids += asked + answer
+                weights += [LITTLE] * len(asked) + [SHARP if job.name else FULL] * len(answer)
+        yield ids[: job.tokens], weights[: job.tokens]
+
+
+def _to_the_ends(source: random.Random, text: str, pairs: list[tuple[str, str]], share: float) -> tuple[list[str], list[tuple[str, str]]]:
+    """The text's lines and the codes in their order; in a `share` of the texts the first line is one, in as many the last, which chance rarely makes."""
+    lines = text.splitlines(keepends=True)
+    stated = {record_line(*pair): pair for pair in pairs}
+    first, last = source.sample(sorted(stated), 2)
+    if source.random() < share:
+        lines.insert(0, lines.pop(lines.index(first)))
+    if source.random() < share:
+        lines.append(lines.pop(lines.index(last)))
+    return lines, [stated[line] for line in lines if line in stated]
+
+
+def _needle(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[int]]]:
+    for seed in range(job.seed, job.seed + job.count):
+        item = needle_item(job.tokens, job.depth, seed, tokenizer)
+        yield _pair(tokenizer, item.prompt, item.answer)

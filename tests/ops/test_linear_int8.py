@@ -1,0 +1,140 @@
+"""linear_fp8 and linear_fp8_silu_mul in int8: the reference against whole numbers, every kernel against the reference, the choice of kernels."""
+from typing import Any
+
+import pytest
+import torch
+from sidestream.ops import tuning
+from sidestream.ops.linear_fp8 import launch_config, linear_fp8, reference
+from sidestream.ops.linear_fp8_silu_mul import linear_fp8_silu_mul
+from sidestream.ops.linear_fp8_wide import launch_wide
+from sidestream.ops.silu_mul import silu_mul
+from sidestream.ops.triton_support import INTERPRETED
+from sidestream.ops.tuning import LinearConfig, large_candidates, linear_config, wide_config, work_split
+from support.checks import assert_near, check_kernel
+from support.linears import BF16, NEAR, SHAPES, inputs, run
+from support.sm90 import compile_launch
+
+FP32, INT8 = torch.float32, torch.int8
+
+
+def with_and_without_addends(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return [args, (*args[:4], None, None)]
+
+
+def test_reference_is_the_exact_sum() -> None:
+    q, scale, weight, weight_scale, delta, residual = inputs(5, 48, 208, dtype=INT8)
+    total = (q.long() @ weight.long().t()).double() * scale.double()[:, None] * weight_scale.double()
+    assert_near(linear_fp8(q, scale, weight, weight_scale, None, None, FP32), total.float())
+    assert_near(linear_fp8(q, scale, weight, weight_scale, delta, residual, FP32), (total + delta.double() + residual.double()).float())
+    packed = linear_fp8(q, scale, weight, weight_scale, delta, None, FP32)
+    assert_near(linear_fp8_silu_mul(q, scale, weight, weight_scale, delta, FP32), silu_mul(packed, None))
+
+
+def test_misfits_are_named() -> None:
+    q, scale, weight, weight_scale, _, _ = inputs(3, 32, 64, dtype=INT8)
+    with pytest.raises(ValueError, match=r"both torch\.int8"):
+        linear_fp8(q, scale, weight.to(torch.float8_e4m3fn), weight_scale, None, None, BF16)
+    wide = torch.zeros(1, (1 << 17) + 16, dtype=INT8)
+    with pytest.raises(ValueError, match=r"131088.*int32"):
+        linear_fp8(wide, scale[:1], wide, weight_scale[:1], None, None, BF16)
+
+
+# Configurations
+
+
+def test_the_table_is_read_and_used() -> None:
+    for (n, k, tokens), config in tuning.tuned_table("linear_int8").items():
+        assert linear_config(tokens, n, k, 132, int8=True) == config == linear_config(tokens - 1, n, k, 132, int8=True)
+        assert config.kernel != "scaled_mm" and config.promote == 0
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 64, 100, 256, 512, 1000, 8192])
+def test_configurations_fit_the_gpu(tokens: int, n: int, k: int) -> None:
+    whole = n % 16 == 0
+    for config in (linear_config(tokens, n, k, 132, whole, int8=True), *large_candidates()):
+        assert config.kernel in (("gluon", "wide", "large") if whole else ("gluon", "large"))
+        staging = {"wide": min(tuning.WIDE_STAGING, config.block_n * config.block_t * 2 // config.parts), "large": tuning.WIDE_STAGING}.get(config.kernel, 0)
+        assert config.ctas_per_sm * config.stages * (config.block_n + config.block_t) * config.block_k + staging <= 226 * 1024
+        split = work_split(config, tokens, n, k, 132)
+        assert split.programs <= 132 * config.ctas_per_sm and (config.kernel != "large" or split.parts == 1)
+        assert tuning.without_tma(config).kernel == "triton"
+        if config.kernel == "large":
+            assert tuning.with_addends(config).warps == 8
+
+
+# Machine code
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
+@pytest.mark.parametrize(("config", "addends"), [
+    (LinearConfig("triton", 64, 16, split=True, ctas=7), True), (LinearConfig("gluon", 64, 64, stages=8, split=True, ctas=128, max_registers=96), True),
+    (LinearConfig("gluon", 128, 16, stages=4, ctas_per_sm=2, max_registers=64), True), (wide_config(256, 128), True), (wide_config(128, 128, 2), True),
+    (large_candidates()[0], False), (large_candidates()[1], True), (large_candidates()[2], True),
+], ids=str)
+def test_kernels_compile_to_wgmma_without_spills(config: LinearConfig, addends: bool) -> None:
+    args = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(64, 4096, 1024, dtype=INT8)]
+    out = torch.empty(64, 4096, dtype=BF16, device="meta")
+    (code,) = compile_launch(launch_config, config, *args[:4], *(args[4:] if addends else (None, None)), out, sms=132, pdl=True)
+    assert code.spills == 0 and code.shared_bytes <= 227 * 1024
+    assert code.sass["IGMMA"] > 0 and code.sass["IMMA"] == 0
+    assert config.kernel == "triton" or code.sass["UTMALDG"] > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
+def test_the_activation_compiles_without_spills() -> None:
+    q, scale, weight, weight_scale = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(256, 4096, 1024, dtype=INT8)[:4])
+    out, config = torch.empty(256, 2048, dtype=BF16, device="meta"), wide_config(256, 128)
+    (code,) = compile_launch(launch_wide, q, scale, weight, weight_scale, None, None, out, config, work_split(config, 256, 4096, 1024, 132), True, True)
+    assert code.spills == 0 and code.sass["IGMMA"] > 0
+
+
+# Kernels in the interpreter
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("tokens", "n", "k"), [(3, 100, 208), (20, 130, 512)])
+def test_triton_kernel_has_the_same_bits_however_work_is_shared(tokens: int, n: int, k: int) -> None:
+    args = inputs(tokens, n, k, dtype=INT8)
+    for given in with_and_without_addends(args):
+        results = [run(LinearConfig("triton", 64, 16, ctas=ctas, split=split), given, FP32) for ctas, split in ((2, False), (5, True), (12, True))]
+        assert_near(results[0], reference(*given, FP32))
+        assert all(torch.equal(results[0], other) for other in results[1:]), "sums of whole numbers are exact"
+
+
+@pytest.mark.interpret
+def test_launches() -> None:
+    args = inputs(18, 80, 144, dtype=INT8)
+    check_kernel(linear_fp8, *args, BF16)
+    check_kernel(linear_fp8_silu_mul, *args[:5], FP32)
+
+
+# Kernels on the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [
+    LinearConfig("triton", 64, 128, split=True, warps=8), LinearConfig("gluon", 128, 64, stages=4, split=True, max_registers=168),
+    LinearConfig("gluon", 64, 16, stages=4, ctas_per_sm=2, ctas=264, split=True, max_registers=64), wide_config(128, 64, 4), wide_config(128, 128, 2),
+    wide_config(128, 256), wide_config(256, 128, 2), *large_candidates(),
+], ids=str)
+@pytest.mark.parametrize(("tokens", "n", "k"), [(200, 1032, 2064), (777, 4096, 272), (16, 256, 16), (3000, 6144, 4096)])
+def test_every_kernel(config: LinearConfig, tokens: int, n: int, k: int) -> None:
+    args = inputs(tokens, n, k, device="cuda", dtype=INT8)
+    for given in [*with_and_without_addends(args), (*args[:4], None, args[5])]:
+        actual = run(config, given, BF16, pdl=True)
+        assert_near(actual, reference(*given, BF16), NEAR)
+        for options in ({"pdl": True}, {"sm_budget": 37}, {}):
+            assert torch.equal(actual, run(config, given, BF16, **options)), "sums of whole numbers are exact"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 40, 128, 256, 500, 2000])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (100, 208)])
+def test_launch(n: int, k: int, tokens: int) -> None:
+    args = inputs(tokens, n, k, device="cuda", dtype=INT8)
+    for given in with_and_without_addends(args):
+        check_kernel(linear_fp8, *given, BF16, tolerances={0: NEAR})
+        check_kernel(linear_fp8, *given, BF16, tolerances={0: NEAR}, sm_budget=99, pdl=True)
+    check_kernel(linear_fp8_silu_mul, *args[:5], BF16, tolerances={0: NEAR}, pdl=True)
+    check_kernel(linear_fp8, *args, FP32, tolerances={0: NEAR})

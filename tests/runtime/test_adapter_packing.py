@@ -1,0 +1,80 @@
+"""Packing alike layers together gives the same bits as packing stack by stack; what is read in pieces is what the file holds."""
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sidestream.compiler.api import compile_model
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.recipe import Recipe, cat, item, materialize, param, quantize, zeros
+from sidestream.graphs.adapter import WEIGHTS, AdapterError, load_adapter
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.stack import lora_shape_for, slot_tensor, slot_tensors
+from sidestream.runtime.adapter_packing import Packing
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
+def test_the_same_bits_as_one_by_one(tmp_path: Path, precision: Literal["int8", "fp8", "bf16"]) -> None:
+    base = tiny_llama(tmp_path)
+    config = LlamaConfig.from_directory(base.path)
+    specs = [AdapterSpec(rank=20, alpha=7, targets=("q_proj", "down_proj")), AdapterSpec(rank=4, alpha=3, extra={"layers_to_transform": [1]})]
+    adapters = [load_adapter(path, config, 64) for path in tiny_adapters(base, specs)]
+    lora = lora_shape_for(adapters, 2)
+    assert lora is not None
+    recipes = compile_model(Llama(config, lora, torch.bfloat16, "meta"), CompileOptions(precision=precision)).adapter_recipes
+    for adapter in adapters:
+        tensors = slot_tensors(adapter, config, lora)
+        expected = [materialize(recipe, {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}.__getitem__)[0] for recipe in recipes.values()]
+        targets = [torch.empty_like(tensor) for tensor in expected]
+        for target in targets:
+            target.view(torch.uint8).fill_(0xFF)
+        packing = Packing(recipes, [tuple(tensor.shape) for tensor in expected])
+        packing.pack(partial(slot_tensor, adapter, config, lora), targets)
+        for target, tensor in zip(targets, expected, strict=True):
+            assert torch.equal(target.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_what_cannot_be_taken_together_is_taken_alone() -> None:
+    sources = {f"layers.{layer}.{side}": torch.randn(4, 16, generator=torch.Generator().manual_seed(layer)) for layer in range(6) for side in "ab"}
+    recipes: dict[str, Recipe] = {}
+    for layer in range(3):
+        both = quantize(param(f"layers.{layer}.a"), torch.int8)
+        recipes |= {f"v{layer}": item(both, 0), f"s{layer}": item(both, 1)}
+        recipes[f"z{layer}"] = cat(1, [param(f"layers.{layer}.b"), zeros((1, 4, 16), torch.float32)])  # zeros have one slot
+        recipes[f"t{layer}"] = cat(1, [param(f"layers.{layer}.b"), param(f"layers.{layer + 3}.b")])  # of two layers
+    expected = [materialize(recipe, lambda name: sources[name].unsqueeze(0))[0] for recipe in recipes.values()]
+    targets = [torch.full_like(tensor, 77) for tensor in expected]
+    Packing(recipes, [tuple(tensor.shape) for tensor in expected]).pack(sources.__getitem__, targets)
+    assert all(torch.equal(target, tensor) for target, tensor in zip(targets, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_contents_are_copied_hashed_and_checked(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = tiny_llama(tmp_path)
+    config = LlamaConfig.from_directory(base.path)
+    (path,) = tiny_adapters(base, [AdapterSpec(rank=5, alpha=7)])
+    stored = {name: tensor.to(dtype) for name, tensor in load_file(path / WEIGHTS).items()}
+    save_file(stored, path / WEIGHTS)
+    adapter = load_adapter(path, config, 64)
+    for module, pair in adapter.tensors.items():
+        for side, tensor in zip("AB", pair, strict=True):
+            assert tensor.dtype == dtype and torch.equal(tensor, stored[f"base_model.model.{module}.lora_{side}.weight"])
+    assert load_adapter(path, config, 64).content_hash == adapter.content_hash
+    name = next(reversed(stored))
+    changed = stored[name].clone()
+    changed[-1, -1] += 1
+    save_file({**stored, name: changed}, path / WEIGHTS)
+    assert load_adapter(path, config, 64).content_hash != adapter.content_hash
+    largest = torch.finfo(dtype).max
+    changed[-1, -1] = largest
+    save_file({**stored, name: changed}, path / WEIGHTS)
+    assert load_adapter(path, config, 64).content_hash != adapter.content_hash
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        changed[-1, -1] = bad
+        save_file({**stored, name: changed}, path / WEIGHTS)
+        with pytest.raises(AdapterError, match="NaN or infinity"):
+            load_adapter(path, config, 64)
