@@ -126,8 +126,10 @@ def launch(
     pdl: bool,
 ) -> None:
     """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernel where that one fits."""
-    kernel = attention_prefill_gluon.launch if attention_prefill_gluon.fits(q, kv_cache) else launch_triton
-    kernel(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
+    if kv_scales is not None and attention_prefill_gluon.fits(q, kv_cache):
+        attention_prefill_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
+    else:
+        launch_triton(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
 
 
 def launch_triton(

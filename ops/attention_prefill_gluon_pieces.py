@@ -59,11 +59,10 @@ def tile_rows(first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GR
 
 
 @gluon.jit
-def fetch(boxes, ring, ready, slot, first_row, second_row, UNITS: gl.constexpr):
+def fetch(boxes, ring, ready, slot, first_row, second_row):
     """K or V of two pages to stage `slot`: boxes of 64 rows and 128 bytes each."""
-    for unit in gl.static_range(UNITS):
-        row = first_row if unit % 2 == 0 else second_row
-        load_box(boxes, [row, unit // 2 * 64], ready, ring.index(slot * UNITS + unit))
+    load_box(boxes, [first_row, 0], ready, ring.index(slot * 2))
+    load_box(boxes, [second_row, 0], ready, ring.index(slot * 2 + 1))
 
 
 @gluon.jit
@@ -93,25 +92,22 @@ def widen(x, scale):
 
 
 @gluon.jit
-def pack(p, OPERAND: gl.constexpr):
-    """fp32 [64, 128] to pairs of neighbours in 32 bits [64, 64]: carried from step to step, single halves would take a register each."""
+def pack(p):
+    """fp32 [64, 128] to pairs of fp16 neighbours in 32 bits [64, 64]: carried from step to step, single halves would take a register each."""
     even, odd = gl.split(gl.reshape(p, [ROWS, STEP // 2, 2]))
-    if gl.float16 == OPERAND:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    else:
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def unpack(pairs, OPERAND: gl.constexpr):
+def unpack(pairs):
     """`pack`'s result as the left operand of P V."""
     even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
-    p = gl.reshape(gl.join(even, odd), [ROWS, STEP]).to(OPERAND, bitcast=True)
+    p = gl.reshape(gl.join(even, odd), [ROWS, STEP]).to(gl.float16, bitcast=True)
     return gl.convert_layout(p, gl.DotOperandLayout(0, output_layout(), 2), assert_trivial=True)
 
 
 @gluon.jit
-def weigh(scores, key_scales, slot, factor, top, total, first_key, position, OPERAND: gl.constexpr, FP8_SCORES: gl.constexpr, MASK: gl.constexpr):
+def weigh(scores, key_scales, slot, factor, top, total, first_key, position, FP8_SCORES: gl.constexpr, MASK: gl.constexpr):
     """The online softmax of one step: (packed probabilities, what the older ones keep, new maximum, new sum). Maxima are before `factor`."""
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     if FP8_SCORES:
@@ -122,4 +118,4 @@ def weigh(scores, key_scales, slot, factor, top, total, first_key, position, OPE
     new_top = gl.maximum(top, gl.max(scores, 1))
     keep = gl.exp2((top - new_top) * factor)
     p = gl.exp2(scores * factor[:, None] - (new_top * factor)[:, None])
-    return pack(p, OPERAND), keep, new_top, total * keep + gl.sum(p, 1)
+    return pack(p), keep, new_top, total * keep + gl.sum(p, 1)

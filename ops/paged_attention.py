@@ -4,7 +4,7 @@
 specification and picks a kernel:
   attention_decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
   attention_decode.py         every other decode
-  attention_prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, the same caches
+  attention_prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, e4m3 or int8 cache
   attention_prefill.py        everything else
 
 Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is finite; the scales of V
