@@ -15,7 +15,7 @@ from math import cbrt, prod
 
 import torch
 
-from ..ops.linear_fp8_prefill import scaled_mm_takes
+from ..ops.linear_8bit_prefill import scaled_mm_takes
 from ..ops.tuning import linear_config
 from .buffers import View
 from .hardware import H200, Gpu
@@ -120,7 +120,7 @@ def _takes_whole_sms(program: Program, step: Step, gpu: Gpu) -> bool:
 
     See docs/measurements/workload_g_h200_trace_lora.json.gz.
     """
-    if step.op != "sidestream.linear_fp8" or step.sm_budget is not None:
+    if step.op != "sidestream.linear_8bit" or step.sm_budget is not None:
         return False
     weight = next(view for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2)
     (n, k), out = weight.shape, step.outs[0]

@@ -6,8 +6,8 @@ decoder_block    o -> gate_up -> down -> the next q/k/v of a decode step as one 
 decoder_block_lora  the same with the LoRA branches of its linears inside (kernel: decoder_block_lora_gluon)
 embedding        rows of the embedding table
 hadamard         Walsh-Hadamard transform of each head
-linear_fp8       y = x W^T in rowwise FP8, + delta and residual (kernels: linear_fp8_gluon, linear_fp8_decode, linear_fp8_wide, linear_fp8_prefill)
-linear_fp8_silu_mul  the same for gate and up, with SiLU(gate) * up as its result
+linear_8bit       y = x W^T, rowwise e4m3 or int8, + delta and residual (kernels: linear_8bit_gluon, linear_8bit_decode, linear_8bit_wide, linear_8bit_prefill)
+linear_8bit_silu_mul  the same for gate and up, with SiLU(gate) * up as its result
 lora             low-rank deltas of a batch of mixed adapters (semantic)
 lora_expand      LoRA's second half: summed planes times B
 lora_groups      the adapters of a decode step's tokens, for decoder_block_lora
@@ -31,8 +31,8 @@ from . import (  # noqa: F401
     decoder_block_lora,
     embedding,
     hadamard,
-    linear_fp8,
-    linear_fp8_silu_mul,
+    linear_8bit,
+    linear_8bit_silu_mul,
     lora,
     lora_expand,
     lora_groups,

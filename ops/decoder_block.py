@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .decoder_block_gluon import decoder_block_kernel
 from .decoder_block_streams import COUNTERS
 from .kv_layout import QUANTIZED_MAX
-from .linear_fp8 import matmul_e4m3, multiprocessors
+from .linear_8bit import matmul_fp32, multiprocessors
 from .quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
 from .registry import register
 from .triton_support import INTERPRETED, next_power_of_2
@@ -117,7 +117,7 @@ def reference(
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    return matmul_e4m3(x, weight) * weight_scale
+    return matmul_fp32(x, weight) * weight_scale
 
 
 def _quantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import decoder_block as base
 from .decoder_block import BLOCK, CONFIGS, SPLIT, BlockConfig
 from .decoder_block_lora_gluon import decoder_block_lora_kernel
-from .linear_fp8 import matmul_e4m3, multiprocessors
+from .linear_8bit import matmul_fp32, multiprocessors
 from .lora_groups import MAX_TOKENS, POSITIONS, lora_groups, tile_tokens
 from .quantize import quantize_rowwise_reference
 from .quantize_blocks import dequantize_blocks, padded_scales
@@ -71,7 +71,7 @@ def reference(
     chosen = torch.where(groups[POSITIONS, :tokens] >= 0, chosen, -1)
 
     def project(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, lora: Sequence[torch.Tensor], slices: Sequence[int]) -> torch.Tensor:
-        return matmul_e4m3(x, weight) * scale + _delta(x, lora, chosen, slices)
+        return matmul_fp32(x, weight) * scale + _delta(x, lora, chosen, slices)
 
     width = down_weight.shape[1]
     hidden = base._add(residual, project(dequantize_blocks(attention, attention_scale), o_weight, o_scale, o_lora, (residual.shape[1],)))
@@ -94,7 +94,7 @@ def _delta(x: torch.Tensor, lora: Sequence[torch.Tensor], chosen: torch.Tensor, 
     ranks = b.shape[2]
     for slot in sorted({int(slot) for slot in chosen.tolist()} - {-1}):
         rows = (chosen == slot).nonzero().squeeze(1)
-        shrunk = matmul_e4m3(x[rows], a[slot]) * a_scale[slot]
+        shrunk = matmul_fp32(x[rows], a[slot]) * a_scale[slot]
         first = 0
         for i, width in enumerate(slices):
             rounded, step = quantize_rowwise_reference(shrunk[:, i * ranks:(i + 1) * ranks], b.dtype)

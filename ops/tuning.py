@@ -32,7 +32,7 @@ LARGE_PIECE = 64  # columns of a result that the large kernel stores at a time
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """How one linear_fp8 is launched.
+    """How one linear_8bit is launched.
 
     A tile is `block_n` weight rows x `block_t` tokens, read `block_k` columns at a time through a ring of `stages` buffers by `warps` warps.
     `ctas_per_sm` programs are launched per SM, at most `ctas` in all (0 = no such limit). `split` always cuts the work into even shares, through
@@ -119,13 +119,13 @@ def read_table(path: Path, op: str) -> dict[tuple[int, int, int], LinearConfig]:
 
 
 def table_op(op: str, int8: bool) -> str:
-    """The name of an op's entries in a table, by the dtype of its operands."""
-    return op.replace("fp8", "int8") if int8 else op
+    """The name of an op's entries in a table, by the dtype of its operands: `linear_int8`, `linear_fp8_silu_mul`."""
+    return op.replace("8bit", "int8" if int8 else "fp8")
 
 
 def activation_config(tokens: int, n: int, k: int, int8: bool = False) -> LinearConfig | None:
-    """How `linear_fp8_silu_mul` runs in one launch for a weight [N, K] of gates and ups; None: two launches are as fast, or nobody measured."""
-    config = tuned_table(table_op("linear_fp8_silu_mul", int8)).get((n, k, padded_tokens(tokens)))
+    """How `linear_8bit_silu_mul` runs in one launch for a weight [N, K] of gates and ups; None: two launches are as fast, or nobody measured."""
+    config = tuned_table(table_op("linear_8bit_silu_mul", int8)).get((n, k, padded_tokens(tokens)))
     return config if config is not None and n % config.block_n == 0 else None
 
 
@@ -187,7 +187,7 @@ def without_tma(config: LinearConfig) -> LinearConfig:
 def linear_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True, int8: bool = False) -> LinearConfig:
     """The measured configuration where there is one, for int8 else the one measured for e4m3, else `choose_config`'s."""
     place = (n, k, padded_tokens(tokens))
-    tuned = (tuned_table(table_op("linear_fp8", True)).get(place) if int8 else None) or tuned_table().get(place)
+    tuned = (tuned_table(table_op("linear_8bit", True)).get(place) if int8 else None) or tuned_table().get(place)
     if tuned is None or (tuned.kernel in ("scaled_mm", "wide", "large") and not scaled_mm):
         tuned = choose_config(tokens, n, k, sm_count, scaled_mm)
     return int8_config(tokens, n, k, sm_count) if int8 and tuned.kernel == "scaled_mm" else tuned
@@ -230,7 +230,7 @@ def wide_config(block_t: int, block_n: int, parts: int = 1, promote: int = 0) ->
 
 
 def wide_candidates(tokens: int, n: int, sm_count: int, activate: bool = False) -> list[LinearConfig]:
-    """Configurations of the wide kernel worth measuring; `activate`: for `linear_fp8_silu_mul`."""
+    """Configurations of the wide kernel worth measuring; `activate`: for `linear_8bit_silu_mul`."""
     found = []
     for block_t, block_n in ((128, 64), (128, 128), (128, 256), (256, 64), (256, 128)):
         if (block_t > 128 and tokens <= 128) or (activate and (n % block_n or block_n == 64)):

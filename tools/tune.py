@@ -105,10 +105,10 @@ def run(options: argparse.Namespace) -> int:
         for job in work:
             bar.set_postfix_str(f"{job.layer} x {job.tokens}")
             best, fused = measure(job, sms, options.repeats, bar.update, bar.write)
-            put(table, "linear_fp8", job, best.config)
+            put(table, "linear_8bit", job, best.config)
             line = f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {best.us:8.2f} us  {show(best.config)}"
             if job.layer == "gate_up":
-                put(table, "linear_fp8_silu_mul", job, fused.config if fused is not None else None)
+                put(table, "linear_8bit_silu_mul", job, fused.config if fused is not None else None)
                 line += "" if fused is None else f"; with SiLU {fused.us:.2f} us  {show(fused.config)}"
             bar.write(line)
             write(output, table)
@@ -145,14 +145,14 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
 
 
 def linear_configs(job: Job, sms: int) -> "list[LinearConfig]":
-    """What to measure of `linear_fp8`."""
+    """What to measure of `linear_8bit`."""
     from ..ops.tuning import candidates
 
     return candidates(job.tokens, job.n, job.k, sms, int8=job.int8)
 
 
 def activation_configs(job: Job, sms: int) -> "list[LinearConfig]":
-    """What to measure of `linear_fp8_silu_mul`; few tokens keep two launches."""
+    """What to measure of `linear_8bit_silu_mul`; few tokens keep two launches."""
     from ..ops.tuning import wide_candidates
 
     if job.layer != "gate_up" or job.tokens <= 64:
@@ -227,7 +227,7 @@ def write(path: Path, table: dict[str, Any]) -> None:
 
 
 def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]) -> tuple[Timing, Timing | None]:
-    """The best configuration of `linear_fp8`, and of `linear_fp8_silu_mul` where that and a quantization are faster than the linear and `silu_mul_quant`.
+    """The best configuration of `linear_8bit`, and of `linear_8bit_silu_mul` where that and a quantization are faster than the linear and `silu_mul_quant`.
 
     Raises ValueError where nothing gave right results.
     """

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..ops.linear_fp8 import launch_config
-from ..ops.linear_fp8_wide import launch_wide
+from ..ops.linear_8bit import launch_config
+from ..ops.linear_8bit_wide import launch_wide
 from ..ops.quantize import quantize_rowwise
 from ..ops.silu_mul import silu_mul_quant
 from ..ops.tuning import LinearConfig, work_split
@@ -47,7 +47,7 @@ class Bench:
         self.exact = product * self.scale[:, None] * weight_scale
 
     def linear(self, configs: Iterable[LinearConfig], sms: int, advance: Callable[[], Any], say: Callable[[str], Any]) -> list[Timing]:
-        """Each configuration of `linear_fp8` that gives right results, timed."""
+        """Each configuration of `linear_8bit` that gives right results, timed."""
         out = torch.empty(self.tokens, self.n, dtype=torch.bfloat16, device="cuda")
 
         def run(config: LinearConfig, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class Bench:
 
     def activation(self, configs: Iterable[LinearConfig], separate: LinearConfig, sms: int, advance: Callable[[], Any],
                    say: Callable[[str], Any]) -> tuple[list[Timing], float]:
-        """The same for `linear_fp8_silu_mul` with the quantization of its result, and the microseconds of two launches in its place.
+        """The same for `linear_8bit_silu_mul` with the quantization of its result, and the microseconds of two launches in its place.
 
         These are the linear run as `separate` says and `silu_mul_quant`. Rows of int8 are rotated, as the compiler has them.
         """

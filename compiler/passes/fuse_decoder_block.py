@@ -9,7 +9,7 @@ from torch import fx
 from ...ops import decoder_block_lora as with_lora
 from ...ops.decoder_block import decoder_block, fits
 from ...ops.decoder_block_lora import decoder_block_lora
-from ...ops.linear_fp8 import linear_fp8
+from ...ops.linear_8bit import linear_8bit
 from ...ops.lora_expand import lora_expand
 from ...ops.lora_groups import lora_groups
 from ...ops.lora_plan import lora_plan
@@ -42,8 +42,8 @@ class _Branch:
 def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
     """o, the norms, gate_up, SiLU * mul, down and the next layer's q/k/v of a decode step become one persistent launch.
 
-    before  _, q, s = paged_attention_quant(...); o = linear_fp8(q, s, ...); _, q, s, r = add_rms_norm_quant(o, residual, ...); gate_up = linear_fp8(q, s, ...)
-            _, q, s = silu_mul_quant(gate_up); down = linear_fp8(q, s, ...); _, q, s, r = add_rms_norm_quant(down, r, ...); qkv = linear_fp8(q, s, ...)
+    before  _, q, s = paged_attention_quant(...); o = linear_8bit(q, s, ...); _, q, s, r = add_rms_norm_quant(o, residual, ...); up = linear_8bit(q, s, ...)
+            _, q, s = silu_mul_quant(up); down = linear_8bit(q, s, ...); _, q, s, r = add_rms_norm_quant(down, r, ...); qkv = linear_8bit(q, s, ...)
     after   q, s = paged_attention_blocks(...); qkv, r = decoder_block(q, s, residual, ...)
 
     Behind the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one scale per token and 128 columns.
@@ -167,7 +167,7 @@ def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The q/k/v projection behind a layer, and the append that takes its delta; None for what is not there."""
     if not is_call(end, add_rms_norm_quant):
         return None, None
-    found = [user for user in _users(end, 1) if is_call(user, linear_fp8)]
+    found = [user for user in _users(end, 1) if is_call(user, linear_8bit)]
     if len(found) != 1:
         return None, None
     append = next((user for user in found[0].users if is_call(user, rope_append)), None)
@@ -178,7 +178,7 @@ def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 def _linear(producer: fx.Node) -> fx.Node:
     """The one linear that reads a producer's quantized row and scale."""
-    found = [user for user in _users(producer, 1) if is_call(user, linear_fp8)]
+    found = [user for user in _users(producer, 1) if is_call(user, linear_8bit)]
     if len(found) != 1:
         raise _Refused(f"{producer.name} is read by {len(found)} linears")
     if any(addend is not None for addend in args_of(found[0])[4:6]):

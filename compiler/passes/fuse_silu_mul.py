@@ -4,8 +4,8 @@ import operator
 import torch
 from torch import fx
 
-from ...ops.linear_fp8 import linear_fp8
-from ...ops.linear_fp8_silu_mul import linear_fp8_silu_mul
+from ...ops.linear_8bit import linear_8bit
+from ...ops.linear_8bit_silu_mul import linear_8bit_silu_mul
 from ...ops.quantize import quantize_rowwise
 from ...ops.silu_mul import silu_mul, silu_mul_quant
 from ...ops.tuning import activation_config
@@ -44,8 +44,8 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     """The projection stores silu(gate) * up instead of gate and up, which nobody else reads.
 
-    before  gate_up = sidestream.linear_fp8(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep, ...)
-    after   h = sidestream.linear_fp8_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h, ...)
+    before  gate_up = sidestream.linear_8bit(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep, ...)
+    after   h = sidestream.linear_8bit_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h, ...)
 
     For graphs with static sizes. Leaves sizes for which the tuned table has no such launch, and projections that a LoRA delta joins: it comes from beside
     the projection, which then need not wait for it.
@@ -55,7 +55,7 @@ def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
         if not is_call(node, silu_mul_quant):
             continue
         linear, delta, _keep, *form = args_of(node)
-        if not is_call(linear, linear_fp8):
+        if not is_call(linear, linear_8bit):
             continue
         reason = _stays(linear, delta)
         if reason is not None:
@@ -63,7 +63,7 @@ def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
             continue
         q, scale, weight, weight_scale, _delta, _residual, out_dtype = args_of(linear)
         with graph.inserting_before(node):
-            h = insert_call(graph, linear_fp8_silu_mul, (q, scale, weight, weight_scale, None, out_dtype), like=linear)
+            h = insert_call(graph, linear_8bit_silu_mul, (q, scale, weight, weight_scale, None, out_dtype), like=linear)
             rounded = insert_call(graph, quantize_rowwise, (h, *form), like=node)
             results = (h, *(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)))
         for pick in list(node.users):

@@ -4,7 +4,7 @@ import operator
 import torch
 from torch import fx
 
-from ...ops.linear_fp8 import linear_fp8
+from ...ops.linear_8bit import linear_8bit
 from ...ops.paged_attention import paged_attention
 from ...ops.quantize import quantize_rowwise
 from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
@@ -20,7 +20,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
 
     before  linear = aten.linear(x, weight)
     after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=True)
-            linear_fp8 = sidestream.linear_fp8(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
+            linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
     In int8 mode x and the weight's rows are rotated in blocks of 8 columns first, which leaves the product as it was and no column far larger than the others;
     not where attention makes x, whose heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a bias, sizes
@@ -47,7 +47,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
             if x not in quantized:
                 rounded = insert_call(graph, quantize_rowwise, (x, dtype, rotate), like=node)
                 quantized[x] = tuple(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1))
-            new = insert_call(graph, linear_fp8, (*quantized[x], stored, scales, None, None, node.meta["val"].dtype), like=node)
+            new = insert_call(graph, linear_8bit, (*quantized[x], stored, scales, None, None, node.meta["val"].dtype), like=node)
         node.replace_all_uses_with(new)
         report.matches += 1
     return report

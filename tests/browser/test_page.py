@@ -220,7 +220,7 @@ def test_a_step_and_its_kernel_tell_registers_and_shared_memory(window: Browser,
     window.run("state.op = 'sidestream.rms_norm_quant'; openTab('kernels'); changed('op')")
     shown = window.run("return document.querySelector('#panel-kernels').innerText")
     assert "37 registers" in shown and "for sm_90" in shown
-    window.run("state.op = 'sidestream.linear_fp8'; changed('op')")
+    window.run("state.op = 'sidestream.linear_8bit'; changed('op')")
     assert "launched by none of these programs" in window.run("return document.querySelector('#panel-kernels').innerText")
 
 

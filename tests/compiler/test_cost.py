@@ -41,7 +41,7 @@ def test_a_gpu_is_found_by_its_drivers_name() -> None:
 
 def test_a_linears_bytes_and_flops() -> None:
     program = compiled_llama().program(DECODE_BASE)
-    gate_up = next(step for step in program.steps if step.op == "sidestream.linear_fp8" and step.outs[0].shape == (8, 2 * INNER))
+    gate_up = next(step for step in program.steps if step.op == "sidestream.linear_8bit" and step.outs[0].shape == (8, 2 * INNER))
     moved = 8 * H + 8 * 4 + 2 * INNER * H + 2 * INNER * 4 + 8 * 2 * INNER * 2  # e4m3 rows and their scales, e4m3 weight and its scales, bf16 results
     assert work(program, gate_up) == Work(moved, {1: 2.0 * 8 * H * 2 * INNER})
 
@@ -168,7 +168,7 @@ def test_cublas_products_take_whole_sms() -> None:
     llama = compiled_llama(CompileOptions(precision="fp8"))
     few, many = llama.program(DECODE_BASE), llama.program(Bucket(512, 8, 65, 8))
     assert not any(each.whole for each in step_costs(few))
-    linears = [each for step, each in zip(many.steps, step_costs(many), strict=True) if step.op == "sidestream.linear_fp8"]
+    linears = [each for step, each in zip(many.steps, step_costs(many), strict=True) if step.op == "sidestream.linear_8bit"]
     assert any(each.whole for each in linears)
 
 

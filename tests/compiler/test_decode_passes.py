@@ -53,7 +53,7 @@ def test_a_layer_is_three_launches() -> None:
     made = program(whole_layer="on")
     counts = ops(made)
     assert counts["decoder_block"] == counts["paged_attention_blocks"] == counts["rope_append"] == 2
-    assert counts["linear_fp8"] == 2 and counts["rms_norm_quant"] == 2 and len(made.steps) == 12  # q/k/v of the first layer, lm_head
+    assert counts["linear_8bit"] == 2 and counts["rms_norm_quant"] == 2 and len(made.steps) == 12  # q/k/v of the first layer, lm_head
     assert "fuse_decoder_block" in made.passes and "refused" not in made.passes
 
 

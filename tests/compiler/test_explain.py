@@ -39,7 +39,7 @@ def test_values_are_json_and_the_text_names_what_matters() -> None:
     facts = explain(compiled_llama(), [DECODE, MIXED], gpu=H100)
     assert json.loads(json.dumps(facts))["gpu"]["name"] == "H100"
     text = as_text(facts, compiled_llama().records)
-    for wanted in ("pack_projections", DECODE.name, MIXED.name, "floor", "not measured", "linear_fp8", "launch and latency", "4 adapters in the batch"):
+    for wanted in ("pack_projections", DECODE.name, MIXED.name, "floor", "not measured", "linear_8bit", "launch and latency", "4 adapters in the batch"):
         assert wanted in text
     assert compiled_llama().explain([DECODE]).startswith(compiled_llama().report())
 

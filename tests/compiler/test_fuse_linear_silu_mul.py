@@ -53,14 +53,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_launch_where_the_table_has_it(measured: None) -> None:
     bucket = Bucket(5, 5, 5, 1, decode=True, lora=False)
     fused, apart = program(bucket), program(bucket, disable=("fuse_linear_silu_mul",))
-    assert ops(fused)["linear_fp8_silu_mul"] == 2 and ops(fused)["silu_mul_quant"] == 0 and ops(apart)["silu_mul_quant"] == 2
-    assert ops(fused)["linear_fp8"] == ops(apart)["linear_fp8"] - 2 and len(fused.steps) == len(apart.steps)
+    assert ops(fused)["linear_8bit_silu_mul"] == 2 and ops(fused)["silu_mul_quant"] == 0 and ops(apart)["silu_mul_quant"] == 2
+    assert ops(fused)["linear_8bit"] == ops(apart)["linear_8bit"] - 2 and len(fused.steps) == len(apart.steps)
     expected, actual = logits(apart, 5), logits(fused, 5)
     assert expected.std() > 0 and (actual - expected).norm() < 0.05 * expected.norm()
 
 
 def test_left_alone_where_it_gains_nothing_or_lora_joins(measured: None) -> None:
     few = program(Bucket(4, 4, 4, 1, decode=True, lora=False))
-    assert ops(few)["linear_fp8_silu_mul"] == 0 and "two launches are as fast for 4 tokens" in few.passes
-    assert ops(program(Bucket(5, 5, 5, 1, decode=True, lora=True)))["linear_fp8_silu_mul"] == 0
-    assert ops(program(Bucket(5, 1, 5, 1, decode=False, lora=False)))["linear_fp8_silu_mul"] == 0
+    assert ops(few)["linear_8bit_silu_mul"] == 0 and "two launches are as fast for 4 tokens" in few.passes
+    assert ops(program(Bucket(5, 5, 5, 1, decode=True, lora=True)))["linear_8bit_silu_mul"] == 0
+    assert ops(program(Bucket(5, 1, 5, 1, decode=False, lora=False)))["linear_8bit_silu_mul"] == 0

@@ -9,7 +9,7 @@ from sidestream.compiler.program import Bucket
 from sidestream.compiler.report import graph_text
 from sidestream.compiler.sizes import SpecializeError, bucket_inputs, static_inputs
 from sidestream.compiler.specialize import specialize
-from sidestream.ops import linear_fp8
+from sidestream.ops import linear_8bit
 from sidestream.ops.registry import OPS
 from support.fx_graphs import GraphBuilder
 from torch import fx
@@ -43,7 +43,7 @@ def lora_model(join: str = "op") -> fx.GraphModule:
     hidden = build.call(OPS["embedding"], x, table)
     normed = build.call(OPS["rms_norm_quant"], hidden, norm, 1e-5, True)
     kept, q, scale = (build.pick(normed, index) for index in range(3))
-    y = build.call(linear_fp8.linear_fp8, q, scale, weight, weight_scale, None, None, BF16)
+    y = build.call(linear_8bit.linear_8bit, q, scale, weight, weight_scale, None, None, BF16)
     plan = build.call(OPS["lora_plan"], adapter_index, S, 16, side=True)
     order, tiles = build.pick(plan, 0), build.pick(plan, 1)
     planes = build.call(OPS["lora_shrink"], kept, a, order, tiles, 16, 1, side=True)
@@ -85,7 +85,7 @@ def test_sizes_fold_and_views_stay_views() -> None:
 
 def test_without_lora_ops_take_none_and_nothing_is_kept_for_it() -> None:
     graph = specialize(lora_model(), Bucket(10, 3, 8, 2, lora=False))
-    assert calls(graph) == ["embedding", "rms_norm_quant", "linear_fp8", "add_rms_norm", "aten.index_select.default"]
+    assert calls(graph) == ["embedding", "rms_norm_quant", "linear_8bit", "add_rms_norm", "aten.index_select.default"]
     assert node_of(graph, "sidestream.add_rms_norm").args[2] is None
     assert node_of(graph, "sidestream.rms_norm_quant").args[3] is False
     assert node_of(graph, "sidestream.rms_norm_quant").meta["val"][0].shape == (0, H)
@@ -94,7 +94,7 @@ def test_without_lora_ops_take_none_and_nothing_is_kept_for_it() -> None:
 
 def test_without_lora_sums_vanish() -> None:
     graph = specialize(lora_model("add"), Bucket(10, 3, 8, 2, lora=False))
-    assert calls(graph) == ["embedding", "rms_norm_quant", "linear_fp8", "aten.index_select.default"]
+    assert calls(graph) == ["embedding", "rms_norm_quant", "linear_8bit", "aten.index_select.default"]
 
 
 def test_a_delta_that_something_else_needs_is_named() -> None:

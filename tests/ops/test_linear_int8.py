@@ -1,12 +1,12 @@
-"""linear_fp8 and linear_fp8_silu_mul in int8: the reference against whole numbers, every kernel against the reference, the choice of kernels."""
+"""linear_8bit and linear_8bit_silu_mul in int8: the reference against whole numbers, every kernel against the reference, the choice of kernels."""
 from typing import Any
 
 import pytest
 import torch
 from sidestream.ops import tuning
-from sidestream.ops.linear_fp8 import launch_config, linear_fp8, reference
-from sidestream.ops.linear_fp8_silu_mul import linear_fp8_silu_mul
-from sidestream.ops.linear_fp8_wide import launch_wide
+from sidestream.ops.linear_8bit import launch_config, linear_8bit, reference
+from sidestream.ops.linear_8bit_silu_mul import linear_8bit_silu_mul
+from sidestream.ops.linear_8bit_wide import launch_wide
 from sidestream.ops.silu_mul import silu_mul
 from sidestream.ops.triton_support import INTERPRETED
 from sidestream.ops.tuning import LinearConfig, activation_config, large_candidates, linear_config, wide_config, work_split
@@ -22,11 +22,11 @@ def with_and_without_addends(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def check_activation(args: tuple[Any, ...], two_launches: bool, **options: Any) -> None:
-    """linear_fp8_silu_mul in bf16; as two launches its gates and ups are rounded to bf16 before the addends join, so each may be 2^-8 of itself off."""
+    """linear_8bit_silu_mul in bf16; as two launches its gates and ups are rounded to bf16 before the addends join, so each may be 2^-8 of itself off."""
     if not two_launches:
-        check_kernel(linear_fp8_silu_mul, *args[:5], BF16, tolerances={0: NEAR}, **options)
+        check_kernel(linear_8bit_silu_mul, *args[:5], BF16, tolerances={0: NEAR}, **options)
         return
-    (actual,) = check_kernel(linear_fp8_silu_mul, *args[:5], BF16, tolerances={0: Tolerance(atol=float("inf"))}, **options)  # poison and bits
+    (actual,) = check_kernel(linear_8bit_silu_mul, *args[:5], BF16, tolerances={0: Tolerance(atol=float("inf"))}, **options)  # poison and bits
     assert_near_activation(actual, args)
 
 
@@ -42,25 +42,25 @@ def assert_near_activation(actual: torch.Tensor, args: tuple[Any, ...]) -> None:
 def test_reference_is_the_exact_sum() -> None:
     q, scale, weight, weight_scale, delta, residual = inputs(5, 48, 208, dtype=INT8)
     total = (q.long() @ weight.long().t()).double() * scale.double()[:, None] * weight_scale.double()
-    assert_near(linear_fp8(q, scale, weight, weight_scale, None, None, FP32), total.float())
-    assert_near(linear_fp8(q, scale, weight, weight_scale, delta, residual, FP32), (total + delta.double() + residual.double()).float())
-    packed = linear_fp8(q, scale, weight, weight_scale, delta, None, FP32)
-    assert_near(linear_fp8_silu_mul(q, scale, weight, weight_scale, delta, FP32), silu_mul(packed, None))
+    assert_near(linear_8bit(q, scale, weight, weight_scale, None, None, FP32), total.float())
+    assert_near(linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32), (total + delta.double() + residual.double()).float())
+    packed = linear_8bit(q, scale, weight, weight_scale, delta, None, FP32)
+    assert_near(linear_8bit_silu_mul(q, scale, weight, weight_scale, delta, FP32), silu_mul(packed, None))
 
 
 def test_misfits_are_named() -> None:
     q, scale, weight, weight_scale, _, _ = inputs(3, 32, 64, dtype=INT8)
     with pytest.raises(ValueError, match=r"both torch\.int8"):
-        linear_fp8(q, scale, weight.to(torch.float8_e4m3fn), weight_scale, None, None, BF16)
+        linear_8bit(q, scale, weight.to(torch.float8_e4m3fn), weight_scale, None, None, BF16)
     wide = torch.zeros(1, (1 << 17) + 16, dtype=INT8)
     with pytest.raises(ValueError, match=r"131088.*int32"):
-        linear_fp8(wide, scale[:1], wide, weight_scale[:1], None, None, BF16)
+        linear_8bit(wide, scale[:1], wide, weight_scale[:1], None, None, BF16)
 
 
 def test_two_roundings_are_allowed_and_no_more() -> None:
     """The bound for an activation in two launches: `silu_mul` of the rounded linear keeps it, wrong scales or a lost addend do not."""
     args = inputs(40, 512, 272, dtype=INT8)
-    packed = linear_fp8(*args[:4], None, None, BF16)
+    packed = linear_8bit(*args[:4], None, None, BF16)
     assert_near_activation(silu_mul(packed, args[4]), args)
     for wrong in (silu_mul(packed * 1.05, args[4]), silu_mul(packed, None), silu_mul(packed.roll(1, 0), args[4])):
         with pytest.raises(AssertionError, match="roundings"):
@@ -133,8 +133,8 @@ def test_triton_kernel_has_the_same_bits_however_work_is_shared(tokens: int, n: 
 @pytest.mark.interpret
 def test_launches() -> None:
     args = inputs(18, 80, 144, dtype=INT8)
-    check_kernel(linear_fp8, *args, BF16)
-    check_kernel(linear_fp8_silu_mul, *args[:5], FP32)
+    check_kernel(linear_8bit, *args, BF16)
+    check_kernel(linear_8bit_silu_mul, *args[:5], FP32)
 
 
 # Kernels on the GPU
@@ -162,7 +162,7 @@ def test_every_kernel(config: LinearConfig, tokens: int, n: int, k: int) -> None
 def test_launch(n: int, k: int, tokens: int) -> None:
     args = inputs(tokens, n, k, device="cuda", dtype=INT8)
     for given in with_and_without_addends(args):
-        check_kernel(linear_fp8, *given, BF16, tolerances={0: NEAR})
-        check_kernel(linear_fp8, *given, BF16, tolerances={0: NEAR}, sm_budget=99, pdl=True)
+        check_kernel(linear_8bit, *given, BF16, tolerances={0: NEAR})
+        check_kernel(linear_8bit, *given, BF16, tolerances={0: NEAR}, sm_budget=99, pdl=True)
     check_activation(args, two_launches=activation_config(tokens, n, k, int8=True) is None, pdl=True)
-    check_kernel(linear_fp8, *args, FP32, tolerances={0: NEAR})
+    check_kernel(linear_8bit, *args, FP32, tolerances={0: NEAR})

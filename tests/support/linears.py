@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 from sidestream.ops import tuning
-from sidestream.ops.linear_fp8 import launch_config
+from sidestream.ops.linear_8bit import launch_config
 from sidestream.ops.tuning import LinearConfig
 
 from support.checks import Tolerance, poison

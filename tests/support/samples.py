@@ -246,16 +246,16 @@ def _sample() -> list[tuple[Any, ...]]:
     return [(normal(2, 50, dtype=dtype), row(0.0, 0.8), top_k, row(1.0, 0.9), row(0.0, 0.05), keys, keys) for dtype in (BF16, torch.float32)]
 
 
-@samples("linear_fp8_silu_mul")
-def _linear_fp8_silu_mul() -> list[tuple[Any, ...]]:
+@samples("linear_8bit_silu_mul")
+def _linear_8bit_silu_mul() -> list[tuple[Any, ...]]:
     def case(*leading: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
         return normal(*leading, k, dtype=FP8), torch.rand(leading) + 0.5, normal(n, k, dtype=FP8), torch.rand(n) / k**0.5
 
     return [(*case(3, n=48, k=32), None, BF16), (*case(2, 2, n=32, k=16), normal(2, 2, 32), torch.float32)]
 
 
-@samples("linear_fp8")
-def _linear_fp8() -> list[tuple[Any, ...]]:
+@samples("linear_8bit")
+def _linear_8bit() -> list[tuple[Any, ...]]:
     def case(*leading: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
         return normal(*leading, k, dtype=FP8), torch.rand(leading) + 0.5, normal(n, k, dtype=FP8), torch.rand(n) + 0.5
 

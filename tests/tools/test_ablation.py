@@ -43,7 +43,7 @@ def test_each_arm_compiles_and_changes_what_it_says(timed: list[Any]) -> None:
     assert not any(step.pdl for step in programs["no programmatic dependent launch", True].steps)
     assert has("everything on", "decoder_block", lora=False) and not has("without fuse_decoder_block", "decoder_block", lora=False)
     assert has("everything on", "rope_append") and not has("without fuse_rope_append", "rope_append")
-    assert not has("everything in 16 bits", "linear_fp8") and has("everything on", "linear_fp8")
+    assert not has("everything in 16 bits", "linear_8bit") and has("everything on", "linear_8bit")
     assert all(step.stream == "main" for step in programs["LoRA as serial", True].steps)
     assert any(step.stream == "side" for step in programs["LoRA as side_stream", True].steps)
     budgets = {step.sm_budget for step in programs["LoRA beside the base on 25% of the SMs", True].steps}

@@ -52,7 +52,7 @@ def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPat
     table = {precision: measure(precision) for precision in ("int8", "fp8")}
     for rows in table.values():
         main = [row.op.removeprefix("sidestream.") for row in rows if "lora" not in row.op]
-        assert main[:4] == ["add_rms_norm_quant", "linear_fp8", "rope_append", "paged_attention_quant"] and len(main) == 9
+        assert main[:4] == ["add_rms_norm_quant", "linear_8bit", "rope_append", "paged_attention_quant"] and len(main) == 9
         assert len(rows) - len(main) == 8 and all(row.us == bench_layer.DEPTHS[-1] - 2 and row.floor_us > 0 for row in rows)
     for int8, fp8 in zip(table["int8"], table["fp8"], strict=True):  # the same steps; int8's adapters have half the bytes
         assert (int8.op, int8.output) == (fp8.op, fp8.output) and (int8.floor_us < fp8.floor_us if "lora" in int8.op else int8.floor_us <= fp8.floor_us)

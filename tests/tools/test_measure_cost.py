@@ -12,7 +12,7 @@ def test_measuring_and_holding_todays_model_against_an_earlier_run(tmp_path: Pat
     common = ["--config", str(config), "--max-loras", "2", "--rank", "16", "--tokens", "1", "4", "--device", "cpu"]
     assert main([*common, "--replays", "1", "-o", str(tmp_path / "first")]) == 0
     shown = capsys.readouterr().out
-    assert "a CPU" in shown and "linear_fp8 512x128" in shown and "decode_t4_b4_p8_base" in shown
+    assert "a CPU" in shown and "linear_8bit 512x128" in shown and "decode_t4_b4_p8_base" in shown
     content = json.loads((tmp_path / "first.json").read_text())
     assert len(content["results"]) == 4 and all(step[2] > 0 for result in content["results"] for step in result["steps"])
     assert main([*common, "--measured", str(tmp_path / "first.json"), "-o", str(tmp_path / "second")]) == 0

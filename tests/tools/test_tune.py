@@ -104,12 +104,12 @@ def test_of_equally_fast_ones_the_most_exact_is_chosen() -> None:
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path, job = tmp_path / "table.json", Job("down", 4096, 14336, 128, "fp8")
     first, second = tuning.wide_config(128, 64, 2, promote=4), LinearConfig("gluon", 64, 32, stages=8, ctas=128, split=True, max_registers=72)
-    table = {"device": "NVIDIA H200", "model": "m", "linear_fp8": []}
-    put(table, "linear_fp8", job, first)
-    put(table, "linear_fp8", Job("down", 4096, 14336, 32, "fp8"), second)
-    put(table, "linear_fp8", Job("lm_head", 128256, 4096, 128, "fp8"), LinearConfig("scaled_mm"))
-    put(table, "linear_fp8_silu_mul", job, second)
-    put(table, "linear_fp8_silu_mul", job, None)
+    table = {"device": "NVIDIA H200", "model": "m"}
+    put(table, "linear_8bit", job, first)
+    put(table, "linear_8bit", Job("down", 4096, 14336, 32, "fp8"), second)
+    put(table, "linear_8bit", Job("lm_head", 128256, 4096, 128, "fp8"), LinearConfig("scaled_mm"))
+    put(table, "linear_8bit_silu_mul", job, second)
+    put(table, "linear_8bit_silu_mul", job, None)
     write(path, table)
     assert tuning.read_table(path, "linear_fp8") == {
         (4096, 14336, 32): second, (4096, 14336, 128): first, (128256, 4096, 128): LinearConfig("scaled_mm"),

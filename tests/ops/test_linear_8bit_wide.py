@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops import tuning
-from sidestream.ops.linear_fp8 import linear_fp8, reference
-from sidestream.ops.linear_fp8_silu_mul import linear_fp8_silu_mul
-from sidestream.ops.linear_fp8_wide import launch_wide
+from sidestream.ops.linear_8bit import linear_8bit, reference
+from sidestream.ops.linear_8bit_silu_mul import linear_8bit_silu_mul
+from sidestream.ops.linear_8bit_wide import launch_wide
 from sidestream.ops.registry import OPS
 from sidestream.ops.silu_mul import silu_mul
 from sidestream.ops.triton_support import INTERPRETED
@@ -21,10 +21,10 @@ FP32 = torch.float32
 def test_the_activation_is_the_two_ops_in_one() -> None:
     q, scale, weight, weight_scale, delta, _ = inputs(5, 96, 64)
     for added in (None, delta):
-        packed = linear_fp8(q, scale, weight, weight_scale, added, None, FP32)
-        assert_near(linear_fp8_silu_mul(q, scale, weight, weight_scale, added, FP32), silu_mul(packed, None))
+        packed = linear_8bit(q, scale, weight, weight_scale, added, None, FP32)
+        assert_near(linear_8bit_silu_mul(q, scale, weight, weight_scale, added, FP32), silu_mul(packed, None))
     with pytest.raises(ValueError, match="as many gates as ups"):
-        linear_fp8_silu_mul(q, scale, weight[:95], weight_scale[:95], None, BF16)
+        linear_8bit_silu_mul(q, scale, weight[:95], weight_scale[:95], None, BF16)
 
 
 def wide_units(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> list[list[tuple[int, int]]]:
@@ -87,7 +87,7 @@ def test_wide_kernel_compiles_without_spills(block_t: int, block_n: int, parts: 
 def test_activation_launch() -> None:
     q, scale, weight, weight_scale, delta, _ = inputs(18, 96, 144)
     for added in (None, delta):
-        check_kernel(linear_fp8_silu_mul, q, scale, weight, weight_scale, added, FP32)
+        check_kernel(linear_8bit_silu_mul, q, scale, weight, weight_scale, added, FP32)
 
 
 ENTRIES = [(op, *entry) for op in ("linear_fp8", "linear_fp8_silu_mul", "linear_int8", "linear_int8_silu_mul") for entry in tuning.read_table(tuning.TUNED, op)]
@@ -98,7 +98,7 @@ ENTRIES = [(op, *entry) for op in ("linear_fp8", "linear_fp8_silu_mul", "linear_
 def test_every_entry_of_the_table(op: str, n: int, k: int, entry: int) -> None:
     """Right on fresh data, and the same bits twice, for a full and a partly filled token tile, with and without addends and a budget of SMs."""
     config = tuning.read_table(tuning.TUNED, op)[n, k, entry]
-    dtype, name = (torch.int8, op.replace("int8", "fp8")) if "int8" in op else (E4M3, op)
+    dtype, name = (torch.int8, op.replace("int8", "8bit")) if "int8" in op else (E4M3, op.replace("fp8", "8bit"))
     for tokens, addends in ((entry, False), (entry - entry // 4 - 1, True)):
         q, scale, weight, weight_scale, delta, residual = inputs(tokens, n, k, device="cuda", addends=addends, dtype=dtype)
         args: tuple[Any, ...] = (q, scale, weight, weight_scale, delta, BF16) if "silu" in op else (q, scale, weight, weight_scale, delta, residual, BF16)

@@ -1,7 +1,7 @@
-"""linear_fp8: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token and per output channel.
+"""linear_8bit: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token and per output channel.
 
-Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_fp8_decode.py`, `linear_fp8_gluon.py`), from 65 tokens on those with
-few output tiles on `linear_fp8_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`, in int8 to `linear_fp8_large.py`. `tuning.py`
+Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_8bit_decode.py`, `linear_8bit_gluon.py`), from 65 tokens on those with
+few output tiles on `linear_8bit_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`, in int8 to `linear_8bit_large.py`. `tuning.py`
 says which kernel and which tiles. Products of int8 are summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
 """
 from functools import lru_cache
@@ -9,11 +9,11 @@ from typing import Optional
 
 import torch
 
-from .linear_fp8_decode import launch_triton
-from .linear_fp8_gluon import launch_gluon
-from .linear_fp8_large import launch_large
-from .linear_fp8_prefill import launch_scaled_mm, scaled_mm_takes
-from .linear_fp8_wide import launch_wide
+from .linear_8bit_decode import launch_triton
+from .linear_8bit_gluon import launch_gluon
+from .linear_8bit_large import launch_large
+from .linear_8bit_prefill import launch_scaled_mm, scaled_mm_takes
+from .linear_8bit_wide import launch_wide
 from .registry import register
 from .triton_support import INTERPRETED
 from .tuning import H200_SMS, LinearConfig, linear_config, with_addends, without_tma, work_split
@@ -26,16 +26,16 @@ REFERENCE_CHUNK_ELEMENTS = 1 << 24  # weights dequantized at a time by the refer
 def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
     """Raises ValueError for weights that don't fit the activations."""
     if weight.dim() != 2 or q.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear_fp8: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't fit: expected q [..., K] and weight [N, K]")
+        raise ValueError(f"linear_8bit: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't fit: expected q [..., K] and weight [N, K]")
     if weight_scale.shape != weight.shape[:1]:
-        raise ValueError(f"linear_fp8: weight_scale {tuple(weight_scale.shape)} must hold one value per row of weight {tuple(weight.shape)}")
+        raise ValueError(f"linear_8bit: weight_scale {tuple(weight_scale.shape)} must hold one value per row of weight {tuple(weight.shape)}")
     if q.dtype != weight.dtype or q.dtype not in DTYPES:
-        raise ValueError(f"linear_fp8: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn or both torch.int8 (see quantize_rowwise)")
+        raise ValueError(f"linear_8bit: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn or both torch.int8 (see quantize_rowwise)")
     if q.dtype == torch.int8 and weight.shape[1] > MAX_INT8_K:
-        raise ValueError(f"linear_fp8: K is {weight.shape[1]}; int8 sums of more than {MAX_INT8_K} products may not fit int32 (use torch.float8_e4m3fn)")
+        raise ValueError(f"linear_8bit: K is {weight.shape[1]}; int8 sums of more than {MAX_INT8_K} products may not fit int32 (use torch.float8_e4m3fn)")
 
 
-def matmul_e4m3(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def matmul_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., K] fp32 @ weight [N, K]^T in fp32, some rows of the weight at a time."""
     rows = max(1, REFERENCE_CHUNK_ELEMENTS // weight.shape[1])
     return torch.cat([x @ chunk.float().t() for chunk in weight.split(rows)], dim=-1)
@@ -55,7 +55,7 @@ def reference(
     Everything is summed in fp32 and rounded once.
     """
     check_shapes(q, weight, weight_scale)
-    y = matmul_e4m3(q.float(), weight)
+    y = matmul_fp32(q.float(), weight)
     y = y * scale.unsqueeze(-1) * weight_scale
     for addend in (delta, residual):
         if addend is not None:
@@ -92,7 +92,7 @@ def launch(
     """Writes `out[0]`; K must be a multiple of 16. `sm_budget` limits the kernels to that many SMs."""
     n, k = weight.shape
     if k % 16:
-        raise ValueError(f"linear_fp8: K is {k}; it must be a multiple of 16 (pad the activations and the weight with zeros)")
+        raise ValueError(f"linear_8bit: K is {k}; it must be a multiple of 16 (pad the activations and the weight with zeros)")
     y = out[0].view(-1, n)
     tokens = y.shape[0]
     if tokens == 0:
@@ -137,4 +137,4 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 
 
-linear_fp8 = register("linear_fp8", reference, fake, launch)
+linear_8bit = register("linear_8bit", reference, fake, launch)

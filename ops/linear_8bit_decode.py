@@ -1,4 +1,4 @@
-"""linear_fp8 in Triton, e4m3 or int8: the weights are the wide (M) operand of the tensor cores, the tokens are padded to 16 and are the N operand.
+"""linear_8bit in Triton, e4m3 or int8: the weights are the wide (M) operand of the tensor cores, the tokens are padded to 16 and are the N operand.
 
 Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c of G takes the units [c * U / G, (c + 1) * U / G):
 every program streams the same number of bytes whatever the shape or the number of programs (`sm_budget`). A tile cut between programs
@@ -55,7 +55,7 @@ def _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr
 
 
 @triton.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
-def _linear_fp8(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
+def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
                 BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
                 EVEN_K: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
     program = tl.program_id(0)
@@ -127,8 +127,8 @@ def split_buffers(weight: torch.Tensor, config: LinearConfig, split: WorkSplit) 
     """The planes (int32 where the weight is int8, else fp32) and int32 arrival counters of a launch (kernels that run one after another use the same ones)."""
     device = weight.device
     plane_bytes = 2 * split.programs * config.block_n * config.block_t * 4 if split.parts > 1 else 16
-    planes = workspace(device, "linear_fp8.planes", plane_bytes).view(torch.int32 if weight.dtype == torch.int8 else torch.float32)
-    counters = workspace(device, "linear_fp8.counters", MAX_TILES * 4, zero=True).view(torch.int32)
+    planes = workspace(device, "linear_8bit.planes", plane_bytes).view(torch.int32 if weight.dtype == torch.int8 else torch.float32)
+    counters = workspace(device, "linear_8bit.counters", MAX_TILES * 4, zero=True).view(torch.int32)
     return planes, counters
 
 
@@ -138,7 +138,7 @@ def launch_triton(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, we
     (tokens, k), n = q.shape, weight.shape[0]
     planes, counters = split_buffers(weight, config, split)
     pdl = pdl and not INTERPRETED
-    _linear_fp8[(split.programs,)](
+    _linear_8bit[(split.programs,)](
         q, scale, weight, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters, tokens, n, k,
         BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=config.block_k, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
         EVEN_K=k % config.block_k == 0, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PREFETCH=4, PDL=pdl,

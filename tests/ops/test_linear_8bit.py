@@ -1,12 +1,12 @@
-"""linear_fp8: the reference against torch's own rowwise product, the kernels against the reference, the configurations' sanity."""
+"""linear_8bit: the reference against torch's own rowwise product, the kernels against the reference, the configurations' sanity."""
 import itertools
 from typing import Optional
 
 import pytest
 import torch
-from sidestream.ops import linear_fp8 as module
+from sidestream.ops import linear_8bit as module
 from sidestream.ops import tuning
-from sidestream.ops.linear_fp8 import launch_config, linear_fp8, reference
+from sidestream.ops.linear_8bit import launch_config, linear_8bit, reference
 from sidestream.ops.quantize import quantize_rowwise
 from sidestream.ops.triton_support import INTERPRETED
 from sidestream.ops.tuning import LinearConfig, work_split
@@ -25,37 +25,37 @@ TOKENS = (1, 8, 16, 64, 128, 256, 1000)
 def test_reference_is_torchs_rowwise_product() -> None:
     q, scale, weight, weight_scale, _, _ = inputs(5, 48, 64)
     expected = torch._scaled_mm(q, weight.t(), scale[:, None], weight_scale[None, :], out_dtype=BF16)
-    assert_near(linear_fp8(q, scale, weight, weight_scale, None, None, BF16), expected)
+    assert_near(linear_8bit(q, scale, weight, weight_scale, None, None, BF16), expected)
 
 
 def test_reference_adds_before_it_rounds() -> None:
     q, scale, weight, weight_scale, delta, residual = inputs(3, 32, 64)
-    product = linear_fp8(q, scale, weight, weight_scale, None, None, FP32)
-    actual = linear_fp8(q, scale, weight, weight_scale, delta, residual, BF16)
+    product = linear_8bit(q, scale, weight, weight_scale, None, None, FP32)
+    actual = linear_8bit(q, scale, weight, weight_scale, delta, residual, BF16)
     assert torch.equal(actual, (product + delta.float() + residual.float()).to(BF16))
 
 
 def test_reference_takes_any_leading_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFERENCE_CHUNK_ELEMENTS", 7 * 64)  # several chunks, the last one smaller
     q, scale, weight, weight_scale, delta, residual = inputs(6, 48, 64)
-    flat = linear_fp8(q, scale, weight, weight_scale, delta, residual, FP32)
-    deep = linear_fp8(q.view(2, 3, 64), scale.view(2, 3), weight, weight_scale, delta.view(2, 3, 48), residual.view(2, 3, 48), FP32)
+    flat = linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32)
+    deep = linear_8bit(q.view(2, 3, 64), scale.view(2, 3), weight, weight_scale, delta.view(2, 3, 48), residual.view(2, 3, 48), FP32)
     assert_near(deep, flat.view(2, 3, 48))
-    assert linear_fp8(q[0], scale[0], weight, weight_scale, None, None, FP32).shape == (48,)
-    assert linear_fp8(q[:0], scale[:0], weight, weight_scale, None, None, BF16).shape == (0, 48)
+    assert linear_8bit(q[0], scale[0], weight, weight_scale, None, None, FP32).shape == (48,)
+    assert linear_8bit(q[:0], scale[:0], weight, weight_scale, None, None, BF16).shape == (0, 48)
 
 
 def test_misfits_are_named() -> None:
     q, scale, weight, weight_scale, _, _ = inputs(3, 32, 64)
     with pytest.raises(ValueError, match=r"\(3, 64\).*\(32, 48\)"):
-        linear_fp8(q, scale, weight[:, :48], weight_scale, None, None, BF16)
+        linear_8bit(q, scale, weight[:, :48], weight_scale, None, None, BF16)
     with pytest.raises(ValueError, match="weight_scale"):
-        linear_fp8(q, scale, weight, weight_scale[:-1], None, None, BF16)
+        linear_8bit(q, scale, weight, weight_scale[:-1], None, None, BF16)
     with pytest.raises(ValueError, match="float8_e4m3fn"):
-        linear_fp8(q.float(), scale, weight, weight_scale, None, None, BF16)
+        linear_8bit(q.float(), scale, weight, weight_scale, None, None, BF16)
     out = torch.empty(3, 32, dtype=BF16)
     with pytest.raises(ValueError, match="multiple of 16"):
-        linear_fp8.launch(q[:, :40], scale, weight[:, :40], weight_scale, None, None, BF16, out=(out,))
+        linear_8bit.launch(q[:, :40], scale, weight[:, :40], weight_scale, None, None, BF16, out=(out,))
 
 
 # Configurations
@@ -167,14 +167,14 @@ def test_triton_kernel(tokens: int, n: int, k: int, ctas: int, split: bool) -> N
 @pytest.mark.interpret
 @pytest.mark.parametrize("tokens", [1, 18, 300])
 def test_launch(tokens: int) -> None:
-    check_kernel(linear_fp8, *inputs(tokens, 80, 144), BF16)
+    check_kernel(linear_8bit, *inputs(tokens, 80, 144), BF16)
 
 
 @pytest.mark.interpret
 def test_launch_with_leading_dimensions_and_a_budget() -> None:
     q, scale, weight, weight_scale, delta, _ = inputs(6, 64, 256)
-    check_kernel(linear_fp8, q.view(2, 3, 256), scale.view(2, 3), weight, weight_scale, delta.view(2, 3, 64), None, FP32, sm_budget=1)
-    check_kernel(linear_fp8, q[:0], scale[:0], weight, weight_scale, None, None, FP32)
+    check_kernel(linear_8bit, q.view(2, 3, 256), scale.view(2, 3), weight, weight_scale, delta.view(2, 3, 64), None, FP32, sm_budget=1)
+    check_kernel(linear_8bit, q[:0], scale[:0], weight, weight_scale, None, None, FP32)
 
 
 # Kernels on the GPU
@@ -190,8 +190,8 @@ def near(tokens: int, n: int, k: int) -> Tolerance:
 def test_llama_shapes(name: str, tokens: int) -> None:
     args = inputs(tokens, *LLAMA_8B[name], device="cuda", addends=name != "lm_head")
     tolerances: dict[int | str, Tolerance] = {0: near(tokens, *LLAMA_8B[name])}
-    check_kernel(linear_fp8, *args, BF16, tolerances=tolerances)
-    check_kernel(linear_fp8, *args, BF16, tolerances=tolerances, sm_budget=99, pdl=True)
+    check_kernel(linear_8bit, *args, BF16, tolerances=tolerances)
+    check_kernel(linear_8bit, *args, BF16, tolerances=tolerances, sm_budget=99, pdl=True)
 
 
 @pytest.mark.gpu
@@ -200,8 +200,8 @@ def test_llama_shapes(name: str, tokens: int) -> None:
 def test_odd_shapes(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:
     args = inputs(tokens, n, k, device="cuda")
     for given in (args, (*args[:4], None, args[5]), (*args[:4], None, None)):
-        check_kernel(linear_fp8, *given, dtype, tolerances={0: near(tokens, n, k)})
-        check_kernel(linear_fp8, *given, dtype, tolerances={0: near(tokens, n, k)}, sm_budget=3, pdl=True)
+        check_kernel(linear_8bit, *given, dtype, tolerances={0: near(tokens, n, k)})
+        check_kernel(linear_8bit, *given, dtype, tolerances={0: near(tokens, n, k)}, sm_budget=3, pdl=True)
 
 
 @pytest.mark.gpu
@@ -222,7 +222,7 @@ def test_tensors_that_tma_cannot_read() -> None:
     shifted = torch.empty(weight.numel() + 8, dtype=E4M3, device="cuda")[8:].view_as(weight).copy_(weight)
     assert shifted.data_ptr() % 16
     out = poison(torch.empty(9, 192, dtype=BF16, device="cuda"))
-    linear_fp8.launch(q, scale, shifted, weight_scale, None, None, BF16, out=(out,))
+    linear_8bit.launch(q, scale, shifted, weight_scale, None, None, BF16, out=(out,))
     assert_near(out, reference(q, scale, weight, weight_scale, None, None, BF16), NEAR)
 
 
@@ -238,7 +238,7 @@ def test_a_chain_under_pdl_in_a_graph(tokens: int) -> None:
         hidden.copy_(start)
         for weight, weight_scale in weights:
             quantize_rowwise.launch(hidden, out=(q, scale), pdl=pdl)
-            linear_fp8.launch(q, scale, weight, weight_scale, None, None, BF16, out=(hidden,), pdl=pdl)
+            linear_8bit.launch(q, scale, weight, weight_scale, None, None, BF16, out=(hidden,), pdl=pdl)
             if wait:
                 torch.cuda.synchronize()
 

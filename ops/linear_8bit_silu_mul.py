@@ -1,14 +1,14 @@
-"""linear_fp8_silu_mul: silu(gate) * up of a packed [gate | up] projection in rowwise e4m3 or int8, without writing the projection.
+"""linear_8bit_silu_mul: silu(gate) * up of a packed [gate | up] projection in rowwise e4m3 or int8, without writing the projection.
 
-One launch of the wide kernel where the table knows one that gains (`tuning.activation_config`), else `linear_fp8` and `silu_mul`.
+One launch of the wide kernel where the table knows one that gains (`tuning.activation_config`), else `linear_8bit` and `silu_mul`.
 """
 from typing import Optional
 
 import torch
 
-from .linear_fp8 import check_shapes, matmul_e4m3, multiprocessors
-from .linear_fp8 import launch as launch_linear
-from .linear_fp8_wide import launch_wide
+from .linear_8bit import check_shapes, matmul_fp32, multiprocessors
+from .linear_8bit import launch as launch_linear
+from .linear_8bit_wide import launch_wide
 from .registry import register
 from .silu_mul import silu_mul_launch
 from .triton_support import INTERPRETED
@@ -23,7 +23,7 @@ def reference(
     The first I rows of the weight are the gate. Everything is fp32 and rounded once.
     """
     _check(q, weight, weight_scale)
-    y = matmul_e4m3(q.float(), weight) * scale.unsqueeze(-1) * weight_scale
+    y = matmul_fp32(q.float(), weight) * scale.unsqueeze(-1) * weight_scale
     gate, up = (y if delta is None else y + delta.float()).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(out_dtype)
 
@@ -38,7 +38,7 @@ def fake(
 def _check(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
     check_shapes(q, weight, weight_scale)
     if weight.shape[0] % 2:
-        raise ValueError(f"linear_fp8_silu_mul: weight {tuple(weight.shape)} must have an even number of rows: as many gates as ups")
+        raise ValueError(f"linear_8bit_silu_mul: weight {tuple(weight.shape)} must have an even number of rows: as many gates as ups")
 
 
 def launch(
@@ -65,4 +65,4 @@ def launch(
     launch_wide(x, token_scale, weight, weight_scale, added, None, h, config, split, pdl, activate=True)
 
 
-linear_fp8_silu_mul = register("linear_fp8_silu_mul", reference, fake, launch)
+linear_8bit_silu_mul = register("linear_8bit_silu_mul", reference, fake, launch)

@@ -1,6 +1,6 @@
-"""linear_fp8 in Gluon: one producer warp streams weights and activations through a shared-memory ring by TMA, consumer warps multiply.
+"""linear_8bit in Gluon: one producer warp streams weights and activations through a shared-memory ring by TMA, consumer warps multiply.
 
-The work is divided as in `linear_fp8_decode.py`. The ring runs on across tile boundaries, so the next tile streams in while one is scaled
+The work is divided as in `linear_8bit_decode.py`. The ring runs on across tile boundaries, so the next tile streams in while one is scaled
 and stored. Weights depend on no earlier kernel: under PDL the producer fills the whole ring with them before it waits, and only the
 activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
 """
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .linear_fp8_decode import split_buffers
+from .linear_8bit_decode import split_buffers
 from .tuning import BLOCK_K, LinearConfig, WorkSplit
 
 PRODUCER_REGISTERS = 40
@@ -141,7 +141,7 @@ def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, de
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
-def _linear_fp8_tma(weight_desc, q_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
+def _linear_8bit_tma(weight_desc, q_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
                     BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
                     PARTS: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
                     PDL: gl.constexpr, num_warps: gl.constexpr):
@@ -177,7 +177,7 @@ def launch_gluon(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, wei
     # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)
-    _linear_fp8_tma[(split.programs,)](
+    _linear_8bit_tma[(split.programs,)](
         weight_desc, q_desc, scale, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters,
         tokens, n, k,
         BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=BLOCK_K, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,

@@ -1,4 +1,4 @@
-"""linear_fp8 for 65 tokens and more, in Gluon: the tokens are the M operand (two warpgroups), the weights the N operand, in tiles of up to 128 x 256.
+"""linear_8bit for 65 tokens and more, in Gluon: the tokens are the M operand (two warpgroups), the weights the N operand, in tiles of up to 128 x 256.
 
 A producer warp streams both through a ring by TMA; the tensor cores keep the running sum of a tile (or hand it over to fp32 every `PROMOTE` steps), so
 that a step's products overlap the wait for the next one's. Results leave through shared memory by TMA. With ACTIVATE a tile holds as many gate as up
@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .linear_fp8_decode import split_buffers
-from .linear_fp8_gluon import PRODUCER_REGISTERS, barrier, gdc_launch_dependents, gdc_wait, multiply, tma_load
+from .linear_8bit_decode import split_buffers
+from .linear_8bit_gluon import PRODUCER_REGISTERS, barrier, gdc_launch_dependents, gdc_wait, multiply, tma_load
 from .tuning import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # Triton >= 3.7, before
@@ -228,7 +228,7 @@ def _consume(weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, w
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
-def _linear_fp8_wide(weight_desc, q_desc, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, planes_ptr, counters_ptr, tokens, n, k,
+def _linear_8bit_wide(weight_desc, q_desc, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, planes_ptr, counters_ptr, tokens, n, k,
                      BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
                      PROMOTE: gl.constexpr, PIECES: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr,
                      GROUP: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
@@ -277,7 +277,7 @@ def launch_wide(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weig
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n // 2 if activate else config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)
     out_desc = TensorDescriptor.from_tensor(out, [config.block_t, config.block_n // pieces], out_layout)
-    _linear_fp8_wide[(split.programs,)](
+    _linear_8bit_wide[(split.programs,)](
         weight_desc, q_desc, out_desc, scale, weight_scale, scale if delta is None else delta, scale if residual is None else residual, planes, counters,
         tokens, n, k,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=BLOCK_K, STAGES=config.stages, PARTS=split.parts,

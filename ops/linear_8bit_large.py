@@ -1,4 +1,4 @@
-"""linear_fp8 in int8 for many tokens, where arithmetic is the limit, in Gluon: the tokens are the M operand, tiles of up to 192 x 256.
+"""linear_8bit in int8 for many tokens, where arithmetic is the limit, in Gluon: the tokens are the M operand, tiles of up to 192 x 256.
 
 A producer warp streams both operands through a ring by TMA. Two or three consumer warpgroups multiply, each its own tokens of the tile by all of its weights:
 they share what the producer loads and nothing else, so that one stores its results while another still multiplies. int32 sums are exact, so the tensor cores
@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .linear_fp8_gluon import barrier, gdc_launch_dependents, gdc_wait, tma_load
-from .linear_fp8_wide import tma_store
+from .linear_8bit_gluon import barrier, gdc_launch_dependents, gdc_wait, tma_load
+from .linear_8bit_wide import tma_store
 from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
 
 GROUP = 16  # token tiles whose activations are used against all weights before the next ones

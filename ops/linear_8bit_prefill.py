@@ -1,4 +1,4 @@
-"""linear_fp8 for many tokens, where arithmetic is the limit: `torch._scaled_mm` with rowwise scales, addends added afterwards.
+"""linear_8bit for many tokens, where arithmetic is the limit: `torch._scaled_mm` with rowwise scales, addends added afterwards.
 
 Fast accumulation is on: the tensor cores then keep the running sum themselves, as they do in the decode kernels. cuBLAS rounds the
 product to bf16 before the addends come, one rounding more than the reference has.
