@@ -11,6 +11,9 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
+AHEAD = 3
+"""Steps that may be with the device at once: the one that runs, the next one, and behind decode steps, which are short, one more."""
+
 
 @dataclass(frozen=True)
 class SamplingPlan:

@@ -20,13 +20,14 @@ class StepChoice(SequenceStates):
         self._issued: dict[int, Issued] = {}
         self._at: Sequence | None = None  # whom the planning is about
         self._uses_priorities = False
+        self.holds_back = False  # whether the last step left out a sequence whose last token must be known first
 
     def _choose(self, work: Work) -> Work:
         """Fill `work` with what the step computes."""
         self._vacate_slot()
         if self._uses_priorities:
             self._make_way()
-        preempted = False
+        preempted = self.holds_back = False
         budget = self.limits.max_num_batched_tokens
         prompts: list[Sequence] = []
         running = Status.RUNNING
@@ -36,6 +37,7 @@ class StepChoice(SequenceStates):
             if known + in_flight >= sequence.limit or sequence.status is not running:
                 continue
             if in_flight and (sequence.sampled_at[0] != last or sequence.needs_history):  # it waits for a step that is issued
+                self.holds_back = True
                 continue
             left = known + in_flight - sequence.computed
             if left > 1:

@@ -1,4 +1,4 @@
-"""The batcher's engine half: plans go to the GPU process one step ahead, results come back, adapters are brought in beside the steps."""
+"""The batcher's engine half: plans go to the GPU process up to two steps ahead, results come back, adapters are brought in beside the steps."""
 import time
 from dataclasses import asdict
 from typing import Any
@@ -6,12 +6,10 @@ from typing import Any
 from .engine import Delta, Engine, Request
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 from .outputs import RequestOutput
-from .plan import StepPlan, StepResult
+from .plan import AHEAD, StepPlan, StepResult
 from .scheduler import Scheduler, SchedulerLimits
 from .tokenizer import Tokenizer
 
-AHEAD = 2
-"""Steps that may be with the GPU process at once: the one that runs and the one that follows."""
 Progress = tuple[list[Delta], list[RequestOutput]]
 
 
@@ -73,6 +71,7 @@ class Stepper:
         self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = self.launch_seconds = 0.0
         self.last_step_seconds = 0.0
         self._done_before = 0
+        self._brief = False
         self._continuing: dict[int, bool] = {}
 
     def add(self, request: Request, stream: bool) -> None:
@@ -80,11 +79,12 @@ class Stepper:
         self.engine.add(request, stream)
 
     def pump(self, continuing: bool = False) -> None:
-        """Plan and ship as far ahead as is allowed. `continuing`: a step has just come back."""
-        while self.in_flight < AHEAD:
+        """Plan and ship ahead: one step, or two behind one that is short and whose sequences all go on. `continuing`: a step has just come back."""
+        while self.in_flight < (AHEAD if self._brief else AHEAD - 1):
             plan = self.engine.plan()
             if plan is None:
                 return
+            self._brief = plan.decode and not self.scheduler.holds_back
             self._continuing[plan.step] = continuing or self.in_flight > 0
             self._remote.submit(plan)
             self.in_flight += 1

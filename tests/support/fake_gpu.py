@@ -9,7 +9,7 @@ import numpy as np
 from sidestream.ops.kv_layout import PAGE_SIZE
 from sidestream.runtime import gpu_process
 from sidestream.runtime.gpu_link import LoadedAdapter, Ready
-from sidestream.runtime.plan import StepPlan, StepResult
+from sidestream.runtime.plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.serve_settings import ServeSettings
 from sidestream.tools.simulated_gpu import SimulatedSizes, TimedRunner
 
@@ -28,7 +28,7 @@ class Checked(FakeRunner):
     """A FakeRunner that can be poisoned."""
 
     def __init__(self, sizes: FakeSizes) -> None:
-        super().__init__(sizes.num_pages, sizes.num_slots, sizes.vocabulary)
+        super().__init__(sizes.num_pages, sizes.num_slots, sizes.vocabulary, lag=AHEAD - 1)
         self.poison = sizes.poison
 
     def submit(self, plan: StepPlan) -> StepResult:
