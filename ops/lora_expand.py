@@ -185,10 +185,10 @@ def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, 
             item += 1
 
 
-def expand_columns(ranks: int, tile: int, widest: int, itemsize: int) -> int:
-    """Output columns of one piece of work: as many as leave room for two blocks of B in registers."""
+def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int, int]:
+    """(output columns of one piece of work, warps): as many as leave room for two blocks of B in registers."""
     limit = 32 if itemsize == 4 else 128 if tile in (16, 64) else 256
-    return max(16, min(limit, 4096 // next_power_of_2(ranks), next_power_of_2(widest)))
+    return max(16, min(limit, (8192 if tile == 32 else 4096) // next_power_of_2(ranks), next_power_of_2(widest))), 4
 
 
 def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int],
@@ -209,18 +209,18 @@ def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch
                          f"to {n}, and {ranks} ranks for each")
     if tokens == 0:
         return
-    columns = expand_columns(ranks, tile, max(slices), b.element_size())
+    columns, warps = expand_block(ranks, tile, max(slices), b.element_size())
     blocks_per_tile = sum(cdiv(width, columns) for width in slices)
     widths = [*slices, 0, 0][:3]
     if sm_budget is None and b_scale is not None:
         expand_once_kernel[(tiles.shape[0] * blocks_per_tile,)](
             planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, blocks_per_tile, *widths, SPLITS=splits, TILE=tile, COLUMNS=columns,
-            RANKS=next_power_of_2(ranks), num_warps=4, **pdl_options(pdl))
+            RANKS=next_power_of_2(ranks), num_warps=warps, **pdl_options(pdl))
         return
     programs = CTAS_PER_SM * (multiprocessors(b.device) if sm_budget is None else sm_budget)
     expand_kernel[(min(programs, tiles.shape[0] * blocks_per_tile),)](
         planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile, *widths, SPLITS=splits, TILE=tile,
-        TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=4,
+        TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=warps,
         **pdl_options(pdl))
 
 

@@ -22,8 +22,14 @@ def lora_splits(k: int, num_tokens: int) -> int:
     Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which beside a base GEMM is what counts;
     but each plane is read again by the expand.
     """
-    chunk = 4096 if num_tokens > 4096 else 2048 if num_tokens > 1024 else 1024 if num_tokens > 32 else 512 if num_tokens > 8 or k > 8192 else 256
-    return max(1, min(32, cdiv(k, max(1, chunk))))
+    wide = k > 8192
+    if num_tokens > 1024:
+        chunk = 4096 if num_tokens > 4096 else 2048
+    elif num_tokens > 32:
+        chunk = 2048 if wide and num_tokens > 128 else 1024
+    else:
+        chunk = 512 if wide or num_tokens > 8 else 256
+    return max(1, min(32, cdiv(k, chunk)))
 
 
 def num_tiles(num_tokens: int, num_slots: int, tile: int) -> int:

@@ -13,6 +13,11 @@ from .quantize import E4M3, check_rotated, quantize_rowwise_reference, row_block
 from .registry import register
 from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate8, round_to, row_scale, to_eight_bits
 from .tuning import H200_SMS
+from .workspace import workspace
+
+SHARED_ROWS = 64
+SHARED_WIDTH = 8192  # narrower rows: one CTA is as fast as two launches
+CHUNK = 1024
 
 
 def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
@@ -99,6 +104,41 @@ def _silu_mul_quant_kernel(
             tl.store(q + row * WIDTH + start + column, to_eight_bits(exact * (1.0 / step), q.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _silu_mul_chunk_kernel(gate_up, delta, h, largest, chunks, HAS_DELTA: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+                           PDL: tl.constexpr):
+    """h[token, CHUNK columns], and largest[token, chunk] = max |h|, of the rotated h if ROTATE."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = column < WIDTH
+    pdl_start(PDL)
+    values = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
+    tl.store(h + row * WIDTH + column, values, mask=inside)
+    exact = values.to(tl.float32)
+    if ROTATE:
+        exact = rotate8(exact, CHUNK)
+    tl.store(largest + row * chunks + tl.program_id(1), tl.max(tl.abs(exact), axis=0))
+
+
+@triton.jit
+def _quantize_chunk_kernel(h, largest, q, scale, chunks, ROTATE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+                           PDL: tl.constexpr):
+    """q[token, CHUNK columns]; every program of a token works out the same scale from its row's maxima, the first one stores it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    place = tl.arange(0, CHUNKS)
+    inside = column < WIDTH
+    pdl_start(PDL)
+    most = tl.load(largest + row * chunks + place, mask=place < chunks, other=0.0)
+    values = tl.load(h + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if ROTATE:
+        values = rotate8(values, CHUNK)
+    step = row_scale(tl.max(most, axis=0), q.dtype.element_ty)
+    tl.store(q + row * WIDTH + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(scale + row, step)
+
+
 def silu_mul_launch(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
 ) -> None:
@@ -116,7 +156,10 @@ def silu_mul_quant_launch(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
-    """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for. Does not heed `sm_budget`."""
+    """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for, or of few and wide rows two launches that share each row among CTAs.
+
+    Does not heed `sm_budget`.
+    """
     require_contiguous("silu_mul_quant", gate_up=gate_up, delta=delta)
     if gate_up.numel() == 0:
         return
@@ -124,6 +167,14 @@ def silu_mul_quant_launch(
     width = gate_up.shape[-1] // 2
     check_rotated("silu_mul_quant", width, rotate)
     rows = gate_up.numel() // (2 * width)
+    if rows <= SHARED_ROWS and width >= SHARED_WIDTH:
+        chunks = cdiv(width, CHUNK)
+        whole = h if keep else workspace(gate_up.device, "silu_mul_quant.h", rows * width * gate_up.element_size()).view(gate_up.dtype)
+        largest = workspace(gate_up.device, "silu_mul_quant.largest", rows * chunks * 4).view(torch.float32)
+        form = {"ROTATE": rotate, "WIDTH": width, "CHUNK": CHUNK, "num_warps": 4, **pdl_options(pdl)}
+        _silu_mul_chunk_kernel[(rows, chunks)](gate_up, delta, whole, largest, chunks, HAS_DELTA=delta is not None, **form)
+        _quantize_chunk_kernel[(rows, chunks)](whole, largest, q, scale, chunks, CHUNKS=next_power_of_2(chunks), **form)
+        return
     block, warps = row_block(width)
     if rows <= H200_SMS or width > 8192:  # an SM has at most one row: what counts is how soon that is done; two wide rows an SM: only so do they fit
         warps = min(2 * warps, 32)

@@ -71,7 +71,7 @@ def work_split(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> W
     tiles = cdiv(n, config.block_n) * cdiv(tokens, config.block_t)
     units = tiles * steps
     if config.kernel == "large":
-        return WorkSplit(min(sms, tiles), 1, False)
+        return WorkSplit(cdiv(tiles, cdiv(tiles, sms)), 1, False)  # no more programs than end together: what is left of the SMs is LoRA's
     if config.kernel == "wide":  # programs that share a tile wait for each other, so all of them must have an SM
         shared = config.parts > 1 and tiles * config.parts <= min(sms, MAX_TILES) and steps >= config.parts
         return WorkSplit(tiles * config.parts, config.parts, True) if shared else WorkSplit(min(sms, tiles), 1, False)

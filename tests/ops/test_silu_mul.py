@@ -2,6 +2,7 @@
 from typing import Any
 
 import pytest
+import sidestream.ops.silu_mul
 import torch
 from sidestream.ops.registry import OPS
 from sidestream.ops.silu_mul import silu_mul, silu_mul_quant
@@ -44,6 +45,14 @@ def test_kernel(dtype: torch.dtype, shape: tuple[int, ...], delta: bool, keep: b
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("width", [9000, 17000])
+def test_wide_rows_of_one_cta(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with more tokens than are worth sharing among CTAs; a row of 17000 is read twice."""
+    monkeypatch.setattr(sidestream.ops.silu_mul, "SHARED_ROWS", 0)
+    check("silu_mul_quant", (torch.randn(2, 2 * width).bfloat16(), torch.randn(2, 2 * width).bfloat16(), True))
+
+
+@pytest.mark.interpret
 def test_kernel_at_extreme_gates() -> None:
     gate_up = torch.tensor([[-1e4, -100.0, -88.0, 0.0, 88.0, 1e4, 1.0, 2.0] + [1.0] * 8])
     check("silu_mul", (gate_up, None))
@@ -63,8 +72,11 @@ def test_kernel_on_the_gpu(tokens: int, width: int, delta: bool, keep: bool) -> 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, True)], ids=["e4m3", "rotated"])
 def test_machine_code(width: int, delta: bool, form: tuple[torch.dtype, bool]) -> None:
-    gate_up = torch.empty(64, 2 * width, device="meta", dtype=torch.bfloat16)
-    (code,) = launched(silu_mul_quant, gate_up, gate_up if delta else None, True, *form, pdl=True)
+    many = torch.empty(300, 2 * width, device="meta", dtype=torch.bfloat16)
+    (code,) = launched(silu_mul_quant, many, many if delta else None, True, *form, pdl=True)
     assert code.spills <= 2 and code.registers * code.num_warps * 32 <= 65536
+    gate_up = many[:64]
+    for code in launched(silu_mul_quant, gate_up, gate_up if delta else None, False, *form, pdl=True):
+        assert code.spills == 0 and code.registers <= 40, "programs that wait beside the projection's"
     (code,) = launched(silu_mul, gate_up, gate_up if delta else None, pdl=True)
     assert code.spills == 0
