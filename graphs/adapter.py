@@ -2,30 +2,26 @@
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from .adapter_config import AdapterConfig, AdapterError
+from .adapter_file import AdapterFile, readers
 from .config import LlamaConfig
-from .safetensors_file import SafetensorsFile
+from .safetensors_file import FLOATING
 
 WEIGHTS = "adapter_model.safetensors"
-READERS = 8
-MODULES_AT_ONCE = 7
-ALIGNMENT = 64
+MODULES_AT_ONCE = 14
 _AGAIN = "save the adapter again with peft's save_pretrained"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _log = logging.getLogger("sidestream")
+Recall = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,7 @@ class Adapter:
 
     `rank` is the largest r; `targets` the projections that occur (`q_proj`, ...), in Llama's order. `content_hash` (sha256, hex) covers everything that
     affects outputs: same hash, same outputs. `differences` says where the tensors and adapter_config.json disagree (the tensors are what is served).
+    `source` (sha256, hex) covers everything that was read, the file's layout included: same source, same `content_hash`.
     """
 
     rank: int
@@ -42,6 +39,7 @@ class Adapter:
     targets: tuple[str, ...]
     content_hash: str
     differences: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -49,11 +47,12 @@ class Adapter:
         return sum(tensor.nbytes for pair in self.tensors.values() for tensor in pair)
 
 
-def load_adapter(path: str | Path, config: LlamaConfig, max_rank: int, lenient: bool = False) -> Adapter:
+def load_adapter(path: str | Path, config: LlamaConfig, max_rank: int, lenient: bool = False, recall: Recall | None = None) -> Adapter:
     """Reads the PEFT adapter in directory `path` for the base that `config` describes.
 
-    `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of refused. Only safetensors are read.
-    Raises AdapterError naming the field or tensor and the remedy.
+    `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of refused. `recall`: given a `source`, the
+    content hash that an earlier call found for it, or None; where it knows one, the values are not looked at again and `tensors` stays empty. Only
+    safetensors are read. Raises AdapterError naming the field or tensor and the remedy.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -63,11 +62,18 @@ def load_adapter(path: str | Path, config: LlamaConfig, max_rank: int, lenient: 
         raise AdapterError(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with save_pretrained(safe_serialization=True)"
         )
-    file = SafetensorsFile(directory / WEIGHTS, AdapterError, _AGAIN)
-    pairs = _pairs(file, config)
-    ranks = {module: _check_shapes(file, module, names, config, settings, max_rank) for module, names in pairs.items()}
-    scaling = {module: settings.scaling(module, rank) for module, rank in ranks.items()}
-    tensors, content_hash = _contents(file, pairs, scaling)
+    with AdapterFile(directory / WEIGHTS, AdapterError, _AGAIN) as file:
+        pairs = _pairs(file, config)
+        ranks = {module: _check_shapes(file, module, names, config, settings, max_rank) for module, names in pairs.items()}
+        scaling = {module: settings.scaling(module, rank) for module, rank in ranks.items()}
+        file.read()
+    source = hashlib.sha256(f"{settings!r}\n{config!r}\n{file.digest}".encode()).hexdigest()
+    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    content_hash = recall(source) if recall is not None else None
+    if content_hash is None:
+        file.check_finite()
+        content_hash = _content_hash(file, pairs, scaling)
+        tensors = {module: (file.tensor(names[0]), file.tensor(names[1])) for module, names in pairs.items()}
     differences = _differences(settings, config, set(pairs))
     for difference in differences:
         _log.warning("adapter %s: %s", directory.name, difference)
@@ -78,10 +84,11 @@ def load_adapter(path: str | Path, config: LlamaConfig, max_rank: int, lenient: 
         targets=tuple(name for name in config.projections if any(module.endswith(f".{name}") for module in pairs)),
         content_hash=content_hash,
         differences=differences,
+        source=source,
     )
 
 
-def _pairs(file: SafetensorsFile, config: LlamaConfig) -> dict[str, tuple[str, str]]:
+def _pairs(file: AdapterFile, config: LlamaConfig) -> dict[str, tuple[str, str]]:
     """module -> (key of A, key of B), in the model's order. Every key must belong to such a pair."""
     sides: dict[tuple[str, str], str] = {}
     modules = config.linear_modules()
@@ -117,7 +124,7 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
     return f"tensor {key!r} is not LoRA A or B of a Llama projection: remove it, or {_AGAIN}"
 
 
-def _check_shapes(file: SafetensorsFile, module: str, names: tuple[str, str], config: LlamaConfig, settings: AdapterConfig, max_rank: int) -> int:
+def _check_shapes(file: AdapterFile, module: str, names: tuple[str, str], config: LlamaConfig, settings: AdapterConfig, max_rank: int) -> int:
     """The module's rank, once its shapes fit the base, its config and the limit."""
     outputs, inputs = config.module_shape(module)
     shape_a, shape_b = file.shapes[names[0]], file.shapes[names[1]]
@@ -139,49 +146,20 @@ def _check_shapes(file: SafetensorsFile, module: str, names: tuple[str, str], co
     return rank
 
 
-def _contents(
-    file: SafetensorsFile, pairs: Mapping[str, tuple[str, str]], scaling: Mapping[str, float]
-) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], str]:
-    """(module -> A and B, the content hash), read on some threads.
+def _content_hash(file: AdapterFile, pairs: Mapping[str, tuple[str, str]], scaling: Mapping[str, float]) -> str:
+    """One digest a module, made on some threads, and the digest of those."""
 
-    The tensors are copies in one piece of memory: ones that still lay in the file would change, or crash, when somebody saves a new adapter over it.
-    """
-    stored = {name: file.tensor(name) for pair in pairs.values() for name in pair}
-    starts = dict(zip(stored, accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in stored.values()), initial=0), strict=False))
-    memory = np.empty(sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in stored.values()), np.uint8)
-
-    def read(module: str) -> tuple[tuple[torch.Tensor, torch.Tensor], bytes]:
+    def digest(module: str) -> bytes:
         digest = hashlib.sha256(f"{module} {scaling[module]!r}\n".encode())
-        copies = []
         for name in pairs[module]:
-            source = stored[name].contiguous()
-            data = memory[starts[name]:starts[name] + source.nbytes]
-            np.copyto(data, source.view(torch.uint8).numpy().reshape(-1))
-            digest.update(f"{source.dtype} {list(source.shape)}\n".encode())
-            digest.update(data.data)
-            if not _finite(data, source.dtype):
-                raise AdapterError(f"{WEIGHTS}: tensor {name!r} holds NaN or infinity: training diverged; use an earlier checkpoint of the adapter")
-            copies.append(torch.from_numpy(data).view(source.dtype).view(source.shape))
-        return (copies[0], copies[1]), digest.digest()
+            digest.update(f"{FLOATING[file.dtypes[name]]} {list(file.shapes[name])}\n".encode())
+            digest.update(file.data(name).data)
+        return digest.digest()
 
     modules = list(pairs)
     parts = [modules[first:first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
-    found = dict(zip(modules, chain.from_iterable(_readers().map(lambda part: [read(module) for module in part], parts)), strict=True))
-    content_hash = hashlib.sha256(b"".join(digest for _, digest in found.values())).hexdigest()
-    return {module: tensors for module, (tensors, _) in found.items()}, content_hash
-
-
-@cache
-def _readers() -> ThreadPoolExecutor:
-    """Threads that copy, hash and check: all of that lets other threads run Python meanwhile. numpy's operations, unlike torch's, start none of their own."""
-    return ThreadPoolExecutor(READERS, "adapter-content")
-
-
-def _finite(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
-    """Whether no value of `dtype` among these bytes has an exponent of ones only."""
-    integer, exponent = {torch.bfloat16: (np.uint16, 0x7F80), torch.float16: (np.uint16, 0x7C00), torch.float32: (np.uint32, 0x7F800000)}[dtype]
-    bits = data.view(integer)
-    return not bits.size or int((bits & integer(exponent)).max()) < exponent
+    digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:

@@ -7,15 +7,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..compiler.recipe import Recipe
+from ..graphs.adapter import Adapter
 from ..graphs.lora import LoraShape
 from ..graphs.stack import check_fits, slot_tensor
 from .adapter_packing import Packing
 from .adapters import AdapterRegistry
+from .slot_cache import packing_key, slot_key
 
 ALIGNMENT = 4096
 """A page of the operating system: page-locking one tensor must not touch its neighbours."""
@@ -31,7 +34,7 @@ def host_bytes(count: int) -> torch.Tensor:
 
 
 class Block:
-    """One adapter's slot of every stack, in the stacks' order: `tensors` are views of one contiguous piece of memory."""
+    """One adapter's slot of every stack, in the stacks' order: `tensors` and numpy's `bytes` are views of one contiguous piece of memory."""
 
     def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
@@ -39,6 +42,7 @@ class Block:
         for size in sizes:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         self.memory = host_bytes(starts[-1])
+        self.bytes = self.memory.numpy()
         self.tensors = [self.memory[first:first + size].view(dtype).view(shape) for first, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)]
         self.holds = 0
         self.locked = False
@@ -67,6 +71,8 @@ class AdapterStore:
 
     `recipes`: stack name -> how an adapter's own A and B become its slot. Blocks are made when they are first needed and used again; while `use`d, a block
     is never given to another adapter. `device_calls` is held while memory is page-locked, bit by bit once `gently` is set: when steps run.
+
+    cache   what is kept of packed adapters between runs (the registry's), or None
     """
 
     def __init__(
@@ -88,6 +94,8 @@ class AdapterStore:
         self.gently = False
         self._preparing = threading.Lock()
         self._packing = Packing(recipes, [shape for shape, _ in self._shapes])
+        self._recipes = recipes
+        self.cache = registry.cache
 
     @property
     def numbers(self) -> list[int]:
@@ -113,16 +121,19 @@ class AdapterStore:
                 self._made -= 1
 
     def prepare(self, number: int) -> Block:
-        """The adapter's block as `use` gives it, read and packed if it is not here. Raises AdapterError or OSError."""
+        """The adapter's block as `use` gives it; if it is not here, it is taken from the cache, else read and packed. Raises AdapterError or OSError."""
         with self._preparing:
             block = self.use(number)
             if block is not None:
                 return block
-            adapter = self._registry.read(number)
-            check_fits(adapter, self._lora)
+            key = self._kept(number)
+            adapter = None if key else self._read(number)
             block = self._take_block()
             try:
-                self._packing.pack(lambda name: slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype), block.tensors)
+                if adapter is None and not self._load(key, block):
+                    adapter = self._read(number)
+                if adapter is not None:
+                    self._pack(adapter, block)
                 if self._pinned and not block.locked:
                     block.page_lock(self._device_calls, self.gently)
             except BaseException as error:
@@ -131,10 +142,56 @@ class AdapterStore:
                 else:
                     self._spare.append(block)
                 raise
+            if adapter is None:
+                self._registry.let_go(number)
             with self._lock:
                 block.holds = 1
                 self._blocks[number] = block
+            if self.cache is not None and adapter is not None:
+                store, content_hash = weakref.ref(self), adapter.content_hash
+                self.cache.background.later(lambda stopped: _keep(store, number, content_hash, stopped))
             return block
+
+    def keep(self, number: int, content_hash: str, stopped: threading.Event | None = None) -> None:
+        """Write the adapter's block to the cache, if both are here and it is not there. Raises Stopped once `stopped` is set."""
+        with self._lock:
+            block = self._blocks.get(number)
+            if block is None or self.cache is None:
+                return
+            block.holds += 1
+        try:
+            key = slot_key(self._packing_key, content_hash)
+            if not self.cache.has(key):
+                self.cache.save(key, block.bytes, stopped)
+        finally:
+            self.release(block)
+
+    @cached_property
+    def _packing_key(self) -> str:
+        return packing_key(self._recipes, self._shapes, self._dtype, self._registry.config, self._lora)
+
+    def _kept(self, number: int) -> str | None:
+        """The key under which the cache has the adapter, unless its files may have changed since it was registered."""
+        if self.cache is None or not self._registry.is_unchanged(number):
+            return None
+        self.cache.background.busy()
+        key = slot_key(self._packing_key, self._registry.by_number(number).content_hash)
+        return key if self.cache.has(key) else None
+
+    def _load(self, key: str | None, block: Block) -> bool:
+        """Fill a block from the cache; where that fails, its padding is zeros again."""
+        if key is not None and self.cache is not None and self.cache.load(key, block.bytes):
+            return True
+        block.bytes.fill(0)
+        return False
+
+    def _read(self, number: int) -> Adapter:
+        adapter = self._registry.read(number)
+        check_fits(adapter, self._lora)
+        return adapter
+
+    def _pack(self, adapter: Adapter, block: Block) -> None:
+        self._packing.pack(lambda name: slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype), block.tensors)
 
     def forget(self, number: int) -> None:
         """Drop a removed adapter's block."""
@@ -157,3 +214,10 @@ class AdapterStore:
 
     def _victim(self) -> int | None:
         return next((number for number, block in self._blocks.items() if not block.holds), None)
+
+
+def _keep(owner: "weakref.ref[AdapterStore]", number: int, content_hash: str, stopped: threading.Event) -> None:
+    """A job that does not keep the store alive until its turn comes."""
+    store = owner()
+    if store is not None:
+        store.keep(number, content_hash, stopped)

@@ -8,15 +8,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..graphs.adapter import Adapter, AdapterError, load_adapter
+from ..graphs.adapter import WEIGHTS, Adapter, AdapterError, load_adapter
+from ..graphs.adapter_config import CONFIG
 from ..graphs.config import LlamaConfig
 from ..graphs.lora import LoraShape
 from ..graphs.stack import check_fits
 from .errors import RequestError
+from .slot_cache import SlotCache
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
 READERS = 8  # threads; reading, checking and hashing all release the interpreter
+Stamp = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class AdapterRegistry:
     allowed_roots     directories under which adapters may lie (after links are resolved); None = anywhere
     max_adapters      most names at a time
     keep              adapters whose tensors are kept from `add` until they are first `read`; others are read from disk again
+    cache             what is kept of adapters between runs: one whose file is known from before is hashed, and its tensors are not kept
     lora              the stacks' shape once it is fixed: what does not fit is refused
     """
 
     def __init__(
-        self, config: LlamaConfig, max_rank: int, allowed_roots: Sequence[str | Path] | None = None, max_adapters: int = MAX_ADAPTERS, keep: int = 64
-    ) -> None:
+        self, config: LlamaConfig, max_rank: int, allowed_roots: Sequence[str | Path] | None = None, max_adapters: int = MAX_ADAPTERS, keep: int = 64,
+        cache: SlotCache | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.max_rank = max_rank
         self.allowed_roots = None if allowed_roots is None else [Path(os.path.realpath(root)) for root in allowed_roots]
@@ -61,7 +66,9 @@ class AdapterRegistry:
         self.numbers: dict[str, int] = {}
         self.hashes: dict[int, str] = {}
         self.lora: LoraShape | None = None
+        self.cache = cache
         self._keep = keep
+        self._stamps: dict[int, Stamp | None] = {}
         self._by_number: dict[int, KnownAdapter] = {}
         self._fresh: dict[int, Adapter] = {}
         self._next = 0
@@ -78,7 +85,7 @@ class AdapterRegistry:
     def add_all(self, paths: Mapping[str, str | Path]) -> Iterator[KnownAdapter]:
         """Adds several, read on some threads and numbered in the order given; the first that can't be added raises as `add` does."""
         waiting = deque(paths.items())
-        reads: deque[tuple[str, Future[tuple[Path, Adapter]]]] = deque()  # few at a time: each holds an adapter's tensors
+        reads: deque[tuple[str, Future[tuple[Path, Adapter, Stamp | None]]]] = deque()  # few at a time: each holds an adapter's tensors
         with ThreadPoolExecutor(READERS, "adapter-reader") as pool:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
@@ -87,19 +94,22 @@ class AdapterRegistry:
                 name, read = reads.popleft()
                 yield self._register(name, *read.result(), False)
 
-    def _read(self, name: str, path: str | Path, replace_name: bool) -> tuple[Path, Adapter]:
+    def _read(self, name: str, path: str | Path, replace_name: bool) -> tuple[Path, Adapter, Stamp | None]:
         check_name(name)
         self._check_room(name, replace_name)
         directory = self._resolve(name, path)
-        adapter = load_adapter(directory, self.config, self.max_rank)
+        stamp = _stamp(directory)
+        adapter = load_adapter(directory, self.config, self.max_rank, recall=None if self.cache is None else self.cache.recall)
+        if self.cache is not None and adapter.tensors:
+            self.cache.remember(adapter)
         if self.lora is not None:
             try:
                 check_fits(adapter, self.lora)
             except ValueError as error:
                 raise RequestError(f"adapter {name!r}: {error}") from error
-        return directory, adapter
+        return directory, adapter, stamp
 
-    def _register(self, name: str, directory: Path, adapter: Adapter, replace_name: bool) -> KnownAdapter:
+    def _register(self, name: str, directory: Path, adapter: Adapter, stamp: Stamp | None, replace_name: bool) -> KnownAdapter:
         with self._lock:
             self._check_room(name, replace_name)
             known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}))
@@ -107,6 +117,7 @@ class AdapterRegistry:
             self._by_number[known.number] = known
             if len(self._fresh) < self._keep:
                 self._fresh[known.number] = adapter
+            self._stamps[known.number] = stamp
             self.hashes[known.number] = adapter.content_hash
             self.numbers[name] = known.number
         return known
@@ -123,6 +134,7 @@ class AdapterRegistry:
             if number not in self.numbers.values():
                 self._by_number.pop(number, None)
                 self._fresh.pop(number, None)
+                self._stamps.pop(number, None)
                 self.hashes.pop(number, None)
 
     def read(self, number: int) -> Adapter:
@@ -130,12 +142,31 @@ class AdapterRegistry:
         known = self._by_number[number]
         with self._lock:
             fresh = self._fresh.pop(number, None)
-        if fresh is not None:
+        if fresh is not None and fresh.tensors:
             return fresh
+        stamp = _stamp(known.path)
         adapter = load_adapter(known.path, self.config, self.max_rank)
         if adapter.content_hash != known.content_hash:
             raise AdapterError("its files have changed since it was registered; register it again")
+        with self._lock:
+            if number in self._stamps:
+                self._stamps[number] = stamp
         return adapter
+
+    def is_unchanged(self, number: int) -> bool:
+        """Whether what is known by the adapter's content hash may stand for its files: not yet asked since `add`, or they look as they did then.
+
+        It is no proof, and need not be one: what is kept under the content hash is what was registered. Only that files were changed may be told later.
+        """
+        known = self._by_number[number]
+        with self._lock:
+            fresh, stamp = number in self._fresh, self._stamps.get(number)
+        return fresh or (stamp is not None and stamp == _stamp(known.path))
+
+    def let_go(self, number: int) -> None:
+        """Its tensors are not needed for the first `read`."""
+        with self._lock:
+            self._fresh.pop(number, None)
 
     def require(self, name: str) -> None:
         """Raises RequestError for a name that is not registered."""
@@ -166,3 +197,12 @@ class AdapterRegistry:
         if not any(directory.is_relative_to(root) for root in self.allowed_roots):
             raise RequestError(f"adapter {name!r}: its path does not lie under a directory from which adapters may be loaded; move it there")
         return directory
+
+
+def _stamp(directory: Path) -> Stamp | None:
+    """What tells one state of an adapter's files from another without reading them; None when they are not there."""
+    try:
+        states = [(directory / name).stat() for name in (WEIGHTS, CONFIG)]
+    except OSError:
+        return None
+    return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)

@@ -23,6 +23,7 @@ from .prompts import make_requests
 from .quick_start import collections_paused, wake
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerLimits
+from .slot_cache import SlotCache
 from .tokenizer import eos_token_ids, load_tokenizer
 
 DEMO_MODEL = Path(__file__).parent.parent / "tools" / "demo_model"
@@ -105,7 +106,7 @@ class LLM:
             calibration, self.config, None if load_format == "dummy" else directory, compiler_options, hadamard is None, center_keys is None)
         check_layers(compiler_options, self.config.num_hidden_layers)
         sizes = resolve_sizes(self.options, self.config.max_position_embeddings, self.device)
-        self.registry = AdapterRegistry(self.config, max_lora_rank or MAX_RANK, keep=max_cpu_loras)
+        self.registry = AdapterRegistry(self.config, max_lora_rank or MAX_RANK, keep=max_cpu_loras, cache=SlotCache.from_environment())
         given = dict(adapters or {})
         for _known in tqdm(
             self.registry.add_all(given), desc="Reading adapters", unit="adapter", total=len(given), disable=not (show_progress and given), leave=False

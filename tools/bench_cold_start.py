@@ -3,13 +3,16 @@
     python -m sidestream.tools.bench_cold_start [--background 32] [--repeats 12]
 
 While `--background` requests decode (a third each on the base model and on two resident adapters), single requests of 128 random prompt tokens arrive one after
-the other: for an adapter that is resident, for one that is in page-locked host memory, and for one that is on disk (its files lie in the operating system's
-cache). Printed are the times from submit to first token, what a cold one costs beyond a resident one, and the longest gap between two steps that the
-others saw between submit and first token. Llama-3.1-8B's shape with random weights, adapters of rank 32 on all projections.
+the other: for an adapter that is resident, for one that is in page-locked host memory, for one that was packed before and is kept on disk, and for one of
+which only PEFT's files are there (all files lie in the operating system's cache). Printed are the times from submit to first token, what a cold one costs
+beyond a resident one, and the longest gap between two steps that the others saw between submit and first token. Llama-3.1-8B's shape with random weights,
+adapters of rank 32 on all projections.
 """
 import argparse
+import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +24,7 @@ from .engine_arguments import positive
 from .random_adapters import write_random_adapter
 
 PROMPT = 128
-KINDS = ("resident", "host memory", "disk")
+KINDS = ("resident", "host memory", "disk, packed", "disk")
 WARM_UPS = 3
 OUTPUT = 1024
 """More than the background makes during a probe, reading from disk included: it must not end."""
@@ -100,8 +103,8 @@ class Bench:
             time.sleep(0.01)
 
 
-def measure(bench: Bench, names: list[str], repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Each kind's probes, in turn. names: two of the background, one resident, the others cold."""
+def measure(bench: Bench, names: list[str], repeats: int, cache: Any) -> dict[str, list[tuple[float, float]]]:
+    """Each kind's probes, in turn. names: two of the background, one resident, the others cold. cache: where the packed ones are."""
     warm, cold = names[2], names[3:]
     numbers, store = bench.llm.registry.numbers, bench.engine.runner.stacks.store
     bench.wait_for_memory(set(numbers.values()))
@@ -115,14 +118,30 @@ def measure(bench: Bench, names: list[str], repeats: int) -> dict[str, list[tupl
                 name = cold[turn % len(cold)]
                 turn += 1
                 bench.probe(warm)  # the other cold adapter's slot is the one that is given up
-            if kind == "disk":
+            if kind.startswith("disk"):
                 store.forget(numbers[name])
+            store.cache = cache if kind == "disk, packed" else None
             bench.gaps(8)
             sample = bench.probe(name)
             bench.check()
             if repeat >= WARM_UPS:
                 times[kind].append(sample)
     return times
+
+
+def kept(llm: Any, directory: Path) -> Any:
+    """A cache in `directory` that holds every adapter packed. Raises RuntimeError when the disk does not take them."""
+    from ..runtime.cache_folder import CacheFolder
+    from ..runtime.slot_cache import SlotCache
+
+    cache, store = SlotCache(CacheFolder(directory, sys.maxsize)), llm.engine.runner.stacks.store
+    store.cache = cache
+    for number, content_hash in llm.registry.hashes.items():
+        store.release(store.prepare(number))
+        store.keep(number, content_hash)
+    if len(list(directory.glob("*.slot"))) < len(llm.registry.hashes):
+        raise RuntimeError(f"the packed adapters could not all be written to {directory}; set TMPDIR to a disk with more room")
+    return cache
 
 
 def report(times: dict[str, list[tuple[float, float]]], quiet: list[float]) -> None:
@@ -148,6 +167,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=positive, help="a smaller model, for a look without a GPU")
     options = parser.parse_args()
     from ..runtime.llm import LLM
+    from ..runtime.slot_cache import VARIABLE
 
     config = dict(LLAMA_8B)
     if options.layers:
@@ -158,6 +178,7 @@ def main() -> None:
     for name, value in collect().items():
         print(f"{name}: {value}")
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
+        os.environ[VARIABLE] = "0"  # random adapters do not belong into the user's cache
         begin = time.perf_counter()
         paths = {f"random-{index}": write_random_adapter(Path(scratch) / str(index), config, 32, index) for index in range(3 + options.cold)}
         size = sum(file.stat().st_size for file in (Path(scratch) / "0").iterdir())
@@ -167,7 +188,7 @@ def main() -> None:
                   max_num_batched_tokens=max(512, options.background + 1), max_model_len=PROMPT + OUTPUT, show_progress=True)  # fmt: skip
         print(f"ready after {time.perf_counter() - begin:.1f} s", {name: round(seconds, 1) for name, seconds in llm.seconds.items()}, flush=True)
         bench = Bench(llm, options.background, list(paths))
-        times = measure(bench, list(paths), options.repeats)
+        times = measure(bench, list(paths), options.repeats, kept(llm, Path(scratch) / "kept"))
         report(times, bench.gaps(200))
 
 

@@ -1,0 +1,110 @@
+"""Files kept between runs in a folder of this user's own: written whole or not at all, of a bounded size together, the longest unused removed first."""
+import errno
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SPARE_BYTES = 1 << 30
+"""A disk with less room than this afterwards is left alone."""
+STALE_SECONDS = 3600.0
+_TEMPORARY = ".tmp"
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_log = logging.getLogger(__name__)
+
+
+class CacheFolder:
+    """The folder `directory`, made with mode 0700 when something is first kept; at most `limit` bytes. Safe for several processes at once.
+
+    What belongs to another user, or what others may write to, counts as absent and is not written to.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.directory = directory
+        self.limit = limit
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[int | None]:
+        """A file descriptor of the file `name`, which counts as used now; None when it is absent."""
+        handle = self._open(name)
+        try:
+            yield handle
+            if handle is not None:
+                with suppress(OSError):
+                    os.utime(handle)
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+    def __contains__(self, name: str) -> bool:
+        with suppress(OSError):
+            return self._trusted(self.directory.stat()) and self._trusted((self.directory / name).lstat())
+        return False
+
+    def write(self, name: str, size: int, fill: Callable[[int], None]) -> None:
+        """Keep a file of `size` bytes, which `fill` writes to a file descriptor: others see the old file or the whole new one. Raises OSError."""
+        if size > self.limit:
+            raise OSError(errno.EFBIG, f"{size} bytes are more than the {self.limit} that the cache may have")
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._trusted(self.directory.stat()):
+            raise OSError(errno.EPERM, "the folder belongs to another user, or others may write to it", str(self.directory))
+        room = os.statvfs(self.directory)
+        if room.f_bavail * room.f_frsize < size + SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
+        handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=_TEMPORARY)
+        try:
+            try:
+                fill(handle)
+            finally:
+                os.close(handle)
+            os.replace(temporary, self.directory / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        self._trim(name)
+
+    def remove(self, name: str) -> None:
+        """Forget a file that is damaged."""
+        with suppress(OSError):
+            (self.directory / name).unlink()
+
+    def _open(self, name: str) -> int | None:
+        if name not in self:
+            return None
+        try:
+            handle = os.open(self.directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                _log.warning("a kept file is left out: %s", error)
+            return None
+        if self._trusted(os.fstat(handle)):
+            return handle
+        os.close(handle)
+        return None
+
+    @staticmethod
+    def _trusted(found: os.stat_result) -> bool:
+        return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_MAY_WRITE and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
+
+    def _trim(self, newest: str) -> None:
+        """Remove what was not used for longest until the rest keeps the limit, and what writers that died left behind."""
+        files: list[tuple[float, int, str]] = []
+        with suppress(OSError), os.scandir(self.directory) as entries:
+            for entry in entries:
+                with suppress(OSError):  # another process may have removed it
+                    found = entry.stat(follow_symlinks=False)
+                    if not entry.name.endswith(_TEMPORARY):
+                        files.append((found.st_mtime, found.st_size, entry.name))
+                    elif time.time() - found.st_mtime > STALE_SECONDS:
+                        os.unlink(entry.path)
+        total = sum(size for _, size, _ in files)
+        for _, size, name in sorted(files):
+            if total <= self.limit:
+                return
+            if name != newest:
+                self.remove(name)
+                total -= size

@@ -1,0 +1,324 @@
+"""Packed adapters kept on disk: a hit gives a miss's bytes and reads no tensors; what differs, is damaged or does not belong to us is absent."""
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sidestream.compiler.options import OptionError
+from sidestream.compiler.recipe import Recipe, cat, item, param, quantize
+from sidestream.graphs.adapter import WEIGHTS, AdapterError
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.lora import LoraShape
+from sidestream.runtime import adapters, cache_folder, slot_cache
+from sidestream.runtime.adapter_store import AdapterStore
+from sidestream.runtime.adapters import AdapterRegistry
+from sidestream.runtime.background import Background, Stopped
+from sidestream.runtime.cache_folder import CacheFolder
+from sidestream.runtime.slot_cache import SlotCache, packing_key
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+PREFIX = "model.layers.0.self_attn."
+LORA = LoraShape(3, 16)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def paths(base):
+    return tiny_adapters(base, [AdapterSpec(rank=4 + index, alpha=24) for index in range(3)])
+
+
+@pytest.fixture(scope="module")
+def config(base):
+    return LlamaConfig.from_directory(base.path)
+
+
+@pytest.fixture(autouse=True)
+def few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces in small blocks."""
+    monkeypatch.setattr(slot_cache, "WRITTEN_AT_ONCE", 8192)
+    monkeypatch.setattr(slot_cache, "LARGEST_PIECE", 1 << 15)
+
+
+def new_cache(folder: Path, limit: int = 1 << 30) -> SlotCache:
+    return SlotCache(CacheFolder(folder / "adapters", limit))
+
+
+def new_recipes(dtype: torch.dtype = torch.int8) -> dict[str, Recipe]:
+    down = quantize(param("model.layers.0.mlp.down_proj.lora_a"), dtype)
+    return {"qkv_a": cat(1, [param(f"{PREFIX}{name}_proj.lora_a") for name in "qkv"]), "down_a": item(down, 0), "down_a_scale": item(down, 1)}
+
+
+def new_store(config: LlamaConfig, registry: AdapterRegistry, recipes: dict[str, Recipe] | None = None, keep: int = 2) -> AdapterStore:
+    recipes = recipes or new_recipes()
+    stacks = {"qkv_a": torch.zeros(3, 48, 128, dtype=torch.bfloat16), "down_a": torch.zeros(3, 16, 256, dtype=torch.int8), "down_a_scale": torch.zeros(3, 16)}
+    return AdapterStore(recipes, stacks, registry, LORA, keep, threading.Lock())
+
+
+def start(config: LlamaConfig, path: Path, folder: Path, **more: Any) -> tuple[bytes, bool]:
+    """A start with one adapter, ended once everything is kept: (its block's bytes, whether its tensors were read for them)."""
+    registry = AdapterRegistry(config, 16, cache=new_cache(folder))
+    number = registry.add("a", path).number
+    store, reads = new_store(config, registry, **more), []
+    read = registry.read
+    registry.read = lambda number: reads.append(number) or read(number)
+    block = store.prepare(number)
+    found = block.bytes.tobytes()
+    store.release(block)
+    assert registry.cache.background.finish(20)
+    return found, bool(reads)
+
+
+def kept(folder: Path, kind: str = "slot") -> list[Path]:
+    return sorted((folder / "adapters").glob(f"*.{kind}"))
+
+
+def test_a_hit_has_the_bytes_of_a_miss_and_reads_no_tensors(config, paths, tmp_path, monkeypatch):
+    alone = AdapterRegistry(config, 16)
+    number = alone.add("a", paths[0]).number
+    expected = new_store(config, alone).prepare(number).bytes.tobytes()
+    assert start(config, paths[0], tmp_path) == (expected, True)
+    assert len(kept(tmp_path)) == 1 and len(kept(tmp_path, "hash")) == 1
+    folder = tmp_path / "adapters"
+    assert folder.stat().st_mode & 0o777 == 0o700 and {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    monkeypatch.setattr("sidestream.graphs.adapter_file.finite", lambda *_: pytest.fail("the values were looked at again"))
+    assert start(config, paths[0], tmp_path) == (expected, False)
+    registry = AdapterRegistry(config, 16, cache=new_cache(tmp_path))
+    known = registry.add("a", paths[0])
+    assert known.content_hash == alone.hashes[number] and (known.adapter.rank, known.adapter.scaling) == (4, alone.by_number(number).adapter.scaling)
+
+
+def test_a_cold_start_within_one_process(config, paths, tmp_path):
+    """Given up and wanted again, an adapter comes from the cache as long as its files look the same; else they decide, with the errors they always had."""
+    copy = shutil.copytree(paths[0], tmp_path / "copy")
+    registry = AdapterRegistry(config, 16, cache=new_cache(tmp_path), keep=0)
+    number = registry.add("a", copy).number
+    store, calls, load = new_store(config, registry), [], adapters.load_adapter
+
+    def cold() -> bytes:
+        store.forget(number)
+        block = store.prepare(number)
+        store.release(block)
+        assert registry.cache.background.finish(20)
+        return block.bytes.tobytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "load_adapter", lambda *args, **more: calls.append(args) or load(*args, **more))
+        first = cold()
+        assert len(calls) == 1 and cold() == first and len(calls) == 1
+        os.utime(copy / WEIGHTS)
+        assert cold() == first and len(calls) == 2, "looked at again,"
+        assert cold() == first and len(calls) == 2, "once"
+    shutil.copy(paths[1] / WEIGHTS, copy / WEIGHTS)
+    shutil.copy(paths[1] / "adapter_config.json", copy / "adapter_config.json")
+    with pytest.raises(AdapterError, match="have changed since it was registered"):
+        cold()
+    shutil.rmtree(copy)
+    with pytest.raises(AdapterError, match="does not exist"):
+        cold()
+
+
+@pytest.mark.parametrize("change", ["content", "scaling", "recipes", "sources"])
+def test_what_differs_is_packed_anew(config, paths, tmp_path, change, monkeypatch):
+    copy = shutil.copytree(paths[0], tmp_path / "copy")
+    first, _ = start(config, copy, tmp_path)
+    more: dict[str, Any] = {}
+    if change == "content":
+        tensors = load_file(copy / WEIGHTS)
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, copy / WEIGHTS)
+    elif change == "scaling":
+        config_file = copy / "adapter_config.json"
+        config_file.write_text(config_file.read_text().replace('"lora_alpha": 24', '"lora_alpha": 25'))
+    elif change == "recipes":
+        more["recipes"] = new_recipes() | {"qkv_a": cat(1, [param(f"{PREFIX}{name}_proj.lora_a") for name in "kqv"])}
+    else:
+        monkeypatch.setattr(slot_cache, "_sources", lambda: "of another release")
+    again, read = start(config, copy, tmp_path, **more)
+    assert read and len(kept(tmp_path)) == 2 and (again == first) is (change in ("sources", "scaling"))  # no B in these recipes
+    assert start(config, copy, tmp_path, **more) == (again, False)
+
+
+def test_the_key_knows_shapes_and_dtypes_and_no_slot_count(config):
+    shapes = [((16, 256), torch.int8)]
+    recipes = {"a": new_recipes()["down_a"]}
+    key = packing_key(recipes, shapes, torch.bfloat16, config, LORA)
+    assert key == packing_key(dict(recipes), list(shapes), torch.bfloat16, config, LoraShape(77, 16))
+    others = {packing_key(recipes, [other], torch.bfloat16, config, LORA) for other in (((16, 256), torch.uint8), ((8, 512), torch.int8))}
+    others |= {packing_key(recipes, shapes, torch.float32, config, LORA), packing_key({"b": recipes["a"]}, shapes, torch.bfloat16, config, LORA)}
+    assert len({key, *others, packing_key(recipes, shapes, torch.bfloat16, config, LoraShape(3, 32))}) == 6
+
+
+@pytest.mark.parametrize("damage", ["bit", "last bit", "short", "long", "empty", "header", "another's", "garbage"])
+def test_a_damaged_slot_is_replaced(config, paths, tmp_path, damage, caplog):
+    first, _ = start(config, paths[0], tmp_path)
+    (path,) = kept(tmp_path)
+    good = path.read_bytes()
+    bad = bytearray(good)
+    if damage == "bit":
+        bad[6000] ^= 1
+    elif damage == "last bit":
+        bad[-1] ^= 0x80
+    elif damage == "another's":
+        bad[:4096] = good[:4096].replace(path.stem[:8].encode(), b"00000000")
+    elif damage == "header":
+        bad[:200] = b"[" * 200
+    bad = bytearray({"short": good[:-1], "long": good + b"\0", "empty": b"", "garbage": os.urandom(len(good))}.get(damage, bytes(bad)))
+    path.write_bytes(bad)
+    with caplog.at_level(logging.WARNING):
+        assert start(config, paths[0], tmp_path) == (first, True)
+    assert "left out" in caplog.text and path.read_bytes() == good
+    assert start(config, paths[0], tmp_path) == (first, False)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 100, None])
+def test_a_damaged_content_hash_is_replaced(config, paths, tmp_path, content):
+    first, _ = start(config, paths[0], tmp_path)
+    (path,) = kept(tmp_path, "hash")
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] if content is None else content)
+    assert start(config, paths[0], tmp_path) == (first, False), "the slot is still good"
+    assert path.read_bytes() == good
+
+
+def test_what_others_could_have_written_is_not_used(config, paths, tmp_path, caplog):
+    first, _ = start(config, paths[0], tmp_path)
+    (path,) = kept(tmp_path)
+    path.chmod(0o666)
+    assert start(config, paths[0], tmp_path) == (first, True)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert start(config, paths[0], tmp_path) == (first, True)
+    assert not path.is_symlink() and start(config, paths[0], tmp_path) == (first, False)
+    (tmp_path / "adapters").chmod(0o777)
+    assert start(config, paths[0], tmp_path) == (first, True)
+    assert "others may write" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["in the way", "full", "full on the way"])
+def test_a_disk_that_takes_nothing_costs_only_time(config, paths, tmp_path, fault, monkeypatch, caplog):
+    if fault == "in the way":
+        (tmp_path / "adapters").write_text("a file")
+    elif fault == "full":
+        monkeypatch.setattr(cache_folder.os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=4096))
+    else:
+        def write(handle: int, data: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(slot_cache, "_write", write)
+    for _ in range(2):
+        assert start(config, paths[0], tmp_path)[1]
+    assert "not kept" in caplog.text and (fault == "in the way" or not list((tmp_path / "adapters").iterdir()))
+
+
+def test_the_longest_unused_are_removed(tmp_path):
+    cache = new_cache(tmp_path, limit=3 * (4096 + 8192) + 100)
+    data = {name: np.random.default_rng(index).integers(0, 256, 8192, np.uint8) for index, name in enumerate("abcd")}
+    for age, name in enumerate("abc"):
+        cache.save(name, data[name])
+        os.utime(kept(tmp_path)[-1], (1e9 + age, 1e9 + age))
+    for name, age in (("gone", 7200), ("busy", 60)):
+        path = tmp_path / "adapters" / f"{name}.tmp"
+        path.write_text("")
+        os.utime(path, (time.time() - age,) * 2)
+    target = np.empty(8192, np.uint8)
+    assert cache.load("a", target) and np.array_equal(target, data["a"])  # used: `b` is the oldest now
+    cache.save("d", data["d"])
+    assert [path.stem for path in kept(tmp_path)] == ["a", "c", "d"] and [path.stem for path in kept(tmp_path, "tmp")] == ["busy"]
+    assert not cache.load("b", target) and cache.load("d", target) and np.array_equal(target, data["d"])
+    cache.save("large", np.zeros(1 << 20, np.uint8))
+    assert [path.stem for path in kept(tmp_path)] == ["a", "c", "d"], "larger than all: not kept, and nothing given up for it"
+
+
+def test_writers_at_once(tmp_path):
+    """Whoever reads meanwhile finds nothing or all of it."""
+    data = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
+    caches = [new_cache(tmp_path) for _ in range(4)]
+    writers = [threading.Thread(target=lambda cache=cache: [cache.save("k", data) for _ in range(5)]) for cache in caches]
+    for writer in writers:
+        writer.start()
+    found = 0
+    while any(writer.is_alive() for writer in writers):
+        target = np.zeros_like(data)
+        if caches[0].has("k"):
+            assert caches[0].load("k", target) and np.array_equal(target, data)
+            found += 1
+    assert found and [path.name for path in (tmp_path / "adapters").iterdir()] == ["k.slot"]
+
+
+def test_writing_can_be_given_up(tmp_path):
+    cache, stopped = new_cache(tmp_path), threading.Event()
+    stopped.set()
+    with pytest.raises(Stopped):
+        cache.save("k", np.zeros(300_000, np.uint8), stopped)
+    assert not list((tmp_path / "adapters").iterdir())
+
+
+def test_a_process_that_ends_leaves_no_half_written_file(tmp_path):
+    code = f"""
+import sys, time, numpy
+from pathlib import Path
+from sidestream.runtime import slot_cache
+from sidestream.runtime.cache_folder import CacheFolder
+slot_cache.WRITE_PAUSE = 0.05
+cache = slot_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
+cache.background._line.quiet = 0.0
+cache.background.later(lambda stopped: cache.save("k", numpy.zeros(1 << 29, numpy.uint8), stopped))
+while not list(Path({str(tmp_path)!r}).glob("adapters/*.tmp")):
+    time.sleep(0.01)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert time.monotonic() - begin < 60 and not list((tmp_path / "adapters").iterdir())
+
+
+def test_work_waits_for_quiet_and_ends_with_its_owner():
+    background = Background("test", quiet=0.3)
+    done: list[Any] = []
+    begin = time.monotonic()
+    background.later(lambda stopped: done.append(time.monotonic() - begin))
+    time.sleep(0.2)
+    background.busy()
+    background.later(lambda stopped: 1 / 0)  # logged, and no reason to end
+    background.later(lambda stopped: done.append("last"))
+    until = time.monotonic() + 10
+    while len(done) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert done[0] > 0.45 and done[1] == "last" and background.finish(1.0)
+    thread = background._thread
+    assert thread is not None
+    background.later(lambda stopped: done.append("never"))
+    del background
+    thread.join(5)
+    assert not thread.is_alive() and "never" not in done
+
+
+def test_size_and_place_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
+    monkeypatch.delenv(slot_cache.VARIABLE, raising=False)
+    usual = SlotCache.from_environment()
+    assert usual is not None and usual.folder.directory == tmp_path / "adapters" and usual.folder.limit == 32 * 10**9
+    monkeypatch.setenv(slot_cache.VARIABLE, "0.5")
+    smaller = SlotCache.from_environment()
+    assert smaller is not None and smaller.folder.limit == 5 * 10**8 and not list(tmp_path.iterdir())
+    monkeypatch.setenv(slot_cache.VARIABLE, "0")
+    assert SlotCache.from_environment() is None
+    for bad in ("much", "-1", "nan", "inf"):
+        monkeypatch.setenv(slot_cache.VARIABLE, bad)
+        with pytest.raises(OptionError, match=slot_cache.VARIABLE):
+            SlotCache.from_environment()
