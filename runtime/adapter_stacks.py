@@ -20,6 +20,7 @@ from ..graphs.lora import LoraShape
 from .adapter_packing import use_few_threads
 from .adapter_store import AdapterStore, Block
 from .adapters import AdapterRegistry
+from .slot_copy import SlotCopies
 
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.0002
@@ -51,8 +52,8 @@ class AdapterStacks:
     """The stacks [S, ...] on the device, and what brings adapters into them.
 
     `start` begins a copy into a slot that no step at work reads, `finished` tells which copies have ended; the caller lets no step use the slot in between.
-    A copy from host memory is one run of asynchronous copies on a stream of its own. One that is about to end is told early, so that the next step can be
-    planned with it: whoever launches a step calls `before_step` first, which has the device wait for what has not quite arrived.
+    A copy from host memory is a run of asynchronous copies on a stream of its own (`slot_copy`). One that is about to end is told early, so that the next
+    step can be planned with it: whoever launches a step calls `before_step` first, which has the device wait for what has not quite arrived.
     `device_calls` must be held by whoever captures a CUDA graph: other threads must not call the device meanwhile.
     """
 
@@ -63,7 +64,7 @@ class AdapterStacks:
         self.store = AdapterStore(recipes, stacks, registry, lora, keep, self.device_calls)
         self._registry = registry
         self._device = next(iter(stacks.values())).device
-        self._slots = [[stacks[name][slot] for name in recipes] for slot in range(lora.slots)]
+        self._copies_into = SlotCopies([[stacks[name][slot] for name in recipes] for slot in range(lora.slots)], self._device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._reads: queue.PriorityQueue[Read] = queue.PriorityQueue()
         self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
@@ -136,11 +137,15 @@ class AdapterStacks:
                 self.store.release(flight.block)
 
     def load(self, slot: int, number: int) -> None:
-        """Copy an adapter into a slot in the order of the current stream; reads it first if need be."""
+        """Copy an adapter into a slot behind the current stream's work, and wait for it; reads it first if need be."""
         block = self.store.prepare(number)
-        torch._foreach_copy_(self._slots[slot], block.tensors, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._stream is None:
+            self._copies_into.enqueue(slot, block)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with self.device_calls, torch.cuda.stream(self._stream):
+                self._copies_into.enqueue(slot, block)
+            self._stream.synchronize()
         self.store.release(block)
 
     def forget(self, number: int) -> None:
@@ -182,13 +187,13 @@ class AdapterStacks:
                 begin = max(time.monotonic(), self._busy_until)
                 with self.device_calls, torch.cuda.stream(self._stream):
                     first.record(self._stream)
-                    torch._foreach_copy_(self._slots[slot], block.tensors, non_blocking=True)
+                    self._copies_into.enqueue(slot, block)
                     last.record(self._stream)
                 due = None if self._copy_seconds is None else begin + self._copy_seconds
                 self._busy_until = begin if due is None else due
                 self._flying.append(Flight(slot, number, block, first, last, due))
                 return
-            torch._foreach_copy_(self._slots[slot], block.tensors)
+            self._copies_into.enqueue(slot, block)
             problem = None
         except Exception as error:
             problem = self._explain(number, error)

@@ -5,9 +5,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from .slot_cache import packing_key, slot_key
 ALIGNMENT = 4096
 """A page of the operating system: page-locking one tensor must not touch its neighbours."""
 LOCK_PAUSE = 0.0002
+PIECE = 1 << 20
+"""Bytes that are page-locked, and copied, at a time: whoever launches steps waits for a call that locks pages."""
+
+
+def block_starts(sizes: Sequence[int]) -> list[int]:
+    """Where tensors of so many bytes begin in a block, and where it ends."""
+    return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 def host_bytes(count: int) -> torch.Tensor:
@@ -38,9 +46,7 @@ class Block:
 
     def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        starts = block_starts(sizes)
         self.memory = host_bytes(starts[-1])
         self.bytes = self.memory.numpy()
         self.tensors = [self.memory[first:first + size].view(dtype).view(shape) for first, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)]
@@ -50,14 +56,14 @@ class Block:
     def page_lock(self, device_calls: Any, gently: bool) -> None:
         """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical adapter.
 
-        `gently`: tensor by tensor, with pauses: whoever launches steps waits for a call that locks pages, and for a whole adapter that takes tens of
-        milliseconds. The memory should have been written before, or the call also has to find and clear its pages.
+        `gently`: a piece at a time, with pauses; for a whole adapter the call takes tens of milliseconds. The memory should have been written before, or
+        the call also has to find and clear its pages.
         """
         runtime = torch.cuda.cudart()
-        for tensor in self.tensors if gently else [self.memory]:
-            pointer = tensor.data_ptr()
+        for piece in self.memory.split(PIECE if gently else self.memory.numel()):
+            pointer = piece.data_ptr()
             with device_calls:
-                error = int(runtime.cudaHostRegister(pointer, tensor.nbytes, 0))
+                error = int(runtime.cudaHostRegister(pointer, piece.nbytes, 0))
             if error:
                 raise MemoryError(f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); lower max_cpu_loras")
             weakref.finalize(self, runtime.cudaHostUnregister, pointer).atexit = False

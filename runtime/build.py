@@ -85,7 +85,9 @@ def _plan_pages(program: Program, config: LlamaConfig, options: EngineOptions, s
     if device.type == "cpu":
         return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
     activations = program.arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size)
-    demand = Demand(nbytes(_specs(program, "weight")), nbytes(_specs(program, "adapter")), activations, page)
+    stacks = _specs(program, "adapter")
+    slots = next((shape[0] for shape, _ in stacks.values()), 1)
+    demand = Demand(nbytes(_specs(program, "weight")), nbytes(stacks) * (slots + 1) // slots, activations, page)  # one slot more: `slot_copy`'s buffer
     free, total = torch.cuda.mem_get_info(device)
     return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
 

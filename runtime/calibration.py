@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ..compiler.options import CompileOptions, OptionError
+from ..compiler.options import DEFAULT_KV_DTYPE, CompileOptions, OptionError
 from ..compiler.passes.center_keys import key_center_name
 from ..graphs.checkpoint import Checkpoint
 from ..graphs.config import LlamaConfig
@@ -21,11 +21,11 @@ from ..graphs.config import LlamaConfig
 FILE_NAME = "sidestream_calibration.safetensors"
 KEY = "sidestream_calibration"
 VERSION = 1
-KV_DTYPES = ("fp8_e4m3", "int8")
+KV_DTYPES = ("int8", "fp8_e4m3")
 # How K is treated: (Hadamard, centring), the ones that cost least first.
 TREATMENTS = ((True, False), (True, True), (False, False), (False, True))
 WORTH = 0.95  # another treatment than the first must bring the error below this share of it
-WORTH_INT8 = 0.8  # and int8, whose prefill computes Q K^T in 16 bits, below this share of e4m3's
+WORTH_DTYPE = 0.8  # and another cache dtype than the precision's own, which is what whole answers were measured with, below this share of its error
 _MAX_METADATA = 16 << 20
 _FINGERPRINT_ROWS = 4
 
@@ -67,7 +67,7 @@ class LayerFigures:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A model's figures.
+    """A model's figures: they serve int8 and fp8 mode alike, and each mode takes from them what it needs.
 
     fingerprint   which model it is of (`fingerprint`)
     key_centers   by layer, the mean key [kv heads, head dim] fp32, after RoPE, before any Hadamard transform
@@ -85,17 +85,21 @@ class Calibration:
         """Root mean square over the layers."""
         return (sum(layer.error(kv_dtype) ** 2 for layer in self.layers) / len(self.layers)) ** 0.5
 
-    @property
-    def kv_dtype(self) -> str:
-        """The dtype to choose."""
-        first, other = KV_DTYPES
-        return other if self.error(other) < WORTH_INT8 * self.error(first) else first
+    def kv_dtype(self, precision: str) -> str:
+        """The cache dtype for `precision` ("int8" or "fp8"): its own, unless the other one's error is far smaller."""
+        first = DEFAULT_KV_DTYPE[precision]
+        other, = set(KV_DTYPES) - {first}
+        return other if self.error(other) < WORTH_DTYPE * self.error(first) else first
+
+    def value_error(self, kv_dtype: str, rotated: bool) -> float:
+        """Relative error of attention's output by the values alone, root mean square over the layers."""
+        return (sum(layer.value_errors[kv_dtype, rotated] ** 2 for layer in self.layers) / len(self.layers)) ** 0.5
 
     def options(self, options: CompileOptions, hadamard: bool = True, center_keys: bool = True) -> CompileOptions:
         """`options` with a dtype where it says "auto", and with Hadamard and centring by layer where these are left to the calibration."""
         if not options.quantizes_kv:
             return options
-        kv_dtype: Any = self.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
+        kv_dtype: Any = self.kv_dtype(options.precision) if options.kv_dtype == "auto" else options.kv_dtype
         chosen = [layer.treatment(kv_dtype) for layer in self.layers]
         changes: dict[str, Any] = {"kv_dtype": kv_dtype}
         for place, (name, wanted) in enumerate((("hadamard", hadamard), ("center_keys", center_keys))):

@@ -14,12 +14,13 @@ DESCRIPTION = """\
 Run a short text through the unquantized model, with the base and with each adapter, and look at every layer's queries, keys and values:
   K amax, outliers   largest key, and how far it stands out in its head (1: flat, sqrt(head dim): one channel alone)
   K bias             share of the keys' energy that is the same in all tokens, which centring removes
-  e4m3, int8         error of the attention scores in nats with a cache of that type: with Hadamard (the default), and with the best treatment
-  V e4m3, V int8     relative error of attention's output for a value cache of that type, and with V rotated (--rotate-values)
-  K treated          what is chosen for the layer: Hadamard, centring
-  gain               error of the scores with e4m3 and Hadamard over that of what is chosen
-The file holds the keys' means and these figures. LLM(..., calibration=FILE) and --calibration FILE then decide what kv_dtype "auto" means, and where keys are
-transformed and centred; as sidestream_calibration.safetensors in the model's directory it is found without being named."""
+  int8, e4m3         error of the attention scores in nats with a cache of that type: with Hadamard (the default), and with the best treatment
+  V int8, V e4m3     relative error of attention's output for a value cache of that type, and with V rotated (--rotate-values)
+  K treated          what is chosen for the layer in the mode that --precision names: Hadamard, centring
+  gain               error of the scores with that mode's own cache and Hadamard over that of what is chosen
+The file holds the keys' means and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE) and --calibration FILE then decide what kv_dtype
+"auto" means (the mode's own type, int8 or e4m3, unless the other one's error is far smaller), and where keys are transformed and centred; as
+sidestream_calibration.safetensors in the model's directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard."""
 
 EXAMPLES = """\
 examples:
@@ -32,6 +33,7 @@ DEFAULT_TOKENS, DEFAULT_LENGTH = 4096, 512
 CPU_TOKENS, CPU_LENGTH = 1024, 256
 ADAPTER_DOCUMENTS = 2
 CHARACTERS_A_TOKEN = 8
+PRECISIONS = ("int8", "fp8")  # those that quantize, the default first; spelt out, since help must not import torch
 STANDARD_LIBRARY = ("textwrap", "argparse", "statistics", "json.decoder", "difflib", "calendar", "tokenize", "fractions", "heapq", "shlex")
 
 
@@ -55,6 +57,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--length", type=positive, metavar="N", help=f"tokens of a piece, at most the model's limit (default: {DEFAULT_LENGTH}, on a CPU {CPU_LENGTH})"
     )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default=PRECISIONS[0],
+        help="the mode whose choices the table shows by layer; the file serves all of them (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -89,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.prompts} has less than two tokens; give it some text")
     calibration = calibrate(model, jobs, device, fingerprint(model.config, Checkpoint(directory)), names, progress=sys.stderr.isatty())
     print(f"{directory.name}: {calibration.tokens} tokens, adapters: {', '.join(names) or 'none'}\n")
-    print(as_text(calibration))
+    print(as_text(calibration, options.precision))
     calibration.save(options.output)
     print(f"written to {options.output}")
     return 0
@@ -227,22 +233,42 @@ def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> 
     return [(q, k, v) for q, (k, v) in zip(queries, appended, strict=True)]
 
 
-def as_text(calibration: Any) -> str:
-    """The table by layer, and what is chosen for all."""
+def as_text(calibration: Any, precision: str) -> str:
+    """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
+    from ..compiler.options import DEFAULT_KV_DTYPE
     from ..compiler.report import columns
-    from ..runtime.calibration import KV_DTYPES
+    from ..runtime.calibration import KV_DTYPES, TREATMENTS
 
-    chosen = calibration.kv_dtype
-    header = ["layer", "K amax", "outliers", "bias", "e4m3", "best", "int8", "best", "V e4m3", "rotated", "V int8", "rotated", "K treated", "gain"]
-    table: list[tuple[str, ...]] = [tuple(header)]
+    chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]
+    short = {kv_dtype: kv_dtype.removeprefix("fp8_") for kv_dtype in KV_DTYPES}
+    table: list[tuple[str, ...]] = [(
+        "layer", "K amax", "outliers", "bias", *(word for kv_dtype in KV_DTYPES for word in (short[kv_dtype], "best")),
+        *(word for kv_dtype in KV_DTYPES for word in (f"V {short[kv_dtype]}", "rotated")), "K treated", "gain")]  # fmt: skip
     for number, layer in enumerate(calibration.layers):
         row = [str(number), f"{layer.key_amax:.1f}", f"{layer.key_outliers:.1f}", f"{layer.bias:.0%}"]
         for kv_dtype in KV_DTYPES:
-            row += [f"{layer.key_errors[kv_dtype, True, False]:.1e}", f"{layer.key_errors[(kv_dtype, *layer.treatment(kv_dtype))]:.1e}"]
+            row += [f"{layer.key_errors[(kv_dtype, *TREATMENTS[0])]:.1e}", f"{layer.key_errors[(kv_dtype, *layer.treatment(kv_dtype))]:.1e}"]
         row += [f"{layer.value_errors[kv_dtype, rotated]:.1e}" for kv_dtype in KV_DTYPES for rotated in (False, True)]
         treatment = layer.treatment(chosen)
         words = [word for word, on in zip(("Hadamard", "centred"), treatment, strict=True) if on]
-        gain = layer.key_errors["fp8_e4m3", True, False] / max(layer.key_errors[(chosen, *treatment)], 1e-30)
+        gain = layer.key_errors[(own, *TREATMENTS[0])] / max(layer.key_errors[(chosen, *treatment)], 1e-30)
         table.append((*row, ", ".join(words) or "as it is", f"{gain:.2f}x"))
     errors = ", ".join(f"{kv_dtype} {calibration.error(kv_dtype):.1e}" for kv_dtype in KV_DTYPES)
-    return f"{columns(table, right=range(1, 12))}\nchosen for all layers: kv_dtype={chosen} (error of attention, scores and values: {errors})"
+    modes = "\n".join(f"precision {each}: {_choice(calibration, each)}" for each in sorted(PRECISIONS, key=lambda name: name != precision))
+    return f"{columns(table, right=range(1, 12))}\nerror of attention, scores and values, each dtype at its best: {errors}\n{modes}"
+
+
+def _choice(calibration: Any, precision: str) -> str:
+    """What a mode gets, in words, and whether rotated values are worth their while."""
+    from ..runtime.calibration import WORTH_DTYPE
+
+    kv_dtype = calibration.kv_dtype(precision)
+    treated = [layer.treatment(kv_dtype) for layer in calibration.layers]
+    words = [f"kv_dtype={kv_dtype}"]
+    for place, name in enumerate(("Hadamard", "keys centred")):
+        layers = [str(number) for number, each in enumerate(treated) if each[place]]
+        where = "all layers" if len(layers) == len(treated) else f"layers {', '.join(layers)}" if layers else "no layer"
+        words.append(f"{name} in {where}")
+    plain, rotated = calibration.value_error(kv_dtype, False), calibration.value_error(kv_dtype, True)
+    advice = f"; --rotate-values on brings the values' error from {plain:.1e} to {rotated:.1e}" if rotated < WORTH_DTYPE * plain else ""
+    return ", ".join(words) + advice

@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .engine_arguments import adapters_of, add_lora_options, add_model, model_di
 DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:
   documents   read token by token (teacher-forced): mean and 99.9th percentile of KL(bf16 || arm), how often both rank the same token first, and the
-              perplexities' ratio, with intervals by bootstrap over documents
+              perplexities' ratio, with intervals by bootstrap over documents; what a task draws at random is read, and shown by itself
   questions   with exact answers, greedy, through continuous batching: accuracy, answers that flip, McNemar's exact test, upper bound of the loss
   needles     codes hidden in texts of up to 32k tokens, by length and depth
 bf16 also runs against itself, so that what batching alone changes is known. "Identical to bf16" is printed only for an arm that meets every condition of
@@ -58,8 +58,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group = parser.add_argument_group("what is asked")
     group.add_argument("--prompts", type=Path, metavar="FILE", help="your own prompts: one a line, or JSON lines")
     group.add_argument("--tasks", type=positive, default=3500, metavar="N", help="questions of each adapter (default: %(default)s)")
-    group.add_argument("--documents", type=positive, default=400, metavar="N", help="documents read by each adapter (default: %(default)s)")
-    group.add_argument("--needles", type=int, default=20, metavar="N", help="needles of each length and depth (default: %(default)s)")
+    group.add_argument(
+        "--documents", type=positive, default=400, metavar="N",
+        help="texts read by each adapter, and as many of its questions with their answers (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--needles", type=int, default=50, metavar="N", help="needles of each length and depth (default: %(default)s)")
     group.add_argument("--max-length", type=positive, default=32768, metavar="N", help="longest document or needle, in tokens (default: %(default)s)")
     group.add_argument("--smoke", action="store_true", help="little of everything: a minute on a CPU")
     group = parser.add_argument_group("output")
@@ -88,19 +91,33 @@ def run(options: argparse.Namespace) -> int:
     if options.smoke and options.controls:
         chosen = [arm for arm in chosen if not arm.control or arm.name in known.SMOKE_CONTROLS or arm.name in names]
     begin = time.perf_counter()
-    from .quality.report import as_json, tables, verdicts
+    from .quality.report import tables, verdicts
 
     suite = make_suite(options, directory, adapters)
     if not sys.stderr.isatty():
         print(f"{time.perf_counter() - begin:7.1f} s  {suite.title}: {len(suite.questions)} questions, {len(suite.needles)} needles, "
               f"{sum(len(document.tokens) for document in suite.documents):,} tokens to read", file=sys.stderr, flush=True)
-    rounds = run_rounds(options, directory, adapters, suite, chosen)
-    seconds = time.perf_counter() - begin
-    for found in rounds:
-        print("\n" + "\n".join(table.text() for table in tables(found)) + "\n" + verdicts(found))
-    about = {**describe(options, directory, adapters, suite), "seconds": round(seconds, 1)}
-    print(f"{seconds:.0f} s")
+    rounds: list[Any] = []
+    for found in run_rounds(options, directory, adapters, suite, chosen):
+        rounds.append(found)
+        print("\n" + "\n".join(table.text() for table in tables(found)) + "\n" + verdicts(found), flush=True)
+        about = {**describe(options, directory, adapters, suite), "seconds": round(time.perf_counter() - begin, 1)}
+        write_files(options, rounds, about)  # after each round: what is measured stays, whatever becomes of the next
+    print(f"{time.perf_counter() - begin:.0f} s")
+    blind = [name for found in rounds for name in found.missed_controls]
+    broken = [name for found in rounds for name in found.errors]
+    for name in blind:
+        print(f"{name} has a planted fault and was not caught: ask more (--tasks, --documents), or do not trust these figures", file=sys.stderr)
+    for name in broken:
+        print(f"{name} did not run; its error stands below the tables", file=sys.stderr)
+    return 1 if blind or broken else 0
+
+
+def write_files(options: argparse.Namespace, rounds: Sequence[Any], about: dict[str, Any]) -> None:
+    """The JSON, the picture and the page that were asked for."""
     if options.output_json is not None:
+        from .quality.report import as_json
+
         options.output_json.write_text(json.dumps(as_json(rounds, about), indent=1) + "\n", encoding="utf-8")
     if options.plot is not None:
         from .quality.plot import plot
@@ -110,13 +127,6 @@ def run(options: argparse.Namespace) -> int:
         from .quality.page import page
 
         options.markdown.write_text(page(rounds, about, options.plot, options.markdown), encoding="utf-8")
-    blind = [name for found in rounds for name in found.missed_controls]
-    broken = [name for found in rounds for name in found.errors]
-    for name in blind:
-        print(f"{name} has a planted fault and was not caught: ask more (--tasks, --documents), or do not trust these figures", file=sys.stderr)
-    for name in broken:
-        print(f"{name} did not run; its error stands below the tables", file=sys.stderr)
-    return 1 if blind or broken else 0
 
 
 def all_adapters(options: argparse.Namespace) -> dict[str, Path]:
@@ -153,12 +163,12 @@ def make_suite(options: argparse.Namespace, directory: Path, adapters: dict[str,
     return corpus_suite(limits, tokenizer.encode, list(adapters))
 
 
-def run_rounds(options: argparse.Namespace, directory: Path, adapters: dict[str, Path], suite: Any, chosen: Sequence[Any]) -> list[Any]:
+def run_rounds(options: argparse.Namespace, directory: Path, adapters: dict[str, Path], suite: Any, chosen: Sequence[Any]) -> Iterator[Any]:
     """The clean round, and with --inject the injected one."""
     from tqdm import tqdm
 
-    from .quality.arms import INJECTED
-    from .quality.evaluate import Model, calibrate_model, calibration_texts, evaluate, stages
+    from .quality.arms import INJECTED, WHOLE_INJECTED
+    from .quality.evaluate import CLEAN, Model, calibrate_model, calibration_texts, evaluate, stages
     from .quality.outliers import inject
 
     texts = calibration_texts(suite.documents)
@@ -174,15 +184,21 @@ def run_rounds(options: argparse.Namespace, directory: Path, adapters: dict[str,
                 print(f"{time.perf_counter() - begin:7.1f} s  {stage}", file=sys.stderr, flush=True)
 
         def calibration(place: Path, its: dict[str, Path], arms: Sequence[Any]) -> Any:
-            return calibrate_model(place, its, texts, options.device) if any(arm.calibrated for arm in arms) else None
+            if not any(arm.calibrated for arm in arms):
+                return None
+            try:
+                return calibrate_model(place, its, texts, options.device)
+            except Exception as problem:  # the arms that need it say so, and the others run
+                progress(f"calibration: did not run: {type(problem).__name__}: {problem}")
+                return None
 
-        rounds = [evaluate(Model(directory, adapters, calibration(directory, adapters, chosen)), suite, chosen, options.device, "clean", progress, jobs)]
+        yield evaluate(Model(directory, adapters, calibration(directory, adapters, chosen)), suite, chosen, options.device, CLEAN, progress, jobs)
         if special:
             with tempfile.TemporaryDirectory(prefix="sidestream_injected_") as place:
                 progress("outliers are injected")
                 base, its = inject(directory, adapters, Path(place), texts)
-                rounds.append(evaluate(Model(base, its, calibration(base, its, special)), suite, special, options.device, "injected", progress, jobs))
-    return rounds
+                model = Model(base, its, calibration(base, its, special), WHOLE_INJECTED)
+                yield evaluate(model, suite, special, options.device, "injected", progress, jobs)
 
 
 def cuda_is_there() -> bool:

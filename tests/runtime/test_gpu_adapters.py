@@ -52,5 +52,5 @@ def test_starting_a_copy_takes_no_time(tmp_path: Path) -> None:
     started = time.perf_counter() - begin
     assert runner.loaded(timeout=5.0) == [(1, 0, None)] and started < 0.001
     block = runner.stacks.store.use(0)
-    for slot, tensor in zip(runner.stacks._slots[1], block.tensors, strict=True):
-        assert (slot.cpu() == tensor).all()
+    for stack, tensor in zip(runner.stacks.stacks.values(), block.tensors, strict=True):
+        assert (stack[1].cpu() == tensor).all()

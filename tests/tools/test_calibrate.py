@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.options import CompileOptions, OptionError
+from sidestream.compiler.options import DEFAULT_PRECISION, EIGHT_BITS, CompileOptions, OptionError
 from sidestream.ops.append_kv import append_kv
 from sidestream.ops.hadamard import hadamard
 from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
@@ -16,7 +16,7 @@ from sidestream.runtime.calibration import FILE_NAME, KEY, KV_DTYPES, TREATMENTS
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.sampling_params import SamplingParams
 from sidestream.tools import cli
-from sidestream.tools.calibrate import attention_inputs, documents
+from sidestream.tools.calibrate import PRECISIONS, as_text, attention_inputs, documents
 from sidestream.tools.engine_arguments import compile_arguments, layers
 from sidestream.tools.kv_error import stored
 from sidestream.tools.serve import settings_of
@@ -43,9 +43,10 @@ def written(base: TinyBase, adapter: Path, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def figures(e4m3: tuple[float, ...], int8: tuple[float, ...]) -> LayerFigures:
+def figures(int8: tuple[float, ...], e4m3: tuple[float, ...]) -> LayerFigures:
     """One error for each of TREATMENTS and dtype."""
-    errors = {(kv_dtype, *each): error for kv_dtype, row in zip(KV_DTYPES, (e4m3, int8), strict=True) for each, error in zip(TREATMENTS, row, strict=True)}
+    rows = {"int8": int8, "fp8_e4m3": e4m3}
+    errors = {(kv_dtype, *each): error for kv_dtype, row in rows.items() for each, error in zip(TREATMENTS, row, strict=True)}
     return LayerFigures(errors, {(kv_dtype, rotated): 0.0 for kv_dtype in KV_DTYPES for rotated in (False, True)})
 
 
@@ -54,7 +55,8 @@ def test_the_report_shows_every_layer_and_the_choice(base: TinyBase, tmp_path: P
     prompts.write_text("To be, or not to be, that is the question. " * 10)
     assert cli.main(["calibrate", str(base.path), "--prompts", str(prompts), "--tokens", "96", "-o", str(tmp_path / "c.safetensors")]) == 0
     shown = capsys.readouterr().out
-    assert "base: 96 tokens, adapters: none" in shown and re.search(r"chosen for all layers: kv_dtype=(fp8_e4m3|int8)", shown)
+    assert "base: 96 tokens, adapters: none" in shown
+    assert re.search(r"precision int8: kv_dtype=int8, .*\nprecision fp8: kv_dtype=(fp8_e4m3|int8), Hadamard in (all|no|layers)", shown), "the default first"
     rows = [line.split() for line in shown.splitlines() if re.match(r" *\d+ +\d+\.\d", line)]
     assert len(rows) == 2 and all(row[-1].endswith("x") and float(row[-1][:-1]) >= 1.0 for row in rows), shown
 
@@ -108,27 +110,50 @@ def test_every_adapter_gets_text() -> None:
 
 def test_a_treatment_must_earn_its_place() -> None:
     same = figures((1.0, 0.97, 0.99, 0.96), (0.85, 0.85, 0.85, 0.85))
-    assert same.treatment("fp8_e4m3") == (True, False)
+    assert same.treatment("int8") == (True, False)
     better = figures((1.0, 0.5, 2.0, 0.6), (0.1, 0.2, 0.05, 0.09))
-    assert (better.treatment("fp8_e4m3"), better.treatment("int8")) == ((True, True), (False, False))
+    assert (better.treatment("int8"), better.treatment("fp8_e4m3")) == ((True, True), (False, False))
+
+
+@pytest.mark.parametrize(("precision", "own", "other"), [("int8", "int8", "fp8_e4m3"), ("fp8", "fp8_e4m3", "int8")])
+def test_each_precision_keeps_its_own_cache_unless_the_other_is_far_better(precision: str, own: str, other: str) -> None:
+    def layer(its: tuple[float, ...], others: tuple[float, ...]) -> LayerFigures:
+        return figures(its, others) if own == "int8" else figures(others, its)
+
+    alike, far = layer((1.0,) * 4, (0.85,) * 4), layer((1.0, 0.5, 2.0, 0.6), (0.1, 0.2, 0.05, 0.09))
     centers = [torch.zeros(1, 64)] * 2
-    mixed = Calibration("", [same, better], centers)
-    assert mixed.kv_dtype == "int8" and Calibration("", [same, same], centers).kv_dtype == "fp8_e4m3"
-    assert mixed.options(CompileOptions()) == CompileOptions(kv_dtype="int8", hadamard=(0,), center_keys=False)
-    assert mixed.options(CompileOptions(kv_dtype="fp8_e4m3")) == CompileOptions(kv_dtype="fp8_e4m3", hadamard=True, center_keys=(1,))
-    assert mixed.options(CompileOptions(hadamard=False), hadamard=False) == CompileOptions(kv_dtype="int8", hadamard=False)
+    assert Calibration("", [alike, alike], centers).kv_dtype(precision) == own
+    mixed = Calibration("", [alike, far], centers)
+    assert mixed.kv_dtype(precision) == other
+    options: dict[str, Any] = {"precision": precision}
+    assert mixed.options(CompileOptions(**options)) == CompileOptions(**options, kv_dtype=other, hadamard=(0,), center_keys=False)  # type: ignore[arg-type]
+    assert mixed.options(CompileOptions(**options, kv_dtype=own)) == CompileOptions(**options, kv_dtype=own, center_keys=(1,))  # type: ignore[arg-type]
+    assert mixed.options(CompileOptions(**options, hadamard=False), hadamard=False) == CompileOptions(**options, kv_dtype=other, hadamard=False)  # type: ignore[arg-type]
     assert mixed.options(CompileOptions(precision="bf16")) == CompileOptions(precision="bf16")
 
 
-def test_the_engine_follows_its_calibration(base: TinyBase, adapter: Path, written: Path) -> None:
+def test_the_modes_offered_are_those_that_quantize() -> None:
+    assert set(PRECISIONS) == set(EIGHT_BITS) and PRECISIONS[0] == DEFAULT_PRECISION
+
+
+def test_the_report_says_what_rotated_values_would_bring() -> None:
+    layer = figures((1.0,) * 4, (1.0,) * 4)
+    values = {(kv_dtype, rotated): 0.5 if rotated and kv_dtype == "int8" else 1.0 for kv_dtype in KV_DTYPES for rotated in (False, True)}
+    shown = as_text(Calibration("", [replace(layer, value_errors=values)], [torch.zeros(1, 64)]), "int8")
+    int8, fp8 = (next(line for line in shown.splitlines() if line.startswith(f"precision {name}")) for name in ("int8", "fp8"))
+    assert "--rotate-values on brings the values' error from 1.0e+00 to 5.0e-01" in int8 and "rotate" not in fp8
+
+
+@pytest.mark.parametrize(("precision", "own"), [("int8", "int8"), ("fp8", "fp8_e4m3")])
+def test_the_engine_follows_its_calibration(base: TinyBase, adapter: Path, written: Path, precision: Any, own: str) -> None:
     found = load_calibration(written)
-    chosen = replace(found, layers=[figures((1.0, 0.1, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)), figures((1.0, 1.0, 0.2, 1.0), (1.0, 1.0, 1.0, 1.0))])
-    llm = LLM(base.path, {"one": adapter}, calibration=chosen, **ENGINE)
-    assert (llm.compiled.options.kv_dtype, llm.compiled.options.hadamard, llm.compiled.options.center_keys) == ("fp8_e4m3", (0,), (0,))
+    chosen = replace(found, layers=[figures((1.0, 0.1, 1.0, 1.0), (1.0, 0.1, 1.0, 1.0)), figures((1.0, 1.0, 0.2, 1.0), (1.0, 1.0, 0.2, 1.0))])
+    llm = LLM(base.path, {"one": adapter}, precision=precision, calibration=chosen, **ENGINE)
+    assert (llm.compiled.options.kv_dtype, llm.compiled.options.hadamard, llm.compiled.options.center_keys) == (own, (0,), (0,))
     center = hadamard(found.key_centers[0])
     assert torch.allclose(llm.engine.runner.tensors["key_center_0"], center, atol=1e-6) and "key_center_1" not in llm.engine.runner.tensors  # type: ignore[attr-defined]
     assert len(llm.generate(["To be"], adapter="one", use_tqdm=False)[0].outputs[0].token_ids) > 0
-    llm = LLM(base.path, calibration=chosen, hadamard=False, center_keys=(1,), **ENGINE)
+    llm = LLM(base.path, precision=precision, calibration=chosen, hadamard=False, center_keys=(1,), **ENGINE)
     assert (llm.compiled.options.hadamard, llm.compiled.options.center_keys) == (False, (1,))
 
 

@@ -1,6 +1,8 @@
 """Parts of `sidestream eval`: what is read and asked, how steps are packed, and when a claim may be made."""
 import json
+import math
 import random
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +12,14 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.ops.kv_layout import PAGE_SIZE
 from sidestream.tools.cli import main
 from sidestream.tools.engine_arguments import DEMO_MODEL
+from sidestream.tools.quality import emulation, suite
 from sidestream.tools.quality.arms import ARMS, BY_NAME, chosen_arms, open_arm
 from sidestream.tools.quality.divergence import Divergence, divergences
 from sidestream.tools.quality.evaluate import Round
 from sidestream.tools.quality.exact import accuracies, needles
-from sidestream.tools.quality.report import verdicts
-from sidestream.tools.quality.suite import Limits, Question, file_suite
-from sidestream.tools.quality.teacher_forced import Compared, Document, Scorer, plan
+from sidestream.tools.quality.report import tables, verdicts
+from sidestream.tools.quality.suite import Limits, Question, Suite, by_text, file_suite
+from sidestream.tools.quality.teacher_forced import ANSWER, DRAWN, TEXT, Compared, Document, Scorer, plan
 from sidestream.tools.quality.verdict import ArmResult, conditions
 
 LIMITS = Limits(tasks=100, documents=100, needles=0, longest=512)
@@ -63,9 +66,9 @@ def test_logits_do_not_depend_on_how_texts_are_cut_into_steps() -> None:
 def test_a_prompts_file_asks_everybody_unless_it_names_an_adapter(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('plain words\n\n{"prompt": "2 + 2", "answer": "4", "adapter": "sums"}\n')
-    suite = file_suite(path, LIMITS, encode, ["sums", "other"])
-    assert [(question.adapter, question.answer) for question in suite.questions] == [(None, None), ("sums", None), ("other", None), ("sums", "4")]
-    assert suite.documents[-1].tokens == encode("2 + 2 4")
+    found = file_suite(path, LIMITS, encode, ["sums", "other"])
+    assert [(question.adapter, question.answer) for question in found.questions] == [(None, None), ("sums", None), ("other", None), ("sums", "4")]
+    assert found.documents[-1].tokens == encode("2 + 2 4")
 
 
 @pytest.mark.parametrize(("line", "named"), [
@@ -135,11 +138,103 @@ def test_figures_are_those_of_each_adapter() -> None:
     kl = torch.rand(40)
     owner = torch.arange(40) // 10
     nll = torch.rand(40)
-    found = {each.adapter: each for each in divergences(Compared(kl, owner == 1, nll, nll, owner), documents)}
+    found = {each.adapter: each for each in divergences(Compared(kl, owner == 1, nll, nll, owner, torch.zeros_like(owner)), documents)}
     assert found["base"].mean_kl[0] == pytest.approx(float(kl[(owner % 2) == 0].mean()), rel=1e-6)
     assert found["a"].top_1[0] == pytest.approx(0.5) and found["base"].top_1[0] == 0.0
     assert found["a"].perplexity_ratio[0] == pytest.approx(1.0)
     assert found["a"].mean_kl[1] < found["a"].mean_kl[0] < found["a"].mean_kl[2]
+
+
+def test_what_was_drawn_does_not_count_and_is_shown_beside() -> None:
+    torch.manual_seed(1)
+    kl, kind = torch.rand(30), torch.arange(30) % 3
+    nll = torch.rand(30)
+    owner = torch.arange(30) // 15
+    found, = divergences(Compared(kl, kind != DRAWN, nll, nll + 0.1, owner, kind), [Document(range(15))] * 2)
+    assert (found.tokens, found.top_1[0]) == (20, 1.0) and found.mean_kl[0] == pytest.approx(float(kl[kind != DRAWN].mean()), rel=1e-6)
+    assert {name: share.tokens for name, share in found.shares.items()} == {"text": 10, "answers": 10, "drawn": 10, "all": 30}
+    assert (found.shares["drawn"].top_1, found.shares["answers"].top_1) == (0.0, 1.0) and found.shares["all"].top_1 == pytest.approx(2 / 3)
+    assert found.shares["drawn"].mean_kl == pytest.approx(float(kl[kind == DRAWN].mean()), rel=1e-6)
+    assert found.shares["all"].perplexity_ratio == pytest.approx(math.exp(0.1), rel=1e-5)
+    result = judged(good())
+    result.divergences = [replace(result.divergences[0], shares=found.shares)]
+    shown = {condition.name: condition.figure for condition in judged(result).conditions}
+    assert shown["top-1 agreement"] == "97.00% (sums); over all tokens read 66.67% (sums)", "the other figure is never left out"
+    text = "\n".join(table.text() for table in tables(Round("clean", again(1), [result])))
+    assert "66.67%" in text and "Teacher-forced by what is to be predicted" in text
+
+
+def test_a_questions_drawn_tokens_are_marked_where_they_are_predicted() -> None:
+    read = Question([0, 5, 6, 7], "x", 4, "sums").document([8, 9])
+    assert (list(read.tokens), list(read.kinds)) == ([0, 5, 6, 7, 8, 9], [DRAWN] * 3 + [ANSWER] * 3)
+    read = Question([0, 5, 6, 7], "x", 4, "sums", plain=bytes([1, 1, 0, 0])).document([8])
+    assert list(read.kinds) == [TEXT, DRAWN, DRAWN, ANSWER, ANSWER]
+
+
+def test_an_answer_follows_its_question_without_a_new_beginning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Letters:
+        """Begins every text with token 0."""
+
+        def encode(self, text: str) -> list[int]:
+            return [0, *encode(text)]
+
+    monkeypatch.setattr(suite, "WORKER_SETTINGS", {"directory": tmp_path, "tokenizer": Letters()})
+    assert list(suite._answer_tokens(tmp_path, Question([0, 5], "ab", 4))) == encode(" ab")
+
+
+def test_needles_of_one_text_are_asked_one_after_the_other() -> None:
+    needles_of = [Question([text] * 100 + [depth], "x", 1, "retrieval", (1024, depth / 4)) for depth in range(5) for text in range(7)]
+    order = by_text(needles_of, 3)
+    assert sorted(order) == list(range(35)) and order != by_text(needles_of, 4)
+    assert [needles_of[place].tokens[0] for place in order] == [needles_of[place].tokens[0] for place in order[::5] for _ in range(5)]
+
+
+def test_few_needles_decide_nothing() -> None:
+    asked = [Question((), "x", 1, "sums", (1024, 0.5))] * 20
+    for answers, state in ((["x"] * 20, "undecided"), (["y", *["x"] * 19], "undecided"), (["y"] * 5 + ["x"] * 15, "missed")):
+        result = good()
+        result.needles = needles(asked, ["x"] * 20, answers)
+        found = next(condition for condition in judged(result).conditions if condition.name == "needle")
+        assert found.state == state and f"of all 20 {answers.count('y')} lost, 0 won" in found.figure
+
+
+def test_an_arm_that_breaks_its_process_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures.process import BrokenProcessPool
+
+    from sidestream.tools.quality import evaluate
+
+    class Pool:
+        """Breaks for the arm fp8, and for everything that it is asked afterwards."""
+
+        broken = False
+
+        def __init__(self, *_args: object) -> None: ...
+
+        def submit(self, _function: object, name: str) -> "Future[evaluate.Raw]":
+            self.broken = self.broken or name == "fp8"
+            future: Future[evaluate.Raw] = Future()
+            if self.broken:
+                future.set_exception(BrokenProcessPool("gone"))
+            else:
+                future.set_result(evaluate.Raw([], [], [], 1.0))
+            return future
+
+        def shutdown(self) -> None: ...
+
+    monkeypatch.setattr(evaluate, "ProcessPoolExecutor", Pool)
+    found = evaluate.evaluate(evaluate.Model(Path(), {}), Suite(""), chosen_arms(["int8", "fp8", "fp8-kv-bf16"], False), None, "clean", lambda stage: None, 2)
+    assert [result.arm for result in found.results] == ["int8", "fp8-kv-bf16"] and found.errors == {"fp8": "its process ended: gone"}
+
+
+def test_fp8_pv_is_summed_as_the_tensor_cores_do() -> None:
+    torch.manual_seed(2)
+    for context, count in ((5, 5), (200, 1), (300, 70)):
+        weights, values = torch.rand(2, 3, count, context), torch.randn(2, 1, context, 64)
+        parts = list(emulation._products(weights, values))
+        assert len(parts) == -(-context // emulation.KEYS_AT_ONCE)
+        for number, part in enumerate(parts):
+            keys = slice(number * emulation.KEYS_AT_ONCE, (number + 1) * emulation.KEYS_AT_ONCE)
+            assert torch.allclose(part, weights[..., keys] @ values[:, :, keys], atol=1e-5)
 
 
 def test_arms_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from sidestream.tools.quality.corpus import documents, is_held_out, library_files
-from sidestream.tools.quality.needle import needle_item
+from sidestream.tools.quality.needle import needle_item, needle_items, plain_characters
 from sidestream.tools.quality.tasks import TASKS, Item, Task, right
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -93,6 +93,25 @@ def test_a_needle_lies_where_it_is_asked_for(tokens: int, depth: float) -> None:
     place = re.search(rf"The code of \w+ \d+ is {item.answer}\.\n", item.prompt)
     assert place is not None and place.start() / len(item.prompt) == pytest.approx(depth, abs=0.3 if tokens == 300 else 0.05)
     assert item == needle_item(tokens, depth, 3, tokenizer()) != needle_item(tokens, depth, 4, tokenizer())
+
+
+def test_needles_of_one_text_lie_at_their_depths_and_share_it() -> None:
+    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    items = needle_items(4000, depths, 3, tokenizer())
+    texts = {item.prompt.rpartition("\n")[0] for item in items}
+    assert len(texts) == 1 and len({item.answer for item in items}) == len(depths) == [item.depth for item in items].index(1.0) + 1
+    text = texts.pop()
+    assert text.count("The code of") == 8 and text.startswith("The code of") and text.splitlines()[-1].startswith("The code of")
+    for item in items:
+        key = item.prompt.splitlines()[-1].removesuffix(" =>")
+        place = item.prompt.index(f"The code of {key} is {item.answer}.\n")
+        assert place / len(item.prompt) == pytest.approx(item.depth, abs=0.05) and 3900 < item.tokens <= 4000
+
+
+def test_lines_that_state_codes_are_told_from_text() -> None:
+    prompt = "import os\nThe code of delta 423 is 48291.\nThe code of it all\ndelta 423 =>"
+    plain = plain_characters(prompt)
+    assert "".join(letter for letter, is_plain in zip(prompt, plain, strict=True) if is_plain) == "import os\nThe code of it all\n"
 
 
 def test_a_needle_needs_room_and_a_depth() -> None:

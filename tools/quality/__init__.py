@@ -3,7 +3,7 @@
 tasks           `TASKS`: questions with exact answers, one adapter each; seeded, train and test never meet
 task_numbers    how arithmetic, sorting and program questions are made
 task_text       how string and extraction questions are made
-needle          codes hidden in long texts: the retrieval task and `needle_item` (any length, any depth)
+needle          codes hidden in long texts: the retrieval task and `needle_items` (any length, any depths, one text)
 corpus          `documents`: the standard library's own sources as texts, split in train and held-out
 models          shape of the evaluation model and of its adapters; how they are written
 train_data      token ids for training, made by all cores

@@ -84,6 +84,7 @@ ARMS: tuple[Arm, ...] = (
 )  # fmt: skip
 BY_NAME = {arm.name: arm for arm in ARMS}
 WHOLE = (REFERENCE, DEFAULT, "fp8", "fp8-tensorwise")  # asked everything; the others, which vary one of these, a part
+WHOLE_INJECTED = (REFERENCE, DEFAULT)  # the same in the injected round, whose question is which arms fall behind
 SMOKE = (DEFAULT, "fp8", "fp8-tensorwise")
 SMOKE_CONTROLS = ("control-wrong-scale", "control-one-sided-hadamard")
 INJECTED = (DEFAULT, "int8-not-rotated", "int8-no-hadamard", "int8-centred", "fp8", "fp8-no-hadamard", "fp8-tensorwise")
@@ -107,7 +108,7 @@ def open_arm(arm: Arm, model: Any, adapters: Mapping[str, Any], calibration: Any
 
     passes: Callable[[], Any] = getattr(emulation, arm.passes)
     own = {"calibration": calibration} if arm.calibrated else {}
-    llm = LLM(model, adapters, passes=passes(), enable_prefix_caching=False, show_progress=False, enforce_eager=True, **{**arm.options, **own, **sizes})
+    llm = LLM(model, adapters, passes=passes(), show_progress=False, enforce_eager=True, **{**arm.options, **own, **sizes})
     runner: Any = llm.engine.runner
     if llm.device.type == "cuda":  # few programs, each captured when it is met again: the start takes seconds
         runner.buckets = replace(runner.buckets, rounded=True)

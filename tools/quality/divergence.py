@@ -1,25 +1,40 @@
 """Teacher-forced figures of one adapter, with bootstrap intervals by document."""
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from .statistics import interval, ratio_interval, resamples, tail_interval
-from .teacher_forced import Compared, Document
+from .teacher_forced import DRAWN, KINDS, Compared, Document
 
 RESAMPLES, TAIL_RESAMPLES = 1000, 200
 TAIL = 0.001
 Estimate = tuple[float, float, float]
 
 
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Estimates over one kind of token, or over all that were read."""
+
+    tokens: int
+    mean_kl: float
+    top_1: float
+    perplexity_ratio: float
+
+
 @dataclass(frozen=True)
 class Divergence:
     """How far an arm's distributions are from bf16's; each figure as (estimate, lower, upper) of a 95% interval.
 
+    tokens               the tokens that count: text and answers, not what a task has drawn at random (`teacher_forced.Document`)
     mean_kl, tail_kl     mean and 99.9th percentile of KL(bf16 || arm) in nats a token
     top_1                share of tokens at which both rank the same token first
     perplexity_ratio     the arm's perplexity by bf16's
+    shares               the same figures for text, answers and what was drawn, each by itself, and for all tokens that were read
     """
 
     adapter: str
@@ -29,6 +44,7 @@ class Divergence:
     tail_kl: Estimate
     top_1: Estimate
     perplexity_ratio: Estimate
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
 
 def divergences(compared: Compared, documents: Sequence[Document], seed: int = 0) -> list[Divergence]:
@@ -37,13 +53,28 @@ def divergences(compared: Compared, documents: Sequence[Document], seed: int = 0
     for label in dict.fromkeys(document.label for document in documents):
         mine = torch.tensor([document.label == label for document in documents])
         number = mine.cumsum(0) - 1  # a document's index among those with its label
-        chosen = mine[compared.document]
+        read = mine[compared.document]
+        chosen = read & (compared.kind != DRAWN)
+        if not bool(chosen.any()):
+            chosen = read
         owner = number[compared.document[chosen]]
-        found.append(_divergence(label, owner, int(mine.sum()), compared, chosen, seed))
+        kinds = {name: read & (compared.kind == kind) for kind, name in enumerate(KINDS)}
+        shares = {name: _share(compared, part) for name, part in (*kinds.items(), (ALL, read)) if bool(part.any())}
+        found.append(_divergence(label, owner, int(mine.sum()), compared, chosen, seed, shares))
     return found
 
 
-def _divergence(name: str, owner: torch.Tensor, documents: int, compared: Compared, chosen: torch.Tensor, seed: int) -> Divergence:
+def _share(compared: Compared, part: torch.Tensor) -> Share:
+    more = compared.arm_nll[part].double() - compared.reference_nll[part].double()
+    same, kl = compared.same_top[part].double().mean(), compared.kl[part].double().mean()
+    ratio = float(more.nanmean().exp()) if bool((~more.isnan()).any()) else 1.0
+    return Share(int(part.sum()), float(kl), float(same), ratio)
+
+
+def _divergence(
+    name: str, owner: torch.Tensor, documents: int, compared: Compared, chosen: torch.Tensor, seed: int,
+    shares: Mapping[str, Share],
+) -> Divergence:  # fmt: skip
     weights = resamples(documents, RESAMPLES, seed)
     kl = compared.kl[chosen].double()
 
@@ -58,4 +89,4 @@ def _divergence(name: str, owner: torch.Tensor, documents: int, compared: Compar
     ratio = float(sums.sum() / targets.sum().clamp_min(1.0))
     return Divergence(
         name, documents, len(kl), ratio_interval(summed(kl), counts, weights), tail_interval(kl, owner, counts, weights[:TAIL_RESAMPLES], TAIL),
-        ratio_interval(summed(compared.same_top[chosen]), counts, weights), (math.exp(ratio), math.exp(low), math.exp(high)))
+        ratio_interval(summed(compared.same_top[chosen]), counts, weights), (math.exp(ratio), math.exp(low), math.exp(high)), shares)

@@ -2,7 +2,7 @@
 
 Each is a pass put into the pipeline by `insert_pass`, an edit of the loaded weights, or both. The ops here have a reference only: right on every device, slow.
 """
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
@@ -23,6 +23,7 @@ from ...ops.triton_support import cdiv
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 KEPT_BITS = -1 << 10  # of fp32's 23 mantissa bits the FP8 tensor cores of Hopper keep 13 in their sums
 KEYS_AT_ONCE = 32  # one FP8 matrix instruction adds this many products
+PRODUCT_ELEMENTS = 1 << 24  # made by one matrix product
 WRONG_FACTOR = 4.0
 WeightEdit = Callable[[Mapping[str, torch.Tensor], Mapping[str, Recipe], Callable[[str], torch.Tensor]], None]
 
@@ -76,12 +77,24 @@ def attention_fp8_pv_reference(
         rounded = (values / step).to(E4M3).float()[:, None]
         weights = weights.to(E4M3).float()
         sums = torch.zeros_like(query)
-        for start in range(0, context, KEYS_AT_ONCE):
-            part = slice(start, start + KEYS_AT_ONCE)
-            sums += weights[..., part] @ rounded[:, :, part]
-            sums = (sums.view(torch.int32) & KEPT_BITS).view(torch.float32)
+        bits = sums.view(torch.int32)
+        for products in _products(weights, rounded):
+            sums.add_(products)
+            bits.bitwise_and_(KEPT_BITS)
         out[first:last] = (sums * step[:, None] / total).permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
     return out.view(tokens, heads * dim)
+
+
+def _products(weights: torch.Tensor, values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """weights [HK, G, T, S] times values [HK, 1, S, D], each time over the next KEYS_AT_ONCE keys: [HK, G, T, D]; as many at once as PRODUCT_ELEMENTS allows,
+    since one query over many keys is nothing but launches."""
+    kv_heads, group, count, context = weights.shape
+    blocks = cdiv(context, KEYS_AT_ONCE)
+    more = (0, blocks * KEYS_AT_ONCE - context)
+    apart = torch.nn.functional.pad(weights, more).view(kv_heads, group * count, blocks, KEYS_AT_ONCE).permute(2, 0, 1, 3)
+    below = torch.nn.functional.pad(values[:, 0], (0, 0, *more)).view(kv_heads, blocks, KEYS_AT_ONCE, -1).transpose(0, 1)
+    for some, others in zip(*(each.split(max(PRODUCT_ELEMENTS // (kv_heads * group * count * values.shape[-1]), 1)) for each in (apart, below)), strict=True):
+        yield from (some @ others).view(len(some), kv_heads, group, count, -1)
 
 
 quantize_tensorwise = register(

@@ -1,8 +1,10 @@
 """Runs the arms over a suite, each beside a bf16 engine; on a GPU several at once, since a small model keeps it busy only in part."""
 import gc
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -16,7 +18,7 @@ from ...ops.kv_layout import PAGE_SIZE
 from .arms import BY_NAME, DEFAULT, REFERENCE, WHOLE, Arm, open_arm
 from .divergence import Divergence, divergences
 from .exact import accuracies, ask, needles
-from .suite import Suite, interleaved
+from .suite import Suite, by_text, interleaved
 from .teacher_forced import Document, Scorer, compare, plan, step_sizes
 from .verdict import ArmResult, conditions
 
@@ -24,13 +26,14 @@ AGAIN = "bf16 again"
 CACHE_BYTES = 3 << 30  # of the KV cache of an engine on a GPU, in 16 bits
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 32
 SLOW_QUESTIONS, SLOW_DOCUMENTS, SLOW_NEEDLES = 4, 2, 1
-PART_QUESTIONS, PART_NEEDLES = 500, 4
+PART_QUESTIONS, PART_DOCUMENTS, PART_NEEDLES = 500, 100, 10
+CLEAN = "clean"
 Progress = Callable[[str], None]
 
 
 @dataclass
 class Round:
-    """All arms on one model: `clean` or `injected`."""
+    """All arms on one model: CLEAN or "injected"."""
 
     label: str
     again: ArmResult
@@ -57,11 +60,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Model:
-    """What is served: a directory, its adapters, and the calibration for the arms that need one."""
+    """What is served: a directory, its adapters, and the calibration for the arms that need one. `whole`: the arms that are asked everything."""
 
     directory: Path
     adapters: Mapping[str, Path]
     calibration: Any = None
+    whole: Sequence[str] = WHOLE
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,14 @@ class Examiner:
     def run(self, name: str, progress: Progress) -> Raw:
         """Everything about one arm. `AGAIN` is bf16 with the questions in another order and the documents through a program of other sizes."""
         begin, arm = time.perf_counter(), BY_NAME[REFERENCE if name == AGAIN else name]
-        suite = part_for(arm, self.suite)
+        suite = part_for(arm, self.suite, self.model.whole)
         progress(f"{name}: start")
         llm = self._open(arm)
         order = int(name == AGAIN)  # with the same order all arms have the same batches
         progress(f"{name}: questions")
         answers = ask(llm, suite.questions, interleaved(suite.questions, order))
         progress(f"{name}: needles")
-        needle_answers = ask(llm, suite.needles, interleaved(suite.needles, order))
+        needle_answers = ask(llm, suite.needles, by_text(suite.needles, order))
         progress(f"{name}: documents")
         found: list[Divergence] = []
         if suite.documents and name != REFERENCE:
@@ -118,14 +122,14 @@ class Examiner:
         return open_arm(arm, self.model.directory, self.model.adapters, self.model.calibration, **self.sizes)
 
 
-def part_for(arm: Arm, suite: Suite) -> Suite:
-    """What an arm is asked: everything of those on which a claim rests; of the others all documents and some questions; of a slow one little."""
+def part_for(arm: Arm, suite: Suite, whole: Sequence[str] = WHOLE) -> Suite:
+    """What an arm is asked: everything if a claim rests on it; else a part; if it is slow, little."""
     adapters = {question.adapter for question in suite.questions} | {document.adapter for document in suite.documents}
     if arm.slow:
         return suite.only(adapters, SLOW_QUESTIONS, SLOW_DOCUMENTS, SLOW_NEEDLES)
-    if arm.name in WHOLE:
+    if arm.name in whole:
         return suite
-    return suite.only(adapters, PART_QUESTIONS, len(suite.documents), PART_NEEDLES)
+    return suite.only(adapters, PART_QUESTIONS, PART_DOCUMENTS, PART_NEEDLES)
 
 
 def evaluate(model: Model, suite: Suite, arms: Sequence[Arm], device: str | None, label: str, progress: Progress, jobs: int = 1) -> Round:
@@ -136,7 +140,6 @@ def evaluate(model: Model, suite: Suite, arms: Sequence[Arm], device: str | None
     for name, found in _at_once(model, suite, device, names, progress, jobs) if jobs > 1 else _in_turn(model, suite, device, names, progress):
         if isinstance(found, str):
             errors[name] = found
-            progress(f"{name}: did not run")
         else:
             raw[name] = found
     if REFERENCE not in raw or AGAIN not in raw:
@@ -146,13 +149,13 @@ def evaluate(model: Model, suite: Suite, arms: Sequence[Arm], device: str | None
     result = Round(label, again, errors=errors)
     for arm in arms:
         if arm.name in raw:
-            result.results.append(_result(arm, suite, raw[arm.name], raw[REFERENCE]))
+            result.results.append(_result(arm, suite, raw[arm.name], raw[REFERENCE], model.whole))
             result.results[-1].conditions = conditions(result.results[-1], again.pooled)
     return result
 
 
-def _result(arm: Arm, suite: Suite, raw: Raw, reference: Raw) -> ArmResult:
-    part = part_for(arm, suite)
+def _result(arm: Arm, suite: Suite, raw: Raw, reference: Raw, whole: Sequence[str] = WHOLE) -> ArmResult:
+    part = part_for(arm, suite, whole)
     result = ArmResult(arm.name, arm.about, arm.control, raw.divergences, seconds=raw.seconds)
     result.accuracies, result.pooled = accuracies(part.questions, _of_part(suite.questions, reference.answers, part.questions), raw.answers)
     result.needles = needles(part.needles, _of_part(suite.needles, reference.needle_answers, part.needles), raw.needle_answers)
@@ -166,22 +169,43 @@ def _in_turn(model: Model, suite: Suite, device: str | None, names: Sequence[str
 
 
 def _at_once(model: Model, suite: Suite, device: str | None, names: Sequence[str], progress: Progress, jobs: int) -> Iterator[tuple[str, Raw | str]]:
-    with ProcessPoolExecutor(min(jobs, len(names)), get_context("spawn"), _begin, (model, suite, device)) as pool:
-        slow_first = sorted(names, key=lambda name: name not in BY_NAME or not BY_NAME[name].slow)
-        waiting = {pool.submit(_examine, name): name for name in slow_first}
-        for future in as_completed(waiting):
-            try:
+    """Lanes with one process each: a process that ends takes the arm that it ran with it, and no other."""
+    lane, pools = threading.local(), list[ProcessPoolExecutor]()
+    lanes = min(jobs, len(names))
+    threads = max((os.cpu_count() or 1) // lanes, 1)
+
+    def examine(name: str) -> Raw | str:
+        if getattr(lane, "pool", None) is None:
+            lane.pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (model, suite, device, threads))
+            pools.append(lane.pool)
+        try:
+            found: Raw | str = lane.pool.submit(_examine, name).result()
+        except BrokenProcessPool as problem:
+            lane.pool = None
+            found = f"its process ended: {problem}"
+        return found
+
+    def longest_first(name: str) -> int:
+        arm = BY_NAME[REFERENCE if name == AGAIN else name]
+        return 0 if arm.slow else 1 if arm.name in model.whole else 2
+
+    try:
+        with ThreadPoolExecutor(lanes) as runners:
+            waiting = {runners.submit(examine, name): name for name in sorted(names, key=longest_first)}
+            for future in as_completed(waiting):
                 found = future.result()
-            except BrokenProcessPool as problem:
-                found = f"its process ended: {problem}"
-            progress(f"{waiting[future]}: done")
-            yield waiting[future], found
+                progress(f"{waiting[future]}: {'did not run' if isinstance(found, str) else f'{found.seconds:.0f} s'}")
+                yield waiting[future], found
+    finally:
+        for pool in pools:
+            pool.shutdown()
 
 
 _EXAMINER: list[Examiner] = []  # of a process of the pool
 
 
-def _begin(model: Model, suite: Suite, device: str | None) -> None:
+def _begin(model: Model, suite: Suite, device: str | None, threads: int) -> None:
+    torch.set_num_threads(threads)  # several processes share the cores
     _EXAMINER.append(Examiner(model, suite, device))
 
 
@@ -193,7 +217,7 @@ def _tried(examiner: Examiner, name: str, progress: Progress) -> Raw | str:
     try:
         with torch.no_grad():
             return examiner.run(name, progress)
-    except (ValueError, TypeError, RuntimeError) as problem:
+    except Exception as problem:  # whatever it is: the other arms' figures must not be lost
         return f"{type(problem).__name__}: {' '.join(str(problem).split())[:400]}"
     finally:
         _forget()

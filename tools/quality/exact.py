@@ -37,13 +37,15 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Needle:
-    """Accuracy at one prompt length and depth, in bf16 and in the arm."""
+    """Accuracy at one prompt length and depth, in bf16 and in the arm; `worse`, `better`: found by bf16 alone, and by the arm alone."""
 
     length: int
     depth: float
     items: int
     reference: float
     arm: float
+    worse: int = 0
+    better: int = 0
 
 
 def ask(llm: Any, questions: Sequence[Question], order: Sequence[int]) -> list[str]:
@@ -90,5 +92,6 @@ def needles(questions: Sequence[Question], reference: Sequence[str], arm: Sequen
     for question, mine, other in zip(questions, reference, arm, strict=True):
         if question.bucket is not None:
             rows.setdefault(question.bucket, []).append((is_right(question, mine, mine), is_right(question, other, mine)))
-    return [Needle(length, depth, len(values), sum(mine for mine, _ in values) / len(values), sum(other for _, other in values) / len(values))
+    return [Needle(length, depth, len(values), sum(mine for mine, _ in values) / len(values), sum(other for _, other in values) / len(values),
+                   sum(mine and not other for mine, other in values), sum(other and not mine for mine, other in values))
             for (length, depth), values in sorted(rows.items())]

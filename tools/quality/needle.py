@@ -1,6 +1,8 @@
 """Codes hidden in long texts: `haystack` makes the text, `retrieval_question` one task item, `needle_item` one of exact length and depth."""
 
 import random
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,7 +11,8 @@ from .corpus import documents
 
 CHARACTERS_PER_TOKEN = 2.8  # of the evaluation model's tokenizer on the standard library; only steers lengths
 TOKENS_PER_RECORD = 96
-NEEDLE_DISTRACTORS = 7  # other records in a needle's text, whatever its length: what is asked is how far the model sees, not how many codes it can keep apart
+NEEDLE_RECORDS = 8  # in a needle's text, whatever its length: what is asked is how far the model sees, not how many codes it can keep apart
+STATED = re.compile(r"^The code of \w+ \d+ is \d+\.\n", re.MULTILINE)
 LONGER_CODES = 0.15
 _PLACES = (
     "anchor amber basin bridge canyon cedar copper delta ember falcon forest garnet glacier harbor hazel island ivory jasmine juniper kernel "
@@ -101,24 +104,42 @@ def retrieval_question(source: random.Random, level: int, test: bool) -> tuple[s
     return text + question(key), code
 
 
+def plain_characters(prompt: str) -> bytearray:
+    """1 for each character of a retrieval prompt that is ordinary text, 0 in the lines that state codes and in the question."""
+    plain = bytearray(b"\1") * len(prompt)
+    for match in STATED.finditer(prompt):
+        plain[match.start():match.end()] = bytes(match.end() - match.start())
+    start = prompt.rfind("\n") + 1
+    plain[start:] = bytes(len(prompt) - start)
+    return plain
+
+
 def needle_item(tokens: int, depth: float, seed: int, tokenizer: Any) -> NeedleItem:
-    """A prompt of `tokens` tokens or up to 63 fewer (in rare texts of long lines, more) with one record asked for at `depth` and others as distractors.
+    """One needle: see `needle_items`."""
+    return needle_items(tokens, (depth,), seed, tokenizer)[0]
+
+
+def needle_items(tokens: int, depths: Sequence[float], seed: int, tokenizer: Any) -> list[NeedleItem]:
+    """Questions about one text, for the record at each of `depths`; with other records as distractors. Their prompts have `tokens` tokens or up to 63 fewer
+    (in rare texts of long lines, more), and begin alike: an engine that shares prefixes reads the text once.
 
     tokenizer   of the `tokenizers` package, or anything whose `encode(text)` has `.ids` or is a list of ids
     Raises ValueError for a depth outside 0..1 or fewer than 256 tokens.
     """
-    if not 0.0 <= depth <= 1.0 or tokens < 256:
-        raise ValueError(f"a needle needs a depth between 0 and 1 and at least 256 tokens, not {depth} and {tokens}")
-    source = random.Random(f"needle {tokens} {depth} {seed}")
-    (key, code), *others = records(source, max(2, min(tokens // TOKENS_PER_RECORD, 1 + NEEDLE_DISTRACTORS)))
+    if not all(0.0 <= depth <= 1.0 for depth in depths) or tokens < 256:
+        raise ValueError(f"a needle needs a depth between 0 and 1 and at least 256 tokens, not {', '.join(map(str, depths))} and {tokens}")
+    source = random.Random(f"needle {tokens} {' '.join(map(str, depths))} {seed}")
+    pairs = records(source, max(1 + len(depths), min(tokens // TOKENS_PER_RECORD, NEEDLE_RECORDS)))
+    asked, others = pairs[:len(depths)], pairs[len(depths):]
+    longest = max((question(key) for key, _ in asked), key=lambda text: _count(tokenizer, text))
     lines = filler(source, tokens * 6, test=True)
     places = [source.random() for _ in others]
     best = ("", 0)
     low, high = 0, len(lines)  # how many lines of filler: `low` fits, `high` does not
     kept = int(len(lines) * 0.4)
     for _ in range(16):
-        text = _hide(lines[:kept], others, places, (key, code), depth) + question(key)
-        count = _count(tokenizer, text)
+        text = _hide(lines[:kept], others, places, asked, depths)
+        count = _count(tokenizer, text + longest)
         if count <= tokens:
             low, best = kept, max(best, (text, count), key=lambda pair: pair[1])
         else:
@@ -126,18 +147,21 @@ def needle_item(tokens: int, depth: float, seed: int, tokenizer: Any) -> NeedleI
         if high - low <= 1 or 0 <= tokens - count < 64:
             break
         kept = min(max(kept * tokens // count, low + 1), high - 1)
-    text, count = best
+    text, _ = best
     if not text:
         raise ValueError(f"a needle of {tokens} tokens has no room for its records with this tokenizer: ask for more tokens")
-    return NeedleItem(text, code, count, depth)
+    prompts = [text + question(key) for key, _ in asked]
+    return [NeedleItem(prompt, code, _count(tokenizer, prompt), depth) for prompt, (_, code), depth in zip(prompts, asked, depths, strict=True)]
 
 
-def _hide(lines: list[str], others: list[tuple[str, str]], places: list[float], needle: tuple[str, str], depth: float) -> str:
+def _hide(lines: list[str], others: list[tuple[str, str]], places: list[float], asked: list[tuple[str, str]], depths: Sequence[float]) -> str:
     """The lines with records among them; `places` says how deep each of the others lies."""
     lines = list(lines)
     for pair, place in zip(others, places, strict=True):
         lines.insert(int(place * (len(lines) + 1)), record_line(*pair))
-    lines.insert(_place(lines, depth), record_line(*needle))
+    wanted = [(_place(lines, depth), record_line(*pair)) for pair, depth in zip(asked, depths, strict=True)]
+    for place, line in sorted(wanted, key=lambda each: -each[0]):  # the deepest first: the others' places stay what they are
+        lines.insert(place, line)
     return "".join(lines)
 
 

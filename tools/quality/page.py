@@ -9,6 +9,7 @@ from .report import tables, verdicts
 from .verdict import (
     FEWEST_DOCUMENTS,
     FEWEST_ITEMS,
+    FEWEST_NEEDLES,
     FEWEST_TOKENS,
     LEAST_TOP_1,
     MOST_FLIPS,
@@ -29,8 +30,13 @@ Each arm serves the same model and the same adapters in another way, and is comp
 - answers flip at most {MOST_FLIPS:g} times as often as bf16's do when only the batch order changes;
 - mean KL(bf16 || arm) is at most {MOST_MEAN_KL} nats at its upper bound, top-1 agreement at least {LEAST_TOP_1:.0%}, and the perplexity ratio at most
   {MOST_PERPLEXITY_RATIO};
-- needles of each length and depth are found within {MOST_NEEDLE_DIFFERENCE * 100:g} points;
+- needles of each length and depth are found within {MOST_NEEDLE_DIFFERENCE * 100:g} points, of at least {FEWEST_NEEDLES} each;
 - and all that was asked at least {FEWEST_TOKENS:,} tokens in {FEWEST_DOCUMENTS} documents and {FEWEST_ITEMS:,} questions of each adapter.
+
+What counts for KL, top-1 and perplexity is ordinary text (the standard library's sources, also where codes are hidden among it) and the answers that an adapter
+was trained to give. What a task has drawn at random (operands, letters, names, the lines that state codes) is read too, but does not count: ten digits are
+equally likely there, and which of them ranks first is a coin toss that a rounding in the last bit turns over. Those tokens have a table and columns of their
+own, and each condition names the figure over all tokens beside its own.
 
 Everywhere else the gap is named with its figure. Control arms have a planted fault and must fail, or the measurement would be blind.
 A small clean model does not show what rowwise scales are for: the values of its channels are alike, and one scale per tensor does almost as well. Large Llamas

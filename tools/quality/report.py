@@ -4,9 +4,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...compiler.report import columns
-from .divergence import Divergence, Estimate
+from .divergence import ALL, Divergence, Estimate
 from .evaluate import Round
 from .exact import Accuracy
+from .statistics import loss_bounds
+from .teacher_forced import KINDS
 from .verdict import ArmResult, Condition
 
 
@@ -36,7 +38,7 @@ class Table:
 
 def tables(found: Round) -> list[Table]:
     """All tables of a round; those of which nothing was measured are left out."""
-    return [table for table in (_overview(found), _divergences(found), _accuracies(found), *_needles(found)) if len(table.rows) > 1]
+    return [table for table in (_overview(found), _divergences(found), _shares(found), _accuracies(found), *_needles(found)) if len(table.rows) > 1]
 
 
 def verdicts(found: Round, markdown: bool = False) -> str:
@@ -75,21 +77,22 @@ def _result(result: ArmResult) -> dict[str, Any]:
 
 
 def _overview(found: Round) -> Table:
-    head = ("arm", "mean KL", "p99.9 KL", "top-1", "perplexity", "bf16 right", "right", "flips", "loss at most", "pooled", "needle", "verdict")
+    head = ("arm", "mean KL", "p99.9 KL", "top-1", "top-1, all", "perplexity", "bf16 right", "right", "flips", "loss at most", "pooled", "needle", "verdict")
     rows = [head, _line(found.again, "")]
     for result in found.results:
         seen = "fails" if result.failed else "NOT SEEN" if result.arm in found.missed_controls else "apart"
         rows.append(_line(result, seen if result.control else result.verdict))
-    note = ("Teacher-forced figures and `loss at most` (one-sided 95%) are those of the worst adapter; `needle` is the largest difference to bf16 at any "
-            "length and depth.")
+    note = ("Teacher-forced figures and `loss at most` (one-sided 95%) are those of the worst adapter; `top-1, all` counts what the tasks have drawn at random "
+            "too; `needle` is the largest difference to bf16 at any length and depth.")
     return Table(f"All arms, {found.label}", rows, note=note)
 
 
 def _line(result: ArmResult, verdict: str) -> tuple[str, ...]:
     each, pooled = result.divergences, result.pooled
-    teacher = ("", "", "", "") if not each else (
+    over_all = [one.shares[ALL].top_1 for one in each if ALL in one.shares]
+    teacher = ("",) * 5 if not each else (
         f"{max(one.mean_kl[0] for one in each):.2e}", f"{max(one.tail_kl[0] for one in each):.2e}", f"{min(one.top_1[0] for one in each):.2%}",
-        f"{max(one.perplexity_ratio[0] for one in each):.4f}")  # fmt: skip
+        f"{min(over_all):.2%}" if over_all else "", f"{max(one.perplexity_ratio[0] for one in each):.4f}")  # fmt: skip
     asked = ("",) * 5 if pooled is None else (
         f"{pooled.reference:.1%}", f"{pooled.arm:.1%}", f"{pooled.flips} of {pooled.items}", f"{max(one.upper for one in result.accuracies) * 100:+.2f}",
         f"{pooled.upper * 100:+.2f}")  # fmt: skip
@@ -101,7 +104,29 @@ def _divergences(found: Round) -> Table:
     rows: list[Sequence[str]] = [("arm", "adapter", "documents", "tokens", "mean KL [95%]", "p99.9 KL [95%]", "top-1 [95%]", "perplexity ratio [95%]")]
     for result in (found.again, *found.results):
         rows += [_divergence(result.arm, one) for one in result.divergences]
-    return Table(f"Teacher-forced, {found.label}", rows, left=2, note="KL(bf16 || arm) in nats a token; intervals by bootstrap over documents.")
+    note = ("KL(bf16 || arm) in nats a token; intervals by bootstrap over documents. `tokens` are those that count: ordinary text, and answers with their end. "
+            "Tokens that a task has drawn at random are read and not counted here: the next table has them.")
+    return Table(f"Teacher-forced, {found.label}", rows, left=2, note=note)
+
+
+def _shares(found: Round) -> Table:
+    head = [f"{figure}, {kind}" for kind in KINDS for figure in ("tokens", "mean KL", "top-1")]
+    rows: list[Sequence[str]] = [("arm", "adapter", *head, "tokens, all", "mean KL, all", "top-1, all", "perplexity, all")]
+    for result in (found.again, *found.results):
+        for one in result.divergences:
+            if set(one.shares) - {KINDS[0], ALL}:  # where nothing but text was read the table above says it all
+                rows.append((result.arm, one.adapter, *(cell for kind in KINDS for cell in _share(one, kind)), *_share(one, ALL),
+                             f"{one.shares[ALL].perplexity_ratio:.4f}"))
+    note = ("`drawn`: what a task draws at random and nobody can foresee: the operands, letters and names of its questions, and the lines that state codes. "
+            "There the likeliest tokens are near equals, so that top-1 tells how they fell, not how far the arm is from bf16: the KL says that.")
+    return Table(f"Teacher-forced by what is to be predicted, {found.label}", rows, left=2, note=note)
+
+
+def _share(one: Divergence, kind: str) -> tuple[str, str, str]:
+    if kind not in one.shares:
+        return "", "", ""
+    share = one.shares[kind]
+    return f"{share.tokens:,}", f"{share.mean_kl:.2e}", f"{share.top_1:.2%}"
 
 
 def _divergence(arm: str, one: Divergence) -> tuple[str, ...]:
@@ -135,15 +160,16 @@ def _needles(found: Round) -> list[Table]:
     rows = [("tokens", *(f"depth {depth:g}" for depth in depths))]
     rows += [(f"{length:,}", *(f"{reference[length, depth].reference:.0%}" if (length, depth) in reference else "" for depth in depths)) for length in lengths]
     items = max(one.items for one in found.again.needles)
-    all_rows = [("arm", *(f"{length:,}" for length in lengths))]
+    all_rows = [("arm", *(f"{length:,}" for length in lengths), "items", "lost", "won", "loss at most")]
     for result in (found.again, *found.results):
         cells = []
         for length in lengths:
             at = [one for one in result.needles if one.length == length]
             cells.append(" ".join(f"{(one.arm - one.reference) * 100:+.0f}" for one in sorted(at, key=lambda one: one.depth)))
-        all_rows.append((result.arm, *cells))
-    note = (f"Points of difference to bf16 at depths {', '.join(f'{depth:g}' for depth in depths)}; {items} needles of each length and depth "
-            "(fewer for emulated attention).")
+        sums = [sum(getattr(one, name) for one in result.needles) for name in ("items", "worse", "better")]
+        all_rows.append((result.arm, *cells, *map(str, sums), f"{loss_bounds(sums[1], sums[2], sums[0])[1] * 100:+.2f}" if sums[0] else ""))
+    note = (f"Points of difference to bf16 at depths {', '.join(f'{depth:g}' for depth in depths)}; {items} needles of each length and depth, fewer for arms "
+            "that are asked a part. `lost`: found by bf16 alone; `won`: by the arm alone; the bound (one-sided 95%) is of all together.")
     return [Table(f"Needles found by bf16, {found.label}", rows), Table(f"Needles: difference to bf16 by length, {found.label}", all_rows, note=note)]
 
 

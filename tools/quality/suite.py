@@ -1,6 +1,7 @@
 """What the arms are asked: documents to read and questions with exact answers, from the evaluation tasks, the demo's facts or the user's prompts."""
 import json
 import random
+from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-from .teacher_forced import Document
+from ...ops.kv_layout import PAGE_SIZE
+from .teacher_forced import ANSWER, DRAWN, TEXT, Document
 
 SEED = 2026
 NEEDLE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -19,20 +21,28 @@ PART = 250  # items of a task with long prompts that one process makes
 ANSWER_ROOM = 64  # tokens that a needle's prompt leaves for its answer
 ANSWER_SLACK = 4  # an answer may be this many tokens longer than the right one before it is cut
 UNKNOWN_ANSWER = 64
-LONG = "long texts"  # the needles' prompts of each length and depth, read as documents
+LONG = "long texts"  # needles' prompts, read as documents, so many of each length:
+LONG_TEXTS = 5
 FEWEST_POOLED = 20  # jobs below this are not worth processes
 WORKER_SETTINGS: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question. `answer` None: right is what bf16 says; `bucket`: (tokens, depth) of a needle."""
+    """One question. `answer` None: right is what bf16 says; `bucket`: (tokens, depth) of a needle; `plain`: 1 for each token that is ordinary text, where some
+    are and others were drawn at random."""
 
     tokens: Sequence[int]
     answer: str | None
     max_tokens: int
     adapter: str | None = None
     bucket: tuple[int, float] | None = None
+    plain: bytes = b""
+
+    def document(self, answer: Sequence[int], group: str = "") -> Document:
+        """The question and its answer to read; what the task has drawn at random is marked, and so is the answer."""
+        told = bytes(TEXT if plain else DRAWN for plain in self.plain[1:]) or bytes([DRAWN]) * (len(self.tokens) - 1)
+        return Document(array("i", [*self.tokens, *answer]), self.adapter, group, told + bytes([ANSWER]) * (len(answer) + 1))
 
 
 @dataclass
@@ -51,7 +61,7 @@ class Suite:
         return max((*asked, *(len(document.tokens) for document in self.documents)), default=1)
 
     def only(self, adapters: Container[str | None], questions: int, documents: int, needles: int) -> "Suite":
-        """A part of it: so many of each adapter (needles: of each bucket)."""
+        """A part of it: so many questions of each adapter, documents of each adapter and sort, needles of each bucket."""
 
         def first(values: Sequence[Any], key: Callable[[Any], Any], count: int) -> list[Any]:
             taken: dict[Any, int] = {}
@@ -62,8 +72,8 @@ class Suite:
                     chosen.append(value)
             return chosen
 
-        return Suite(self.title, first(self.documents, lambda each: each.label, documents), first(self.questions, lambda each: each.adapter, questions),
-                     first(self.needles, lambda each: each.bucket, needles))
+        return Suite(self.title, first(self.documents, lambda each: (each.label, bool(each.kinds)), documents),
+                     first(self.questions, lambda each: each.adapter, questions), first(self.needles, lambda each: each.bucket, needles))
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,8 @@ class Limits:
     """How much to ask.
 
     tasks      questions of each adapter
-    documents  documents read by each adapter
-    needles    needles of each length and depth
+    documents  texts read by each adapter, and as many of its questions with their answers
+    needles    texts of each length that hide a needle at every depth
     longest    most tokens of a document, or of a needle's prompt with its answer
     """
 
@@ -109,15 +119,15 @@ def task_suite(limits: Limits, directory: Path, adapters: Sequence[str]) -> Suit
         parts = -(-limits.tasks // PART) if name == "retrieval" else 1  # long prompts are made in several processes
         jobs += [partial(_task, name, "items", min(PART, limits.tasks - part * PART) if parts > 1 else limits.tasks, SEED + part) for part in range(parts)]
         jobs.append(partial(_task, name, "instructed", limits.tasks, SEED + 1))
-    buckets = [(length, depth) for length in NEEDLE_LENGTHS if length <= limits.longest for depth in NEEDLE_DEPTHS]
+    lengths = [length for length in NEEDLE_LENGTHS if length <= limits.longest]
     if "retrieval" in names:
-        jobs += [partial(_needle, length, depth, seed) for seed in range(limits.needles) for length, depth in sorted(buckets, reverse=True)]
+        jobs += [partial(_needles, length, seed) for seed in range(limits.needles) for length in sorted(lengths, reverse=True)]
     texts, *results = _in_processes(jobs, directory)
     suite = Suite("the evaluation tasks")
     base: list[list[Question]] = []
     for job, result in zip(jobs[1:], results, strict=True):
-        if job.func is _needle:
-            suite.needles.append(result)
+        if job.func is _needles:
+            suite.needles += result
         elif job.args[1] == "items":
             suite.questions += result
         elif result:
@@ -125,10 +135,11 @@ def task_suite(limits: Limits, directory: Path, adapters: Sequence[str]) -> Suit
     count = -(-limits.tasks // max(len(base), 1))
     suite.questions += [question for questions in base for question in questions[:count]]
     for adapter in (None, *names):
-        own = [Document([*question.tokens, *answer], adapter) for question in suite.questions if question.adapter == adapter
-               for answer in (_answer_tokens(directory, question),)][:limits.documents]
+        mine = [question for question in suite.questions if question.adapter == adapter][:limits.documents]
+        own = [question.document(_answer_tokens(directory, question)) for question in mine]
         suite.documents += [Document(text, adapter) for text in texts] + [document for document in own if len(document.tokens) <= limits.longest]
-    suite.documents += [Document([*needle.tokens, *_answer_tokens(directory, needle)], needle.adapter, LONG) for needle in suite.needles[:len(buckets)]]
+    texts_apart = [suite.needles[place * len(NEEDLE_DEPTHS) + place % len(NEEDLE_DEPTHS)] for place in range(len(suite.needles) // len(NEEDLE_DEPTHS))]
+    suite.documents += [needle.document(_answer_tokens(directory, needle), LONG) for needle in texts_apart[:LONG_TEXTS * len(lengths)]]
     return suite
 
 
@@ -176,7 +187,8 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
     return dict(entry)
 
 
-def _question(encode: Callable[[str], list[int]], prompt: str, answer: str | None, adapter: str | None, **more: Any) -> Question:
+def _question(encode: Callable[[str], Sequence[int]], prompt: str, answer: str | None, adapter: str | None, **more: Any) -> Question:
+    """The question as token ids; without an answer it may say up to UNKNOWN_ANSWER tokens."""
     room = UNKNOWN_ANSWER if answer is None else len(encode(f" {answer.strip()}")) + ANSWER_SLACK
     return Question(encode(prompt), None if answer is None else answer.strip(), room, adapter, **more)
 
@@ -186,17 +198,20 @@ def _start_worker(directory: Path) -> None:
     import os
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from tokenizers import Tokenizer
+
     from ...runtime.tokenizer import load_tokenizer
 
+    its_own = Tokenizer.from_file(str(directory / "tokenizer.json"))
     WORKER_SETTINGS["tokenizer"], WORKER_SETTINGS["directory"] = load_tokenizer(directory), directory
+    WORKER_SETTINGS["offsets"] = lambda text: its_own.encode(text).offsets
 
 
-def _encode(text: str) -> list[int]:
-    tokens: list[int] = WORKER_SETTINGS["tokenizer"].encode(text)
-    return tokens
+def _encode(text: str) -> Sequence[int]:
+    return array("i", WORKER_SETTINGS["tokenizer"].encode(text))  # millions of them go from process to process
 
 
-def _texts(count: int) -> list[list[int]]:
+def _texts(count: int) -> list[Sequence[int]]:
     from .corpus import documents
 
     return [_encode(text) for text in documents("held_out", count)]
@@ -207,24 +222,34 @@ def _task(name: str, part: str, count: int, seed: int) -> list[Question]:
 
     task = TASKS[name]
     if part == "items":
-        return [_question(_encode, item.prompt, item.answer, name) for item in task.items(count, seed, "test")]
+        return [_question(_encode, item.prompt, item.answer, name, plain=_plain(item.prompt) if name == "retrieval" else b"")
+                for item in task.items(count, seed, "test")]
     if name == "retrieval":
         return []  # the base model is asked for codes in other words
     items = [task.instructed(item) for item in task.items(-(-count // 4), seed, "test")]
     return [_question(_encode, item.prompt, item.answer, None) for item in items]
 
 
-def _needle(length: int, depth: float, seed: int) -> Question:
-    from .needle import needle_item
+def _needles(length: int, seed: int) -> list[Question]:
+    from .needle import needle_items
 
-    item = needle_item(length - ANSWER_ROOM, depth, SEED * 1000 + seed, WORKER_SETTINGS["tokenizer"])
-    return _question(_encode, item.prompt, item.answer, item.adapter, bucket=(length, depth))
+    items = needle_items(length - ANSWER_ROOM, NEEDLE_DEPTHS, SEED * 1000 + seed, WORKER_SETTINGS["tokenizer"])
+    return [_question(_encode, item.prompt, item.answer, item.adapter, bucket=(length, item.depth), plain=_plain(item.prompt)) for item in items]
 
 
-def _answer_tokens(directory: Path, question: Question) -> list[int]:
+def _plain(prompt: str) -> bytes:
+    """1 for each token of a retrieval prompt that is ordinary text."""
+    from .needle import plain_characters
+
+    plain = plain_characters(prompt)
+    return bytes(int(stop > start and plain[start]) for start, stop in WORKER_SETTINGS["offsets"](prompt))
+
+
+def _answer_tokens(directory: Path, question: Question) -> Sequence[int]:
+    """The answer as it follows the question: without the tokens that open a text."""
     if WORKER_SETTINGS.get("directory") != directory:
         _start_worker(directory)
-    return _encode(f" {question.answer}")
+    return _encode(f" {question.answer}")[len(_encode("")):]
 
 
 def _run(job: Callable[[], Any]) -> Any:
@@ -246,4 +271,12 @@ def interleaved(questions: Sequence[Question], seed: int) -> list[int]:
     order = list(range(len(questions)))
     random.Random(seed).shuffle(order)
     return order
+
+
+def by_text(questions: Sequence[Question], seed: int) -> list[int]:
+    """The same for needles: texts are shuffled, and questions about one stay together, so that its keys and values are still there for the next."""
+    texts: dict[tuple[int, ...], list[int]] = {}
+    for place in interleaved(questions, seed):
+        texts.setdefault(tuple(questions[place].tokens[:PAGE_SIZE]), []).append(place)
+    return [place for places in texts.values() for place in places]
 

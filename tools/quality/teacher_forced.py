@@ -14,15 +14,22 @@ from ...ops.kv_layout import PAGE_SIZE
 
 LOGIT_ELEMENTS = 1 << 26  # of one step and engine: 256 MiB in fp32
 MOST_TOKENS, FEWEST_TOKENS = 8192, 64
+TEXT, ANSWER, DRAWN = range(3)
+KINDS = ("text", "answers", "drawn")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text as token ids, read by an adapter (None: the base model); `group`: figures of its own instead of the adapter's."""
+    """A text as token ids, read by an adapter (None: the base model); `group`: figures of its own instead of the adapter's.
+
+    kinds   what each token has to predict: TEXT, an ANSWER's tokens and its end, or what a task has DRAWN at random (operands, letters, names, codes), where
+            the likeliest token is a coin toss between equals and agreement on it says nothing; b"": all of it is text
+    """
 
     tokens: Sequence[int]
     adapter: str | None = None
     group: str = ""
+    kinds: bytes = b""
 
     @property
     def label(self) -> str:
@@ -43,13 +50,14 @@ class Piece:
 @dataclass(frozen=True)
 class Compared:
     """Per token of all documents (CPU tensors [tokens]): KL(reference || arm) in nats, whether both rank the same token first, -log p of the token that
-    follows in either (NaN behind the last), and the document's index."""
+    follows in either (NaN behind the last), the document's index, and what is to be predicted (an index of KINDS)."""
 
     kl: torch.Tensor
     same_top: torch.Tensor
     reference_nll: torch.Tensor
     arm_nll: torch.Tensor
     document: torch.Tensor
+    kind: torch.Tensor
 
 
 def step_sizes(vocabulary: int, longest: int, on_cpu: bool) -> tuple[int, int, int, int]:
@@ -143,8 +151,13 @@ def compare(
         parts.append(_compared(reference.logits(step, documents), arm.logits(step, documents), targets))
         progress(sum(piece.count for piece in step))
     owners = torch.tensor([piece.document for step in steps for piece in step for _ in range(piece.count)])
+    kinds = b"".join(_kinds(documents[piece.document], piece) for step in steps for piece in step)
     kl, same, mine, other = (torch.cat([part[place] for part in parts]).cpu() for place in range(4))
-    return Compared(kl, same, mine, other, owners)
+    return Compared(kl, same, mine, other, owners, torch.tensor(list(kinds), dtype=torch.uint8))
+
+
+def _kinds(document: Document, piece: Piece) -> bytes:
+    return document.kinds[piece.start:piece.start + piece.count] if document.kinds else bytes([TEXT]) * piece.count
 
 
 def _compared(reference: torch.Tensor, arm: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:

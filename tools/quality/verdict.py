@@ -3,8 +3,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .divergence import Divergence
+from .divergence import ALL, Divergence, Share
 from .exact import Accuracy, Needle
+from .statistics import loss_bounds
 
 State = Literal["met", "missed", "undecided", "not measured"]
 MOST_LOSS, MOST_POOLED_LOSS = 0.01, 0.005
@@ -12,6 +13,7 @@ MOST_FLIPS = 2.0  # times those of bf16 against itself
 MOST_MEAN_KL, LEAST_TOP_1, MOST_PERPLEXITY_RATIO = 0.005, 0.97, 1.005
 MOST_NEEDLE_DIFFERENCE = 0.02
 FEWEST_TOKENS, FEWEST_DOCUMENTS, FEWEST_ITEMS = 200_000, 400, 3500
+FEWEST_NEEDLES = 50  # of a length and depth: one answer is then two points
 SLACK = 1e-12
 
 
@@ -77,7 +79,23 @@ def _divergence(
     if not result.divergences:
         return Condition(name, "", limit, "not measured")
     worst = max(result.divergences, key=value)
-    return Condition(name, f"{form.format(sign * value(worst))} ({worst.adapter})", limit, "met" if value(worst) <= most + SLACK else "missed")
+    state: State = "met" if value(worst) <= most + SLACK else "missed"
+    return Condition(name, f"{form.format(sign * value(worst))} ({worst.adapter}){_over_all(result.divergences, name)}", limit, state)
+
+
+def _over_all(each: Sequence[Divergence], name: str) -> str:
+    """The same figure over all tokens that were read, where they are not the ones that count."""
+    shares = [(one.shares[ALL], one) for one in each if ALL in one.shares]
+    if not any(share.tokens != one.tokens for share, one in shares):
+        return ""
+    forms: dict[str, tuple[Callable[[Share], float], str]] = {
+        "mean KL at its upper bound": (lambda share: share.mean_kl, "mean {:.2e}"),
+        "top-1 agreement": (lambda share: -share.top_1, "{:.2%}"),
+        "perplexity ratio": (lambda share: share.perplexity_ratio, "{:.4f}"),
+    }
+    value, form = forms[name]
+    share, worst = max(shares, key=lambda pair: value(pair[0]))
+    return f"; over all tokens read {form.format(abs(value(share)))} ({worst.adapter})"
 
 
 def _losses(each: Sequence[Accuracy]) -> Condition:
@@ -113,11 +131,15 @@ def _needles(each: Sequence[Needle]) -> Condition:
     if not each:
         return Condition("needle", "", limit, "not measured")
     worst = max(each, key=lambda one: abs(one.reference - one.arm))
-    difference = worst.arm - worst.reference
+    difference, few = worst.arm - worst.reference, min(one.items for one in each) < FEWEST_NEEDLES
     state: State = "met" if abs(difference) <= MOST_NEEDLE_DIFFERENCE + SLACK else "missed"
-    single = abs(difference) * worst.items <= 1.5 and worst.items * MOST_NEEDLE_DIFFERENCE < 1  # one answer of few
-    figure = f"{difference * 100:+.1f} points at {worst.length} tokens, depth {worst.depth:g} ({worst.items} items)"
-    return Condition("needle", figure, limit, "undecided" if state == "missed" and single else state)
+    if few and (state == "met" or abs(difference) * worst.items <= 1.5):  # one answer of few
+        state = "undecided"
+    items, worse, better = (sum(getattr(one, name) for one in each) for name in ("items", "worse", "better"))
+    upper = loss_bounds(worse, better, items)[1]
+    figure = (f"{_points(difference)} at {worst.length} tokens, depth {worst.depth:g} ({worst.items} items); of all {items:,} "
+              f"{worse} lost, {better} won, loss at most {_points(upper)}")
+    return Condition("needle", figure, limit, state)
 
 
 def _sample(result: ArmResult) -> Condition:
