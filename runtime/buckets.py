@@ -45,10 +45,9 @@ class Buckets:
         return self._make(self.max_num_batched_tokens, self.max_num_seqs, decode=False, lora=self.lora)
 
     def warm_up_buckets(self) -> list[Bucket]:
-        """A few mixed buckets, among which every kernel of a prompt's step is met."""
-        sizes = self.mixed_sizes()
-        chosen = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-        return [self._make(tokens, self.sequence_sizes()[0], decode=False, lora=self.lora) for tokens in chosen]
+        """Mixed buckets among which every kernel of a prompt's step is met: one for each token count, with its LoRA-free twin."""
+        twins = (True, False) if self.lora else (False,)
+        return [self._make(tokens, self.sequence_sizes()[0], decode=False, lora=lora) for tokens in self.mixed_sizes() for lora in twins]
 
     def decode_buckets(self) -> list[Bucket]:
         """Every decode bucket, largest first, with its LoRA-free twin."""

@@ -12,7 +12,7 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 AHEAD = 3
-"""Steps that may be with the device at once: the one that runs, the next one, and behind decode steps, which are short, one more."""
+"""Steps that may be with the device at once: the one that runs, the next one, and behind steps of few tokens one more."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from .plan import AHEAD, StepPlan, StepResult
 from .scheduler import Scheduler, SchedulerLimits
 from .tokenizer import Tokenizer
 
+BRIEF_TOKENS = 1024
+"""A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make new requests wait."""
 Progress = tuple[list[Delta], list[RequestOutput]]
 
 
@@ -84,7 +86,7 @@ class Stepper:
             plan = self.engine.plan()
             if plan is None:
                 return
-            self._brief = plan.decode and not self.scheduler.holds_back
+            self._brief = plan.num_tokens <= BRIEF_TOKENS and not self.scheduler.holds_back
             self._continuing[plan.step] = continuing or self.in_flight > 0
             self._remote.submit(plan)
             self.in_flight += 1

@@ -70,13 +70,26 @@ def layer() -> str:
                  [[str(tokens), *(f"{times[name]:.1f}" for name in names)] for tokens, times in sorted(lowered.items())])
 
 
+def ablation() -> str:
+    """What each optimisation is worth: microseconds that a layer takes, and takes more without it."""
+    arms: dict[str, dict[tuple[int, bool], str]] = {}
+    rows = raw("bench_ablation_h200")["ablation"]
+    for row in rows:
+        added = "" if row["arm"] == rows[0]["arm"] else f" ({row['added_us']:+.1f})"
+        arms.setdefault(row["arm"], {})[row["tokens"], bool(row["adapters"])] = f"{row['us_per_layer']:.1f}{added}"
+    columns = sorted({place for cells in arms.values() for place in cells})
+    head = [f"{tokens} requests, {'adapters' if lora else 'base'}" for tokens, lora in columns]
+    return table(["turned off or exchanged", *head], [[arm, *(cells.get(place, "") for place in columns)] for arm, cells in arms.items()])
+
+
 def startup() -> str:
     """Seconds of a cold and of a warm start."""
     rows = raw("bench_startup_h200")["seconds"]
     return table(["seconds", "cold", "warm"], [[part.replace("_", " "), f"{rows['cold'][part]:.1f}", f"{rows['warm'][part]:.1f}"] for part in rows["cold"]])
 
 
-TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "startup": startup, "attention": attention}
+TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "startup": startup, "attention": attention,
+                    "ablation": ablation}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 

@@ -97,3 +97,11 @@ def test_bucket_sizes():
     assert buckets.mixed_sizes() == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     assert {bucket.lora for bucket in buckets.decode_buckets()} == {True, False}
     assert {bucket.lora for bucket in Buckets(4, 64, 10, 2, False).decode_buckets()} == {False}
+
+
+def test_every_size_of_a_prompts_step_is_warmed_up() -> None:
+    for lora in (True, False):
+        buckets = Buckets(16, 256, 10, 2, lora)
+        warm = buckets.warm_up_buckets()
+        assert {(bucket.tokens, bucket.lora) for bucket in warm} == {(tokens, twin) for tokens in buckets.mixed_sizes() for twin in {lora, False}}
+        assert not any(bucket.decode for bucket in warm)
