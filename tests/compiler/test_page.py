@@ -84,7 +84,7 @@ def test_kernels_come_with_their_source_text(data: dict[str, Any]) -> None:
 
 
 def test_every_op_reaches_a_kernel() -> None:
-    sources = kernel_sources([f"sidestream.{name}" for name in OPS])
+    sources = kernel_sources([f"sidestream.{name}" for name in OPS if not name.startswith("emulated_")])  # those are the evaluation's, which has no kernels
     assert not [name for name, op in sources.ops.items() if not op["kernels"]]
     assert kernel_sources(["aten.add.Tensor"]).ops == {}
 
