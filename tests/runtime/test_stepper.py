@@ -1,0 +1,71 @@
+"""How far ahead the batcher plans, and that what it planned too far ahead changes no token."""
+from collections import deque
+from typing import Any
+
+import pytest
+from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.runtime import stepper as module
+from sidestream.runtime.engine import Request
+from sidestream.runtime.gpu_link import Ready, Timing
+from sidestream.runtime.plan import AHEAD, StepPlan, StepResult
+from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.stepper import Stepper
+from support.fake_runner import FakeRunner, continuation
+
+
+class Link:
+    """A GPU process that computes each plan as it comes and hands results out when asked."""
+
+    def __init__(self) -> None:
+        self.runner = FakeRunner(40, lag=AHEAD - 1)
+        self.results: deque[StepResult] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.results.append(self.runner.submit(plan))
+
+    def tell(self, notice: Any) -> None:
+        raise AssertionError(f"nothing is to be told: {notice}")
+
+
+def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[list[list[int]], list[int], list[int]]:
+    """The answers, how many steps were with the device each time that one came back, and after how many steps each of the answers was there.
+
+    penalised   so many of the first requests have a penalty, and a sixth of the tokens
+    """
+    link = Link()
+    stepper = Stepper(Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], []), link, None)  # type: ignore[arg-type]
+    for number, prompt in enumerate(prompts):
+        params: dict[str, Any] = {"max_tokens": tokens // 6, "presence_penalty": 1e-6} if number < penalised else {"max_tokens": tokens}
+        stepper.add(Request(str(number), None, prompt, SamplingParams(temperature=0, ignore_eos=True, **params)), stream=False)
+    answers: dict[str, list[int]] = {}
+    depths, steps = [], {}
+    stepper.pump()
+    while link.results:
+        depths.append(stepper.in_flight)
+        result = link.runner.collect(link.results.popleft())
+        _, finished = stepper.take(result, Timing(1, 2, 3))
+        answers.update({output.request_id: output.outputs[0].token_ids for output in finished})
+        steps.update({output.request_id: len(depths) for output in finished})
+    assert stepper.in_flight == 0 and stepper.stats()["pages_in_use"] == 0
+    names = [str(number) for number in range(len(prompts))]
+    return [answers[name] for name in names], depths, [steps[name] for name in names]
+
+
+def test_two_steps_ahead_of_short_ones() -> None:
+    prompts = [[1, 2, 3], [5], [7, 7]]
+    answers, depths, _ = serve(prompts, 20)
+    assert answers == [continuation(prompt, -1, 20, 97) for prompt in prompts]
+    assert depths[:15] == [AHEAD] * 15, "the device never waits for the result of the step before"
+
+
+def test_one_step_ahead_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BRIEF_TOKENS", 2)
+    answers, depths, _ = serve([[1, 2, 3], [5], [7, 7]], 20)
+    assert answers[1] == continuation([5], -1, 20, 97) and set(depths[:15]) == {AHEAD - 1}
+
+
+def test_who_waits_for_its_last_token_gets_one_in_two_steps() -> None:
+    """With penalties the next step needs the last token: planning two ahead for the others must not make it every third."""
+    answers, _, steps = serve([[1, 2, 3], [5]], 120, penalised=1)
+    assert answers == [continuation([1, 2, 3], -1, 20, 97), continuation([5], -1, 120, 97)]
+    assert 20 <= steps[0] <= 2 * 20 + 2 and 120 <= steps[1] <= 120 + AHEAD
