@@ -153,7 +153,7 @@ def test_hostile_frames_hurt_nobody(server):
                 bad.socket.recv()
     with server.connect() as wire:
         assert_works(wire)
-        assert server.stats()["bad_frames_total"] > 1000
+        server.wait_for(lambda values: values["bad_frames_total"] > 1000)  # connections take turns: the last of these may still be in line
     bad.socket.close(0)
     oversized = server.connect()
     oversized.socket.send(b"\x00" * 5_000_000)
