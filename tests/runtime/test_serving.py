@@ -154,8 +154,9 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     (directory / "newer").mkdir(exist_ok=True)
     infos = wire.call(ListAdapters(1)).adapters
     assert [info.name for info in infos] == ["a0", "a1", "a2", "a3"]
-    wire.submit("near", prompt_token_ids=[4], adapter="a3")
-    wire.answer("near")
+    for number in range(4):  # more than there are slots: the first ones are put out again
+        wire.submit(f"near{number}", prompt_token_ids=[4], adapter=f"a{number}")
+        wire.answer(f"near{number}")
     wire.until(lambda: "cpu" in {info.where for info in wire.call(ListAdapters(1)).adapters})
     assert {info.where for info in infos} <= {"gpu", "cpu", "disk"} and all(info.running == info.waiting == 0 for info in infos)
     assert type(wire.call(LoadAdapter(2, "fresh", str(directory / "new")))).__name__ == "Done"
