@@ -102,6 +102,12 @@ def _layers(e: Expectation, option: str) -> int:
     return sum(e.options.applies(option, layer) for layer in range(e.shape.layers))
 
 
+def _balanced(e: Expectation) -> int | None:
+    if not (e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv")):
+        return 0
+    return _layers(e, "balance_keys") if e.on("fuse_rope_append", "lift_rope", "lift_rms_norm") and e.clean else 0
+
+
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_embedding": lambda e: 1 if e.shape.paged else None,
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1,
@@ -115,6 +121,7 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,
     "center_keys": lambda e: _layers(e, "center_keys") if e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv") else 0,
     "fuse_rope_append": lambda e: e.shape.layers if e.shape.paged and e.on("lift_rope") and e.clean else 0,
+    "balance_keys": _balanced,
     "quantize_linears": _linears,
     "quantize_lora": lambda e: _lora_branches(e) if e.options.quantizes_lora else 0,
     "fuse_quantize": _quantize_fused,

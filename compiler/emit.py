@@ -290,7 +290,7 @@ class _Side:
     """The side stream and the events by which the two streams wait for each other."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _side_stream(device)
         self.events = {step.index: torch.cuda.Event() for step in program.steps if step.records}
         self.fork, self.join = torch.cuda.Event(), torch.cuda.Event()
 
@@ -299,6 +299,15 @@ class _Side:
 def _capture_stream(device: torch.device) -> Any:
     """One stream for all captures: what libraries allocate for a stream is allocated once."""
     return torch.cuda.Stream(device)
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: torch.device) -> Any:
+    """One side stream for all programs. PyTorch hands out the same 32 streams in turn: a new one each time would now and then be the capture's own."""
+    stream = torch.cuda.Stream(device)
+    while stream == _capture_stream(device):
+        stream = torch.cuda.Stream(device)
+    return stream
 
 
 def _without_result(result: Any) -> None:

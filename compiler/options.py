@@ -10,6 +10,7 @@ Layers = bool | tuple[int, ...]  # in every layer, in none, or in those that are
 LoraLowering = Literal["auto", "serial", "side_stream", "one_launch"]
 LoraDtype = Literal["auto", "bf16", "int8", "fp8"]
 WholeLayer = Literal["auto", "on", "off"]
+LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options that are chosen by layer
 EIGHT_BITS: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 DEFAULT_PRECISION: Precision = "int8"
 DEFAULT_KV_DTYPE: dict[str, KvDtype] = {"int8": "int8", "fp8": "fp8_e4m3", "bf16": "bf16", "fp32": "fp32"}  # kv_dtype="auto" where nothing was calibrated
@@ -29,6 +30,7 @@ class CompileOptions:
     kv_dtype       what the KV cache holds; `auto`: int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype
     hadamard       rotate Q and K by a Walsh-Hadamard transform before K is quantized (quantized caches only); True, False, or the layers that do
     center_keys    subtract a calibrated constant per channel from K before it is quantized (quantized caches only; softmax does not see it); the same values
+    balance_keys   scale each RoPE pair of K up or down, and of Q by the same, so that both are of a size before they are quantized; the same values
     rotate_values  rotate each head of V by a Walsh-Hadamard transform that is folded into W_v, W_o and the adapters; the same values
     rotate_activations   int8 mode: blocks of 8 columns of what a norm or SiLU makes are rotated before they are quantized, and the weights' with them
     lm_head        `auto`: the output projection is quantized as the other linears are; `bf16`: it isn't
@@ -50,6 +52,7 @@ class CompileOptions:
     kv_dtype: KvDtype = "auto"
     hadamard: Layers = True
     center_keys: Layers = False
+    balance_keys: Layers = True
     rotate_values: Layers = False
     rotate_activations: bool = True
     lm_head: Literal["auto", "bf16"] = "auto"
@@ -69,7 +72,7 @@ class CompileOptions:
             if getattr(self, name) not in allowed:
                 raise OptionError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(allowed)}")
         object.__setattr__(self, "disable", tuple(self.disable))
-        for name in ("hadamard", "center_keys", "rotate_values"):
+        for name in LAYERED:
             object.__setattr__(self, name, _layers(name, getattr(self, name)))
         if self.lora_sm_share is not None and not 0.0 < self.lora_sm_share < 1.0:
             raise OptionError(f"lora_sm_share={self.lora_sm_share} must lie between 0 and 1; 0.25 gives LoRA a quarter of the SMs")
@@ -109,7 +112,7 @@ class CompileOptions:
         return self.cache_dtype in (torch.float8_e4m3fn, torch.int8)
 
     def applies(self, name: str, layer: int | None) -> bool:
-        """Whether the option `name` (hadamard, center_keys or rotate_values) is on in a layer; None: a layer whose number is not known."""
+        """Whether the option `name` (one of `LAYERED`) is on in a layer; None: a layer whose number is not known."""
         chosen = getattr(self, name)
         return chosen if isinstance(chosen, bool) else layer in chosen
 

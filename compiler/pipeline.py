@@ -10,6 +10,7 @@ from torch import fx
 
 from .accounting import Expectation
 from .options import CompileOptions, OptionError
+from .passes.balance_keys import balance_keys
 from .passes.base import Context, PassReport
 from .passes.center_keys import center_keys
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
@@ -25,6 +26,7 @@ from .passes.lift_rope_angles import lift_rope_angles
 from .passes.lower_lora import lower_lora
 from .passes.normalize import normalize
 from .passes.pack_projections import pack_projections
+from .passes.quantize_in_blocks import quantize_in_blocks
 from .passes.quantize_kv import quantize_kv
 from .passes.quantize_linears import quantize_linears
 from .passes.quantize_lora import quantize_lora
@@ -67,6 +69,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(quantize_kv, "quantizes"),
     Pass(center_keys, "quantizes"),
     Pass(fuse_rope_append, "keeps"),
+    Pass(balance_keys, "quantizes"),
     Pass(quantize_linears, "quantizes"),
     Pass(quantize_lora, "quantizes"),
     Pass(fuse_quantize, "keeps"),
@@ -78,6 +81,7 @@ DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: behind the last norm no rows are selected any more
     Pass(fuse_decoder_block, "quantizes"),
     Pass(fuse_linear_silu_mul, "keeps"),
+    Pass(quantize_in_blocks, "quantizes"),
 )
 ALWAYS_ON = frozenset({"normalize"})
 

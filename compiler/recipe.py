@@ -13,6 +13,7 @@ import torch
 from ..ops.hadamard import hadamard_reference
 from ..ops.quantize import E4M3, quantize_rowwise_reference
 
+LARGEST_BALANCE = 16  # as a power of two
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB
 
 # op -> (number of operands, None = one or more; attribute names)
@@ -26,6 +27,8 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "zeros": (0, frozenset({"shape", "dtype"})),
     "hadamard": (1, frozenset({"dim", "width"})),
     "scale": (1, frozenset({"factor"})),
+    "multiply": (2, frozenset()),
+    "key_balance": (3, frozenset({"kv_heads", "width"})),
     "cast": (1, frozenset({"dtype"})),
     "quantize": (1, frozenset({"dtype", "rotate"})),
     "item": (1, frozenset({"index"})),
@@ -151,6 +154,21 @@ def scale(recipe: Recipe, factor: float) -> Recipe:
     return Recipe("scale", (recipe,), {"factor": float(factor)})
 
 
+def multiply(recipe: Recipe, factors: Recipe) -> Recipe:
+    """Elementwise product of two tensors of one shape, in fp32, rounded once to the first one's dtype."""
+    return Recipe("multiply", (recipe, factors), {})
+
+
+def key_balance(query: Recipe, key: Recipe, gain: Recipe, kv_heads: int, width: int) -> Recipe:
+    """fp32 [kv_heads, width / 2]: by RoPE pair of each KV head, how much larger keys are to become (`rope_append`), told from the weights alone.
+
+    query [HQ * width, K], key [kv_heads * width, K] and the norm's gain [K] that both read through. A pair's size is the norm of its rows times the gain;
+    sqrt(size in q / size in k) makes both alike, which makes |q| |k|, and so the error of a score, as small as factors can. Rounded to a power of two, so
+    that no rounding changes but the quantizer's; 1 where a pair is zero.
+    """
+    return Recipe("key_balance", (query, key, gain), {"kv_heads": kv_heads, "width": width})
+
+
 def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
     """Converted to `dtype`."""
     return Recipe("cast", (recipe,), {"dtype": str(dtype).removeprefix("torch.")})
@@ -229,6 +247,22 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
     if recipe.op == "hadamard":
         blocks = first.movedim(attrs["dim"], -1).unflatten(-1, (-1, attrs["width"]))
         return hadamard_reference(blocks).flatten(-2).movedim(-1, attrs["dim"]).contiguous()
+    if recipe.op == "multiply":
+        return (first.float() * operands[1].to(first.device).float()).to(first.dtype)
+    if recipe.op == "key_balance":
+        return key_balance_factors(first, operands[1], operands[2], attrs["kv_heads"], attrs["width"])
     if recipe.op == "scale":
         return (first.float() * attrs["factor"]).to(first.dtype)
     return first.to(getattr(torch, attrs["dtype"]))
+
+
+def key_balance_factors(query: torch.Tensor, key: torch.Tensor, gain: torch.Tensor, kv_heads: int, width: int) -> torch.Tensor:
+    """What a `key_balance` recipe gives for these weights."""
+
+    def energy(weight: torch.Tensor) -> torch.Tensor:  # [kv heads, pairs], of all query heads of a KV head together
+        rows = torch.cat([(part.float() * gain.float()).square().sum(-1) for part in weight.split(ROWS_AT_ONCE)])
+        return rows.view(kv_heads, -1, 2, width // 2).mean((1, 2))
+
+    ratio = energy(query) / energy(key)
+    exponent = (ratio.log2() / 4).round().clamp(-LARGEST_BALANCE, LARGEST_BALANCE)
+    return torch.where(torch.isfinite(ratio) & (ratio > 0), torch.exp2(exponent), 1.0)

@@ -15,14 +15,15 @@ lora_plan        tokens sorted by adapter and cut into tiles
 lora_shrink      LoRA's first half: split-K planes of x times A
 paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, each with a _gluon)
 paged_attention_blocks  decode attention quantized for decoder_block
-quantize         activations to e4m3, one scale per token
-quantize_blocks  activations to e4m3, one scale per token and 128 columns
+quantize         activations to e4m3 or int8, one scale per token
+quantize_blocks  activations to e4m3 or int8, one scale per token and 128 columns
 rms_norm         RMSNorm with residual sum and quantization
 rope             rotary position embedding
 rope_angles      cos and sin of each token's rotary angles
 rope_append      RoPE, Hadamard and KV append of a packed qkv row in one launch
 sample           temperature, min-p, top-k, top-p, Gumbel-max; top_logprobs
 silu_mul         SiLU(gate) * up with delta and quantization
+silu_mul_blocks  the same, one scale per token and 128 columns
 """
 from . import (  # noqa: F401
     append_kv,
@@ -48,5 +49,6 @@ from . import (  # noqa: F401
     rope_append,
     sample,
     silu_mul,
+    silu_mul_blocks,
 )
 from .kv_layout import PAGE_SIZE  # noqa: F401

@@ -1,9 +1,13 @@
 """linear_8bit: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token and per output channel.
 
+Activations may also have one scale per token and 128 columns (`quantize_blocks`): then no kernel before it needs the maximum of a whole row. That is made for
+few tokens; many run on `linear_8bit_gluon.py` as well, and slower than with one scale a token.
+
 Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_8bit_decode.py`, `linear_8bit_gluon.py`), from 65 tokens on those with
 few output tiles on `linear_8bit_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`, in int8 to `linear_8bit_large.py`. `tuning.py`
 says which kernel and which tiles. Products of int8 are summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
 """
+from dataclasses import replace
 from functools import lru_cache
 from typing import Optional
 
@@ -14,11 +18,13 @@ from .linear_8bit_gluon import launch_gluon
 from .linear_8bit_large import launch_large
 from .linear_8bit_prefill import launch_scaled_mm, scaled_mm_takes
 from .linear_8bit_wide import launch_wide
+from .quantize_blocks import BLOCK
 from .registry import register
 from .triton_support import INTERPRETED
-from .tuning import H200_SMS, LinearConfig, linear_config, with_addends, without_tma, work_split
+from .tuning import H200_SMS, LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
+BLOCK_SCALE_KERNELS = ("gluon", "triton")
 MAX_INT8_K = 1 << 17  # products of +-127 (of -128 too) whose sum fits int32
 REFERENCE_CHUNK_ELEMENTS = 1 << 24  # weights dequantized at a time by the reference: 64 MB of fp32
 
@@ -35,10 +41,29 @@ def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tens
         raise ValueError(f"linear_8bit: K is {weight.shape[1]}; int8 sums of more than {MAX_INT8_K} products may not fit int32 (use torch.float8_e4m3fn)")
 
 
+def has_block_scales(q: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether scale is [K / 128, P], of blocks of 128 columns of q [T, K], and not one value per token; ValueError where those don't fit q."""
+    if q.dim() != 2 or scale.dim() != 2:
+        return False
+    if q.shape[1] % BLOCK or scale.shape[0] != q.shape[1] // BLOCK:
+        raise ValueError(f"linear_8bit: scale {tuple(scale.shape)} doesn't fit q {tuple(q.shape)}: expected [K / {BLOCK}, P], K a multiple of {BLOCK}, or [T]")
+    if scale.shape[1] < q.shape[0]:
+        raise ValueError(f"linear_8bit: scale {tuple(scale.shape)} has too few columns for {q.shape[0]} tokens; pad them to padded_scales(T) with zeros")
+    return True
+
+
 def matmul_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., K] fp32 @ weight [N, K]^T in fp32, some rows of the weight at a time."""
     rows = max(1, REFERENCE_CHUNK_ELEMENTS // weight.shape[1])
     return torch.cat([x @ chunk.float().t() for chunk in weight.split(rows)], dim=-1)
+
+
+def matmul_blocks(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """q [T, K] @ weight [N, K]^T in fp32, the products of each block of 128 columns times scale [K / 128, P]."""
+    total = torch.zeros(q.shape[0], weight.shape[0], device=q.device)
+    for x, w, token_scale in zip(q.split(BLOCK, dim=1), weight.split(BLOCK, dim=1), scale, strict=True):
+        total += matmul_fp32(x.float(), w) * token_scale[:q.shape[0], None]
+    return total
 
 
 def reference(
@@ -52,11 +77,12 @@ def reference(
 ) -> torch.Tensor:
     """q [..., K] and weight [N, K], both e4m3 or both int8, scale [...] and weight_scale [N] fp32, delta and residual [..., N] -> [..., N] of `out_dtype`.
 
-    Everything is summed in fp32 and rounded once.
+    With q [T, K] scale may be [K / 128, P], as `quantize_blocks` makes it: P >= T, what lies past T is not read into results. Everything is summed in fp32
+    and rounded once. Raises ValueError for shapes and dtypes that don't fit.
     """
     check_shapes(q, weight, weight_scale)
-    y = matmul_fp32(q.float(), weight)
-    y = y * scale.unsqueeze(-1) * weight_scale
+    y = matmul_blocks(q, scale, weight) if has_block_scales(q, scale) else matmul_fp32(q.float(), weight) * scale.unsqueeze(-1)
+    y = y * weight_scale
     for addend in (delta, residual):
         if addend is not None:
             y = y + addend.float()
@@ -73,6 +99,7 @@ def fake(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     check_shapes(q, weight, weight_scale)
+    has_block_scales(q, scale)
     return q.new_empty((*q.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
@@ -97,13 +124,27 @@ def launch(
     tokens = y.shape[0]
     if tokens == 0:
         return
-    x, token_scale = q.reshape(-1, k), scale.reshape(-1)
+    blocks = has_block_scales(q, scale)
+    x, token_scale = q.reshape(-1, k), scale.contiguous() if blocks else scale.reshape(-1)
     addends = [None if t is None else t.reshape(-1, n) for t in (delta, residual)]
     sms = multiprocessors(q.device)
     config = linear_config(tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED, int8=q.dtype == torch.int8)
-    if config.kernel in ("gluon", "wide", "large") and (INTERPRETED or any(tensor.data_ptr() % 16 for tensor in (x, weight, y))):
+    if blocks:
+        config = takes_block_scales(config, tokens, n, k, sms)
+    in_boxes = (x, weight, y, token_scale) if blocks else (x, weight, y)
+    unaligned = any(tensor.data_ptr() % 16 for tensor in in_boxes) or (blocks and token_scale.shape[1] % 4 > 0)
+    if config.kernel in ("gluon", "wide", "large") and (INTERPRETED or unaligned):
         config = without_tma(config)
     launch_config(config, x, token_scale, weight, weight_scale, addends[0], addends[1], y, sms=sms, sm_budget=sm_budget, pdl=pdl)
+
+
+def takes_block_scales(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> LinearConfig:
+    """`config`, with the registers for a product beside the sums; where its kernel takes no scales of blocks, a configuration of one that does."""
+    if config.kernel not in BLOCK_SCALE_KERNELS:
+        config = choose_config(tokens, n, k, sms, scaled_mm=False)
+    if config.block_n * config.block_t < 128 * 64:
+        return config
+    return replace(config, max_registers=max(config.max_registers, 168 if config.ctas_per_sm == 1 else 128))
 
 
 def launch_config(
@@ -120,7 +161,9 @@ def launch_config(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Runs one given configuration on [T, K] activations (the tuner's door; `launch` picks the configuration)."""
+    """Runs one given configuration on [T, K] activations with scales [T] or [K / 128, P] (the tuner's door; `launch` picks the configuration)."""
+    if scale.dim() == 2 and config.kernel not in BLOCK_SCALE_KERNELS:
+        raise ValueError(f"linear_8bit: the kernel {config.kernel} takes one scale a token; scales of blocks are for {' and '.join(BLOCK_SCALE_KERNELS)}")
     if config.kernel == "scaled_mm":
         launch_scaled_mm(q, scale, weight, weight_scale, delta, residual, out, sms_left_free=0 if sm_budget is None else sms - sm_budget)
         return

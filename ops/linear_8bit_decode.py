@@ -4,6 +4,8 @@ Work is counted in units of one weight tile and BLOCK_K columns of K, tile by ti
 every program streams the same number of bytes whatever the shape or the number of programs (`sm_budget`). A tile cut between programs
 is summed from planes (fp32, of int8 products int32) by whoever arrives last, always in the order of the programs, so that results are bitwise
 repeatable. With SPLIT off the cuts lie on tile boundaries and nothing is exchanged.
+
+Where activations have a scale per token and 128 columns (`quantize_blocks`), each step's product is scaled and added in fp32, and so are the planes.
 """
 from typing import Optional
 
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .triton_support import INTERP, INTERPRETED, dot_f32
-from .tuning import MAX_TILES, LinearConfig, WorkSplit
+from .tuning import BLOCK_K, MAX_TILES, LinearConfig, WorkSplit
 from .workspace import workspace
 
 
@@ -40,11 +42,14 @@ def _dot_i32(a, b, acc):
 
 @triton.jit
 def _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n,
-            HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+            PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
     """Scales, addends and the store of one tile; total [weight rows, tokens]."""
     row_scale = tl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
-    token_scale = tl.load(scale_ptr + columns, mask=columns < tokens, other=0.0)
-    value = total.to(tl.float32) * token_scale[None, :] * row_scale[:, None]
+    if PADDED:
+        value = total * row_scale[:, None]
+    else:
+        token_scale = tl.load(scale_ptr + columns, mask=columns < tokens, other=0.0)
+        value = total.to(tl.float32) * token_scale[None, :] * row_scale[:, None]
     offsets = columns.to(tl.int64)[None, :] * n + rows[:, None]
     inside = (rows < n)[:, None] & (columns < tokens)[None, :]
     if HAS_DELTA:
@@ -57,7 +62,9 @@ def _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr
 @triton.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
 def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
                 BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
-                EVEN_K: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
+                EVEN_K: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
+                PDL: tl.constexpr):
+    """PADDED: how many scales a step of K has at scale_ptr, one a token; 0: a token has one for all of K."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     steps = tl.cdiv(k, BLOCK_K)
@@ -74,6 +81,7 @@ def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resi
         tl.extra.cuda.gdc_wait()
     INT8: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     nothing = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.int32 if INT8 else tl.float32)
+    start = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32) if PADDED else nothing
     offsets_n = tl.arange(0, BLOCK_N)
     offsets_t = tl.arange(0, BLOCK_T)
     offsets_k = tl.arange(0, BLOCK_K)
@@ -85,7 +93,7 @@ def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resi
         columns = tile % token_tiles * BLOCK_T + offsets_t
         weight_rows = weight_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k  # rows past the end repeat the last one and are dropped
         q_columns = q_ptr + columns.to(tl.int64)[None, :] * k
-        total = nothing
+        total = start
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             position = step * BLOCK_K + offsets_k
             if EVEN_K:
@@ -94,7 +102,11 @@ def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resi
             else:
                 w = tl.load(weight_rows + position[None, :], mask=(position < k)[None, :], other=0.0)
                 x = tl.load(q_columns + position[:, None], mask=(columns < tokens)[None, :] & (position < k)[:, None], other=0.0)
-            if INT8:
+            if PADDED:
+                token_scale = tl.load(scale_ptr + step * PADDED + columns, mask=columns < tokens, other=0.0)
+                product = _dot_i32(w, x, nothing) if INT8 else dot_f32(w, x, nothing)
+                total += product.to(tl.float32) * token_scale[None, :]
+            elif INT8:
                 total = _dot_i32(w, x, total)
             else:
                 total += dot_f32(w, x, nothing)  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
@@ -119,28 +131,37 @@ def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resi
                         total += tl.load(planes + 2 * (first + part) * size, mask=held, other=0, cache_modifier=".cg")
                     tl.store(counters_ptr + tile, 0)  # as the next launch must find it
         if complete:
-            _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n, HAS_DELTA, HAS_RESIDUAL)
+            _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n, PADDED, HAS_DELTA, HAS_RESIDUAL)
         unit = tile * steps + last_step
 
 
-def split_buffers(weight: torch.Tensor, config: LinearConfig, split: WorkSplit) -> tuple[torch.Tensor, torch.Tensor]:
-    """The planes (int32 where the weight is int8, else fp32) and int32 arrival counters of a launch (kernels that run one after another use the same ones)."""
+def split_buffers(weight: torch.Tensor, config: LinearConfig, split: WorkSplit, block_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The planes (int32 where the weight is int8 and nothing is scaled before the end, else fp32) and int32 arrival counters of a launch.
+
+    Kernels that run one after another use the same ones.
+    """
     device = weight.device
     plane_bytes = 2 * split.programs * config.block_n * config.block_t * 4 if split.parts > 1 else 16
-    planes = workspace(device, "linear_8bit.planes", plane_bytes).view(torch.int32 if weight.dtype == torch.int8 else torch.float32)
+    planes = workspace(device, "linear_8bit.planes", plane_bytes).view(torch.int32 if weight.dtype == torch.int8 and not block_scales else torch.float32)
     counters = workspace(device, "linear_8bit.counters", MAX_TILES * 4, zero=True).view(torch.int32)
     return planes, counters
 
 
 def launch_triton(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
                   residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
-    """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N]; all contiguous, K a multiple of 16."""
+    """q [T, K], scale [T] or [K / 128, P], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N]; all contiguous, K a multiple of 16.
+
+    Raises ValueError for scales of blocks with a configuration whose steps aren't one block.
+    """
     (tokens, k), n = q.shape, weight.shape[0]
-    planes, counters = split_buffers(weight, config, split)
+    padded = scale.shape[1] if scale.dim() == 2 else 0
+    if padded and config.block_k != BLOCK_K:
+        raise ValueError(f"linear_8bit: steps of {config.block_k} columns with scales of {BLOCK_K} columns each; take a configuration with block_k={BLOCK_K}")
+    planes, counters = split_buffers(weight, config, split, padded > 0)
     pdl = pdl and not INTERPRETED
     _linear_8bit[(split.programs,)](
         q, scale, weight, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters, tokens, n, k,
         BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=config.block_k, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
-        EVEN_K=k % config.block_k == 0, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PREFETCH=4, PDL=pdl,
+        EVEN_K=k % config.block_k == 0, PADDED=padded, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PREFETCH=4, PDL=pdl,
         num_warps=config.warps, launch_pdl=pdl,
     )

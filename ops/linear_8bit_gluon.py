@@ -3,6 +3,9 @@
 The work is divided as in `linear_8bit_decode.py`. The ring runs on across tile boundaries, so the next tile streams in while one is scaled
 and stored. Weights depend on no earlier kernel: under PDL the producer fills the whole ring with them before it waits, and only the
 activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
+
+Where activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales come through the ring beside them, and its product is scaled and
+added in fp32 before the next one starts.
 """
 from typing import Optional
 
@@ -17,11 +20,13 @@ from .linear_8bit_decode import split_buffers
 from .tuning import BLOCK_K, LinearConfig, WorkSplit
 
 PRODUCER_REGISTERS = 40
+LEAST_BOX = 32  # scales of a TMA box: its place in shared memory begins on 128 bytes
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton >= 3.7, before
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 gdc_wait = tl.extra.cuda.gdc_wait
 gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
@@ -38,14 +43,17 @@ def _load_weights(weight_desc, weights, ready, slot, unit, steps, token_tiles, B
 
 
 @gluon.jit
-def _load_tokens(q_desc, tokens_ring, ready, slot, unit, steps, token_tiles, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr):
+def _load_tokens(q_desc, scale_desc, tokens_ring, scales, ready, slot, unit, steps, token_tiles, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+                 BLOCK_SCALES: gl.constexpr):
     tma_load(q_desc, [unit // steps % token_tiles * BLOCK_T, unit % steps * BLOCK_K], ready.index(slot), tokens_ring.index(slot))
+    if BLOCK_SCALES:
+        tma_load(scale_desc, [unit % steps, unit // steps % token_tiles * BLOCK_T], ready.index(slot), scales.index(slot))
 
 
 @gluon.jit
-def _produce(weight_desc, q_desc, weights, tokens_ring, ready, empty, begin, end, steps, token_tiles,
-             BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr):
-    BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K
+def _produce(weight_desc, q_desc, scale_desc, weights, tokens_ring, scales, ready, empty, begin, end, steps, token_tiles,
+             BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SCALE_BOX: gl.constexpr, PDL: gl.constexpr):
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K + SCALE_BOX * 4
     filled = gl.minimum(end - begin, STAGES)
     for i in range(filled):
         _load_weights(weight_desc, weights, ready, i, begin + i, steps, token_tiles, BYTES, BLOCK_N, BLOCK_K)
@@ -53,12 +61,12 @@ def _produce(weight_desc, q_desc, weights, tokens_ring, ready, empty, begin, end
         gdc_launch_dependents()
         gdc_wait()
     for i in range(filled):
-        _load_tokens(q_desc, tokens_ring, ready, i, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K)
+        _load_tokens(q_desc, scale_desc, tokens_ring, scales, ready, i, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K, SCALE_BOX > 0)
     for i in range(filled, end - begin):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
         _load_weights(weight_desc, weights, ready, slot, begin + i, steps, token_tiles, BYTES, BLOCK_N, BLOCK_K)
-        _load_tokens(q_desc, tokens_ring, ready, slot, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K)
+        _load_tokens(q_desc, scale_desc, tokens_ring, scales, ready, slot, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K, SCALE_BOX > 0)
 
 
 @gluon.jit
@@ -76,10 +84,11 @@ def multiply(wide, narrow, ready, empty, acc, begin, end, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
+def _consume(weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
              begin, end, steps, token_tiles, tiles, program, programs, tokens, n,
              BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
-             HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
+             BLOCK_SCALES: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
+    """`scales`: with BLOCK_SCALES the ring of a step's scales, else a pointer to one for each token."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32])
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])  # 8 neighbouring outputs of a token a thread
     if PDL:
@@ -92,17 +101,22 @@ def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, de
     while unit < end:
         tile = unit // steps
         stop = gl.minimum(end, (tile + 1) * steps)
-        if INT8:
+        if INT8 and not BLOCK_SCALES:
             acc = multiply(weights, tokens_ring, ready, empty, nothing, unit - begin, stop - begin, STAGES)
         else:
-            acc = nothing
+            acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, MMA)
             for i in range(unit - begin, stop - begin):
                 slot = i % STAGES
                 mbarrier.wait(ready.index(slot), i // STAGES & 1)
                 product = warpgroup_mma(weights.index(slot), tokens_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                if BLOCK_SCALES:
+                    token_scale = scales.index(slot).slice(0, BLOCK_T, dim=1).load(MMA)
                 product = warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(empty.index(slot), count=1)
-                acc += product  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+                if BLOCK_SCALES:
+                    acc += product.to(gl.float32) * token_scale
+                else:
+                    acc += product  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
         rows = tile // token_tiles * BLOCK_N + offsets_n
         columns = tile % token_tiles * BLOCK_T + offsets_t
         total = gl.convert_layout(acc, STORE)
@@ -128,8 +142,11 @@ def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, de
                     gl.store(counters_ptr + tile, 0)  # as the next launch must find it
         if complete:
             row_scale = gl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
-            token_scale = gl.load(scale_ptr + columns, mask=columns < tokens, other=0.0)
-            value = total.to(gl.float32) * token_scale[None, :] * row_scale[:, None]
+            if BLOCK_SCALES:
+                value = total * row_scale[:, None]
+            else:
+                row_token_scale = gl.load(scales + columns, mask=columns < tokens, other=0.0)
+                value = total.to(gl.float32) * row_token_scale[None, :] * row_scale[:, None]
             offsets = columns.to(gl.int64)[None, :] * n + rows[:, None]
             valid = (rows < n)[:, None] & (columns < tokens)[None, :]
             if HAS_DELTA:
@@ -141,10 +158,11 @@ def _consume(weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, de
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
-def _linear_8bit_tma(weight_desc, q_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
+def _linear_8bit_tma(weight_desc, q_desc, scale, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
                     BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-                    PARTS: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-                    PDL: gl.constexpr, num_warps: gl.constexpr):
+                    PARTS: gl.constexpr, SCALE_BOX: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+                    PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+    """`scale`: a pointer to the tokens' scales, or boxes of the SCALE_BOX scales (at least BLOCK_T) that a step has for a token tile."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = (k + BLOCK_K - 1) // BLOCK_K
@@ -154,6 +172,14 @@ def _linear_8bit_tma(weight_desc, q_desc, scale_ptr, weight_scale_ptr, delta_ptr
     end = _first_unit(program + 1, programs, tiles, steps, SPLIT)
     weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
     tokens_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], q_desc.layout)
+    if SCALE_BOX == 0:
+        scale_desc: gl.constexpr = None
+        scale_ring: gl.constexpr = None
+        scales = scale
+    else:
+        scale_desc = scale
+        scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SCALE_BOX], scale.layout)
+        scales = scale_ring
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -161,26 +187,28 @@ def _linear_8bit_tma(weight_desc, q_desc, scale_ptr, weight_scale_ptr, delta_ptr
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_consume, (weights, tokens_ring, ready, empty, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
+        (_consume, (weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
                     begin, end, steps, token_tiles, tiles, program, programs, tokens, n,
-                    BLOCK_N, BLOCK_T, STAGES, SPLIT, PARTS, HAS_DELTA, HAS_RESIDUAL, PDL, num_warps)),
-        (_produce, (weight_desc, q_desc, weights, tokens_ring, ready, empty, begin, end, steps, token_tiles,
-                    BLOCK_N, BLOCK_T, BLOCK_K, STAGES, PDL)),
+                    BLOCK_N, BLOCK_T, STAGES, SPLIT, PARTS, SCALE_BOX > 0, HAS_DELTA, HAS_RESIDUAL, PDL, num_warps)),
+        (_produce, (weight_desc, q_desc, scale_desc, weights, tokens_ring, scale_ring, ready, empty, begin, end, steps, token_tiles,
+                    BLOCK_N, BLOCK_T, BLOCK_K, STAGES, SCALE_BOX, PDL)),
     ], [1], [PRODUCER_REGISTERS])
 
 
 def launch_gluon(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
                  residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
-    """As `launch_triton`; q and weight must begin on 16-byte boundaries."""
+    """As `launch_triton`; q, weight and scales of blocks must begin on 16-byte boundaries, P be a multiple of 4."""
     (tokens, k), n = q.shape, weight.shape[0]
-    planes, counters = split_buffers(weight, config, split)
+    scale_box = max(LEAST_BOX, config.block_t) if scale.dim() == 2 else 0
+    planes, counters = split_buffers(weight, config, split, scale_box > 0)
     # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)
+    scales = TensorDescriptor.from_tensor(scale, [1, scale_box], _PLAIN) if scale_box else scale
     _linear_8bit_tma[(split.programs,)](
-        weight_desc, q_desc, scale, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters,
+        weight_desc, q_desc, scales, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters,
         tokens, n, k,
         BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=BLOCK_K, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
-        HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl,
+        SCALE_BOX=scale_box, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl,
         num_warps=config.warps, maxnreg=config.max_registers or None, launch_pdl=pdl,
     )

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .attention_pieces import dot_ieee, multiprocessors
 from .kv_layout import QUANTIZED_MAX
+from .quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 from .registry import register
 from .triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
 
@@ -29,13 +30,15 @@ def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.T
                           a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
-    x            [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32 (then a has x's dtype)
+    x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32, [T] or by block as `quantize_blocks` has it, [K / 128, P] (then a has x's dtype)
     a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: the A matrices of S adapters, those of n packed linears under each
                  other; n*R a multiple of 16
     token_order, tiles, tile   of `lora_plan`
     returns      [splits, T, n*R] fp32; rows of tokens without an adapter are zero. Chunk p is columns p*w .. (p+1)*w, w = split_width(K, splits)
     """
     k, width = x.shape[1], split_width(x.shape[1], splits)
+    if x_scale is not None and x_scale.dim() == 2:
+        x, x_scale = dequantize_blocks(x, x_scale), None
     planes = torch.zeros(splits, x.shape[0], a.shape[1], dtype=torch.float32, device=x.device)
     for slot, first, count in tiles.tolist():
         if slot < 0:
@@ -95,8 +98,29 @@ def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, cou
 
 
 @triton.jit
+def _shrink_blocks(x, a, a_scale, x_scale, slot, token, rank, lane, count, start, k, ranks, width, BLOCKS: tl.constexpr, SCALES: tl.constexpr):
+    """fp32 [RANKS, TILE]: A rows @ x^T over `width` columns from `start`, with x_scale [k / 128, SCALES]: BLOCKS products at once, each with its scales.
+
+    In this order Triton 3.6 leaves no load behind the wait for another one: what goes to shared memory is stored there as soon as its load is through.
+    """
+    block = tl.arange(0, BLOCKS)
+    column = start + block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = start + block * 128 < tl.minimum(k, start + width)
+    a_inside = inside[:, None] & (rank < tl.where((slot >= 0) & (count > 0), ranks, 0))[None, :]
+    x_inside = inside[:, None] & (lane < count)[None, :]
+    a_rows = slot.to(tl.int64) * ranks + rank
+    by_block = tl.load(x_scale + (start // 128 + block)[:, None] * SCALES + token[None, :], mask=x_inside, other=0.0)
+    by_rank = tl.load(a_scale + a_rows, mask=rank < tl.where(slot >= 0, ranks, 0), other=0.0)
+    x_part = tl.load(x + token[None, None, :] * k + column[:, :, None], mask=x_inside[:, None, :], other=0.0)
+    a_part = tl.load(a + a_rows[None, :, None] * k + column[:, None, :], mask=a_inside[:, :, None], other=0.0)
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    products = _product(a_part, x_part, tl.zeros([BLOCKS, rank.shape[0], lane.shape[0]], SUM)).to(tl.float32)
+    return tl.sum(products * by_block[:, None, :], axis=0) * by_rank[:, None]
+
+
+@triton.jit
 def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, rank_blocks, splits, TILE: tl.constexpr,
-                       RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
+                       RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr):
     """A program for each piece of work, which it loads at once: planes[split, tile's tokens, ranks] = (A rows @ x^T)^T for a (tile, split, block of ranks).
 
     Beside a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
@@ -109,26 +133,37 @@ def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_t
     split = tl.program_id(0) // rank_blocks % splits
     rank = tl.program_id(0) % rank_blocks * RANKS + tl.arange(0, RANKS)
     lane = tl.arange(0, TILE)
-    column = split * width + tl.arange(0, BLOCK_K)
     token = tl.gather(order, tl.minimum(first + lane, num_tokens - 1), 0)
-    a_inside = (rank < tl.where((slot >= 0) & (count > 0), ranks, 0))[:, None]
-    x_inside = (lane < count)[None, :]
-    if not EVEN:
-        stop = tl.minimum(k, split * width + width)
-        a_inside = a_inside & (column < stop)[None, :]
-        x_inside = x_inside & (column < stop)[:, None]
-    a_part = tl.load(a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0)
-    x_part = tl.load(x + token[None, :] * k + column[:, None], mask=x_inside, other=0.0)
-    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
-    result = _product(a_part, x_part, tl.zeros([RANKS, TILE], SUM))
-    _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
+    if SCALES:
+        result = _shrink_blocks(x, a, a_scale, x_scale, slot, token, rank, lane, count, split * width, k, ranks, width, BLOCK_K // 128, SCALES)
+        _store(planes, result, None, None, slot, split, token, rank, lane, count, num_tokens, ranks)
+    else:
+        column = split * width + tl.arange(0, BLOCK_K)
+        a_inside = (rank < tl.where((slot >= 0) & (count > 0), ranks, 0))[:, None]
+        x_inside = (lane < count)[None, :]
+        if not EVEN:
+            stop = tl.minimum(k, split * width + width)
+            a_inside = a_inside & (column < stop)[None, :]
+            x_inside = x_inside & (column < stop)[:, None]
+        a_part = tl.load(a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0)
+        x_part = tl.load(x + token[None, :] * k + column[:, None], mask=x_inside, other=0.0)
+        SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+        result = _product(a_part, x_part, tl.zeros([RANKS, TILE], SUM))
+        _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
+
+
+@triton.jit
+def _block_scale(x_scale, start, stop, token, lane, count, SCALES: tl.constexpr):
+    """The tokens' scales [TILE] of the block in which a step from column `start` lies."""
+    return tl.load(x_scale + start // 128 * SCALES + token, mask=lane < tl.where(start < stop, count, 0), other=0.0)
 
 
 @triton.jit
 def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits, TILE: tl.constexpr,
-                  RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):
-    """The same pieces of work for any number of programs and columns: loads pipelined through shared memory."""
-    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+                  RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr):
+    """The same pieces of work for any number of programs and columns: loads pipelined through shared memory, those of scales by block by hand."""
+    PRODUCT: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    SUM: tl.constexpr = tl.float32 if SCALES else PRODUCT
     _start(PDL)
     per_tile = splits * rank_blocks
     work = num_tiles * per_tile
@@ -147,7 +182,10 @@ def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens
             if slot >= 0:
                 a_rows = a + slot.to(tl.int64) * ranks * k + rank[:, None] * k
                 x_rows = x + token[None, :] * k
-                for start in tl.range(split * width, tl.minimum(k, split * width + width), BLOCK_K, num_stages=STAGES):
+                stop = tl.minimum(k, split * width + width)
+                if SCALES:
+                    step_scale = _block_scale(x_scale, split * width, stop, token, lane, count, SCALES)
+                for start in tl.range(split * width, stop, BLOCK_K, num_stages=STAGES):
                     column = start + tl.arange(0, BLOCK_K)
                     if EVEN:
                         a_part = tl.load(a_rows + column[None, :])
@@ -155,11 +193,14 @@ def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens
                     else:
                         a_part = tl.load(a_rows + column[None, :], mask=(rank < ranks)[:, None] & (column < k)[None, :], other=0.0)
                         x_part = tl.load(x_rows + column[:, None], mask=(lane < count)[None, :] & (column < k)[:, None], other=0.0)
-                    if x_scale is None or x.dtype.element_ty == tl.int8:
+                    if SCALES:
+                        acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], PRODUCT)).to(tl.float32) * step_scale[None, :]
+                        step_scale = _block_scale(x_scale, start + BLOCK_K, stop, token, lane, count, SCALES)  # no further ahead: that undoes the pipeline
+                    elif x_scale is None or x.dtype.element_ty == tl.int8:
                         acc = _product(a_part, x_part, acc)
                     else:  # FP8 tensor cores keep 14 bits of a running sum: only a step's own sum is left to them
                         acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
-            _store(planes, acc, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
+            _store(planes, acc, a_scale, None if SCALES else x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
             item += tl.num_programs(0)
 
 
@@ -170,7 +211,10 @@ def once_block(ranks: int, width: int) -> tuple[int, int, int]:
 
 
 def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
-    """(ranks, input features) of a step of `shrink_kernel`: x is read once for each block of ranks, so few blocks for many tokens."""
+    """(ranks, input features) of a step of `shrink_kernel`: x is read once for each block of ranks, so few blocks for many tokens.
+
+    The features are a part of 128, so that a step lies in one block of scales.
+    """
     if itemsize == 4:
         return 16, 32
     if tile < 64:
@@ -181,7 +225,7 @@ def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
 def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
                        a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None,
                        *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
-    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and eight-bit tensors (e4m3, int8), and only they, have scales.
+    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and eight-bit tensors (e4m3, int8), and only they, have scales of the right shape.
 
     a has x's dtype, or eight bits beside a 16-bit x.
     """
@@ -192,9 +236,16 @@ def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tens
         raise ValueError(f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; "
                          f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype, or beside a 16-bit x in {EIGHT_BIT[0]} or {EIGHT_BIT[1]}")
     for name, values, scale in (("a", a, a_scale), ("x", x, x_scale)):
-        if (values.dtype in EIGHT_BIT) != (scale is not None) or (scale is not None and scale.shape != values.shape[:-1]):
+        by_block = name == "x" and scale is not None and scale.dim() == 2
+        if (values.dtype in EIGHT_BIT) != (scale is not None) or (scale is not None and not by_block and scale.shape != values.shape[:-1]):
             raise ValueError(f"lora_shrink: {name} is {values.dtype}{tuple(values.shape)} with scales {None if scale is None else tuple(scale.shape)}; "
                              f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none")
+    scales = 0  # columns of scales by block
+    if x_scale is not None and x_scale.dim() == 2:
+        scales = padded_scales(tokens)
+        if k % BLOCK or x_scale.shape != (k // BLOCK, scales):
+            raise ValueError(f"lora_shrink: x {tuple(x.shape)} has scales {tuple(x_scale.shape)}; for scales by block K must be a multiple of {BLOCK}, "
+                             f"and they [K / {BLOCK}, {scales}] as quantize_blocks has them for {tokens} tokens")
     if tokens == 0:
         return
     width = split_width(k, splits)
@@ -207,13 +258,14 @@ def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tens
         if work <= programs:
             shrink_once_kernel[(work,)](
                 *tensors, tokens, k, ranks, width, rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k,
-                ORDER=max(32, next_power_of_2(tokens)), EVEN=k % width == 0 and width == block_k, num_warps=warps, **pdl_options(pdl))
+                ORDER=max(32, next_power_of_2(tokens)), EVEN=k == splits * width and width == block_k, SCALES=scales, num_warps=warps,
+                **pdl_options(pdl))
             return
     rank_block, block_k = loop_block(ranks, tile, x.element_size())
     rank_blocks = cdiv(ranks, rank_block)
     shrink_kernel[(min(programs, tiles.shape[0] * splits * rank_blocks),)](
         *tensors, tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k, STAGES=4,
-        EVEN=k % block_k == 0 and ranks % rank_block == 0, num_warps=4, **pdl_options(pdl))
+        EVEN=k % block_k == 0 and ranks % rank_block == 0, SCALES=scales, num_warps=4, **pdl_options(pdl))
 
 
 lora_shrink = register("lora_shrink", lora_shrink_reference, lora_shrink_fake, lora_shrink_launch)

@@ -45,21 +45,30 @@ def dequantize_blocks(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _quantize_blocks_kernel(x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr):
-    token = tl.program_id(0)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+def store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr):
+    """Quantize fp32 values [BLOCKS * 128] of one token in q's dtype, from its block `first` on (those past WIDTH are not stored); zeros past the last token."""
+    block = first + tl.arange(0, BLOCKS)
     at = token.to(tl.int64) * WIDTH + block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = block < WIDTH // 128
-    pdl_start(PDL)
-    values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
     if ROTATE:
-        values = tl.reshape(rotate8(tl.reshape(values, (BLOCKS * 128,)), BLOCKS * 128), (BLOCKS, 128))
+        values = rotate8(values, BLOCKS * 128)
+    values = tl.reshape(values, (BLOCKS, 128))
     step = row_scale(tl.max(tl.abs(values), axis=1), q.dtype.element_ty)
     tl.store(q + at, to_eight_bits(values * (1.0 / step)[:, None], q.dtype.element_ty), mask=inside[:, None])
     tl.store(scale + block * PADDED + token, step, mask=inside)
     if token == tokens - 1:
         past = tl.arange(0, PADDED)
         tl.store(scale + block[:, None] * PADDED + past[None, :], tl.zeros((BLOCKS, PADDED), tl.float32), mask=inside[:, None] & (past >= tokens)[None, :])
+
+
+@triton.jit
+def _quantize_blocks_kernel(x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0)
+    first = tl.program_id(1) * BLOCKS
+    column = first * 128 + tl.arange(0, BLOCKS * 128)
+    pdl_start(PDL)
+    values = tl.load(x + token.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH, PADDED, BLOCKS, ROTATE)
 
 
 def quantize_blocks_launch(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..compiler.options import CompileOptions, Layers, OptionError
+from ..compiler.options import LAYERED, CompileOptions, Layers, OptionError
 from ..ops.kv_layout import PAGE_SIZE
 
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -148,7 +148,7 @@ def compile_options(
 
 def check_layers(options: CompileOptions, layers: int) -> None:
     """Raises OptionError where an option names a layer that the model does not have."""
-    for name in ("hadamard", "center_keys", "rotate_values"):
+    for name in LAYERED:
         chosen = getattr(options, name)
         if not isinstance(chosen, bool) and chosen and chosen[-1] >= layers:
             raise OptionError(f"{name} names layer {chosen[-1]}, the model has layers 0 to {layers - 1}")

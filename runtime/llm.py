@@ -53,6 +53,7 @@ class LLM:
     kv_cache_dtype   (or kv_dtype) `auto`, `fp8`, `int8`, `bf16`: what the KV cache holds
     hadamard         rotate Q and K before a quantized cache: True, False or layer numbers (None: as calibrated, else everywhere)
     center_keys      subtract the calibrated constant from K before a quantized cache: the same values (None: as calibrated, else nowhere)
+    balance_keys     scale K, and Q by the same, so that both are of a size in a quantized cache: True, False or layer numbers
     rotate_values    rotate V by its weights: True, False or layer numbers
     calibration      what `sidestream calibrate` wrote: decides what kv_dtype="auto", hadamard=None and center_keys=None mean (None: the file
                      sidestream_calibration.safetensors beside the checkpoint, if there is one)
@@ -79,7 +80,7 @@ class LLM:
     def __init__(
         self, model: str | Path | Mapping[str, Any] | None = None, adapters: Mapping[str, str | Path] | None = None, *, precision: str = DEFAULT_PRECISION,
         kv_dtype: str = "auto", kv_cache_dtype: str = "auto", hadamard: Layers | None = None, dtype: Any = "auto", disable_passes: Sequence[str] = (),
-        passes: tuple[Pass, ...] = PASSES, center_keys: Layers | None = None, rotate_values: Layers = False,
+        passes: tuple[Pass, ...] = PASSES, center_keys: Layers | None = None, balance_keys: Layers = True, rotate_values: Layers = False,
         calibration: str | Path | Calibration | None = None,
         lora_lowering: str = "auto", lora_sm_share: float | None = None, whole_layer: str = "auto", lm_head: str = "auto", load_format: str = "auto",
         lora_dtype: str = "auto", lora_input: str = "auto", rotate_activations: bool = True, device: str | torch.device | None = None,
@@ -92,7 +93,8 @@ class LLM:
             max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, num_kv_pages=num_kv_pages, gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, show_progress=show_progress, seed=seed)
         more = {"lora_lowering": lora_lowering, "lora_sm_share": lora_sm_share, "lm_head": lm_head, "whole_layer": whole_layer, "rotate_values": rotate_values,
-                "lora_dtype": lora_dtype, "lora_input": lora_input, "rotate_activations": rotate_activations}
+                "lora_dtype": lora_dtype, "lora_input": lora_input, "rotate_activations": rotate_activations,
+                "balance_keys": balance_keys}
         compiler_options = compile_options(precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more, center_keys)
         check_disabled(compiler_options, passes)
         if load_format not in LOAD_FORMATS:

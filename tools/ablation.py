@@ -33,7 +33,7 @@ def arms() -> list[Arm]:
     from ..compiler.options import LoraLowering
     from ..compiler.pipeline import DECODE_PASSES, PASSES
 
-    fusions = [each.name for each in (*PASSES, *DECODE_PASSES) if each.name.startswith(("fuse_", "pack_", "lift_rope_angles"))]
+    fusions = [each.name for each in (*PASSES, *DECODE_PASSES) if each.name.startswith(("fuse_", "pack_", "lift_rope_angles", "quantize_in_"))]
     lowerings = [name for name in get_args(LoraLowering) if name != "auto"]
     return [
         Arm("everything on"),
@@ -45,6 +45,7 @@ def arms() -> list[Arm]:
         Arm("LoRA stacks in eight bits, their input in 16", {"lora_input": "bf16"}, "only"),
         Arm("no rotation of Q and K", {"hadamard": False}),
         Arm("no rotation of activations", {"rotate_activations": False}),
+        Arm("no balance of Q and K", {"balance_keys": False}),
         Arm("KV cache in e4m3", {"kv_dtype": "fp8_e4m3"}),
         Arm("KV cache in 16 bits", {"kv_dtype": "bf16"}),
         Arm("everything in e4m3, adapters too", {"precision": "fp8", "lora_dtype": "fp8"}),

@@ -122,6 +122,8 @@ class Layers:
         values = torch.randn(shape, device=self.device, generator=self._generator)
         if name.endswith("_scale") or name.startswith("kv_scales"):
             values = values.abs() * 1e-3 + 1e-3
+        elif name.startswith("key_balance"):
+            values = values.round().exp2()
         elif "norm" in name:
             values = 1 + 0.1 * values
         elif "inv_freq" in name:

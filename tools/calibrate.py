@@ -187,18 +187,32 @@ def calibrate(model: Any, jobs: Sequence[tuple[Sequence[int], int]], device: Any
     from ..runtime.calibration import Calibration
 
     layers = [Sums() for _ in range(model.config.num_hidden_layers)]
+    factors = [_balance(layer, model.config) for layer in model.model.layers]
     softmax_scale = model.config.head_dim**-0.5
     with tqdm(total=2 * len(jobs), desc="Calibrating", unit="run", disable=not progress, leave=False) as bar:
         for second in (False, True):
             for ids, slot in jobs:
-                for layer, (q, k, v) in zip(layers, attention_inputs(model, ids, slot, device), strict=True):
+                for layer, factor, (q, k, v) in zip(layers, factors, attention_inputs(model, ids, slot, device), strict=True):
+                    k, q = k * factor, q / factor.repeat_interleave(q.shape[1] // k.shape[1], dim=0)
                     if second:
                         layer.simulate(q, k, v, softmax_scale)
                     else:
                         layer.look(k, v)
                 bar.update()
-    centers = [layer.center().cpu() for layer in layers]
+    centers = [(layer.center() / factor).cpu() for layer, factor in zip(layers, factors, strict=True)]  # of keys as the model makes them
     return Calibration(mark, [layer.figures() for layer in layers], centers, layers[0].tokens, tuple(names))
+
+
+def _balance(layer: Any, config: Any) -> Any:
+    """[kv heads, head dim]: the factors of a layer's keys (see the pass `balance_keys`)."""
+    import torch
+
+    from ..compiler.recipe import key_balance_factors
+
+    attention = layer.self_attn
+    weights = attention.q_proj.weight.detach(), attention.k_proj.weight.detach(), layer.input_layernorm.weight.detach()
+    factors = key_balance_factors(*weights, config.num_key_value_heads, config.head_dim)
+    return torch.cat((factors, factors), dim=-1)
 
 
 def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> list[tuple[Any, Any, Any]]:

@@ -82,6 +82,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
         "--center-keys", type=layers, metavar="LAYERS",
         help="where a calibrated constant is subtracted from K before it is quantized: on, off, or layers (default: as calibrated, else off)",
     )  # fmt: skip
+    group.add_argument("--balance-keys", type=layers, metavar="LAYERS", help="where K and Q are brought to one size: on, off, or layers (default: on)")
     group.add_argument("--rotate-values", type=layers, metavar="LAYERS", help="where V is rotated by its weights: on, off, or layers (default: off)")
     group.add_argument(
         "--lora-dtype", choices=("auto", "bf16", "int8", "fp8"),
@@ -176,8 +177,8 @@ def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def key_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of --hadamard, --center-keys, --rotate-values and --lora-dtype that were given."""
-    return ({"hadamard": False} if options.no_hadamard else {}) | given(options, "hadamard", "center_keys", "rotate_values", "lora_dtype")
+    """Those of --hadamard, --center-keys, --balance-keys, --rotate-values and --lora-dtype that were given."""
+    return ({"hadamard": False} if options.no_hadamard else {}) | given(options, "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype")
 
 
 def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:

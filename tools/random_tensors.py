@@ -17,7 +17,7 @@ def random_tensors(program: Program, device: torch.device, assume: Assumptions, 
         if tensor is None or tuple(tensor.shape) != buffer.shape:
             tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             if buffer.dtype == torch.float32:
-                tensor.fill_(0.002)
+                tensor.fill_(1.0 if buffer.name.startswith("key_balance") else 0.002)
             else:
                 spread = 1.0 if buffer.dtype.itemsize == 1 else 0.05
                 tensor.copy_(torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(0.0, spread, generator=source))

@@ -8,10 +8,12 @@ fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one
 quantize_kv         a quantized KV cache, with or without a Hadamard rotation
 center_keys         a calibrated constant per channel is subtracted from the keys of a quantized cache
 fuse_rope_append    RoPE -> Hadamard -> quantize -> append, one op
-quantize_linears    rowwise FP8 on every linear
-quantize_lora       e4m3 adapters, and e4m3 activations for them
+balance_keys        keys and queries of like size before they are quantized, by factors that no score sees
+quantize_linears    rowwise int8 or e4m3 on every linear
+quantize_lora       eight-bit adapters, and eight-bit activations for them
 fuse_quantize       the quantization of an activation moves into the op that makes it
 fuse_decoder_block  the linears between two attentions of a decode step become one launch, on request with their LoRA
+quantize_in_blocks  attention and SiLU * mul of a decode step of 17 to 32 tokens quantize by 128 columns, so that nothing waits for a row's maximum
 lower_lora          LoRA -> plan, shrink, expand, marked for the side stream
 
 A pass is `def name(graph, context) -> PassReport`: it rewrites the graph in place and says how often it matched and why it refused the rest.

@@ -22,6 +22,7 @@ from ...ops.silu_mul import silu_mul_quant
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
+MOST_TOKENS = 32  # from 33 on separate launches are faster on an H200
 FEWEST_CTAS = 0.75  # share of the SMs that the kernel must occupy to be worth it: fewer can't saturate the memory
 
 
@@ -96,6 +97,8 @@ def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
     objection = fits(*sizes, sum(widths), context.sm_count)
     if objection is None and context.options.whole_layer == "auto" and sizes[2] // 32 < FEWEST_CTAS * context.sm_count:
         objection = f"{sizes[2] // 32} CTAs on {context.sm_count} SMs would be slower"
+    if objection is None and context.options.whole_layer == "auto" and sizes[0] > MOST_TOKENS:
+        objection = f"{sizes[0]} tokens: from {MOST_TOKENS + 1} on separate launches are faster"
     if objection is None and lora is not None:
         objection = _lora_objection(branches, context) or with_lora.fits(*sizes, widths, int(shape_of(lora.stacks[2])[2]), context.sm_count)
     if objection is not None:

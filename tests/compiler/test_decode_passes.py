@@ -57,6 +57,13 @@ def test_a_layer_is_three_launches() -> None:
     assert "fuse_decoder_block" in made.passes and "refused" not in made.passes
 
 
+@pytest.mark.parametrize(("tokens", "choice", "blocks"), [(1, "auto", 2), (32, "auto", 2), (33, "auto", 0), (64, "on", 2), (32, "off", 0)])
+def test_where_it_is_chosen_for_the_sizes_of_an_8b_model(tokens: int, choice: str, blocks: int) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    made = program(Bucket(tokens, tokens, tokens, 1, decode=True, lora=False), fields=sizes, whole_layer=choice)
+    assert ops(made)["decoder_block"] == blocks and ("separate launches are faster" in made.passes) == (tokens > 32 and choice == "auto")
+
+
 def test_the_last_norm_quantizes_where_no_rows_are_selected() -> None:
     counts, mixed = ops(program(whole_layer="off")), ops(program(Bucket(6, 3, 12, 2, lora=False)))
     assert counts["quantize_rowwise"] == 0 and counts["decoder_block"] == 0 and mixed["quantize_rowwise"] == 1

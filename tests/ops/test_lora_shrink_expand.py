@@ -1,5 +1,6 @@
 """LoRA for mixed adapters: the semantic op against plain loops, its two kernels against their references."""
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from sidestream.ops.lora import lora
 from sidestream.ops.lora_expand import lora_expand, lora_expand_reference
 from sidestream.ops.lora_plan import lora_plan_fake, lora_splits, lora_tile
 from sidestream.ops.lora_shrink import lora_shrink, lora_shrink_reference
+from sidestream.ops.quantize_blocks import dequantize_blocks, padded_scales, quantize_blocks_reference
 from sidestream.ops.registry import OPS
 from sidestream.ops.triton_support import INTERPRETED
 from support.checks import Tolerance, assert_near, check_kernel, poison
@@ -60,6 +62,57 @@ def test_a_token_does_not_see_its_neighbours() -> None:
     assert_near(lora(*case.lora)[3:4], alone)
 
 
+def by_block(case: LoraCase, stored: torch.dtype = INT8) -> LoraCase:
+    """The same with quantized stacks, and with activations that have a scale for each token and 128 columns; some columns are much larger than others."""
+    x = case.x.float() * torch.linspace(-2, 2, case.x.shape[1], device=case.x.device).exp2()
+    q, scale = quantize_blocks_reference(x / x.square().mean().sqrt(), stored)
+    return replace(case.quantized(False, stored), x=q, x_scale=scale)
+
+
+@pytest.mark.parametrize("stored", [FP8, INT8])
+def test_reference_with_scales_by_block_is_the_dequantized_product(stored: torch.dtype) -> None:
+    case = by_block(lora_case(17, 384, 16, [40], tile=16, splits=2), stored)
+    assert case.x_scale is not None and case.x_scale.shape == (3, 32)
+    wide = replace(case, x=dequantize_blocks(case.x, case.x_scale), x_scale=None)
+    assert torch.equal(lora_shrink(*case.shrink), lora_shrink(*wide.shrink))
+
+
+def run_shrink(case: LoraCase, **options: int | None) -> None:
+    fast = case.x.dtype == FP8 and case.x.is_cuda  # fp8 tensor cores keep 14 bits of a running sum
+    (planes,) = check_kernel(OPS["lora_shrink"], *case.shrink, tolerances={0: Tolerance(2e-3, 2e-3)} if fast else SHRINK, **options)
+    assert (planes[:, case.adapter_index < 0] == 0).all()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("stored", [FP8, INT8])
+@pytest.mark.parametrize("make", [
+    lambda: lora_case(1, 256, 16, [32], tile=16, splits=2, adapter_index=torch.tensor([2])),  # one block a plane
+    lambda: lora_case(17, 1152, 48, [64], tile=16, splits=3),  # three of four blocks
+    lambda: lora_case(32, 1024, 32, [64, 33], tile=16, splits=2),
+    lambda: lora_case(64, 768, 16, [64], tile=16, splits=1),  # more columns than are loaded at once
+    lambda: lora_case(64, 384, 16, [50, 30, 20], tile=64, splits=2),
+    lambda: lora_case(5, 1152, 16, [64], tile=16, splits=16),  # more planes than there are columns for
+    lambda: lora_case(6, 512, 16, [32], tile=16, splits=3),  # two full planes and an empty one
+    lambda: lora_case(6, 128, 16, [32], adapter_index=torch.full((6,), -1)),
+])
+def test_kernels_with_scales_by_block(make: Callable[[], LoraCase], stored: torch.dtype) -> None:
+    run_shrink(by_block(make(), stored))
+    run_shrink(by_block(make(), stored), sm_budget=1)
+
+
+@pytest.mark.parametrize("shape", [(2, 32), (3, 16), (3, 64), (1, 4)])
+def test_shrink_names_scales_that_are_not_by_block(shape: tuple[int, int]) -> None:
+    case = by_block(lora_case(4, 384, 16, [32]))
+    with pytest.raises(ValueError, match=rf"x \(4, 384\) has scales \({shape[0]}, {shape[1]}\).*\[K / 128, 32\]"):
+        OPS["lora_shrink"].launch(*replace(case, x_scale=torch.ones(shape)).shrink, out=(torch.empty(case.splits, 4, 16),))
+
+
+def test_shrink_names_columns_that_are_no_whole_blocks() -> None:
+    case = lora_case(4, 200, 16, [32]).quantized(True, INT8)
+    with pytest.raises(ValueError, match=r"x \(4, 200\).*multiple of 128"):
+        OPS["lora_shrink"].launch(*replace(case, x_scale=torch.ones(1, 32)).shrink, out=(torch.empty(1, 4, 16),))
+
+
 def run_kernels(case: LoraCase, **options: int | None) -> None:
     dtype = F32 if case.b.dtype == F32 else BF16
     fast = case.x.dtype == FP8 and case.x.is_cuda  # fp8 tensor cores keep 14 bits of a running sum
@@ -77,6 +130,7 @@ def run_kernels(case: LoraCase, **options: int | None) -> None:
     lambda: lora_case(33, 200, 32, [100], tile=64, splits=1, dtype=F32),
     lambda: lora_case(40, 512, 64, [300, 64, 64], tile=64, splits=2),
     lambda: lora_case(5, 1100, 16, [64], tile=16, splits=9),  # more planes than there are columns for
+    lambda: lora_case(6, 512, 16, [32], tile=16, splits=3).quantized(True, INT8),  # two full planes and an empty one
     lambda: lora_case(18, 128, 128, [64], tile=16, splits=1),
     lambda: lora_case(6, 128, 16, [32], adapter_index=torch.full((6,), -1)),
     lambda: lora_case(1, 128, 16, [32], dtype=F32),
@@ -167,6 +221,17 @@ def test_small_models_on_the_gpu(dtype: torch.dtype, k: int, ranks: int, slices:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("k", "ranks", "slices"), [(4096, 32, [4096]), (4096, 64, [4096, 1024, 1024]), (14336, 32, [4096]), (1152, 48, [256])])
+@pytest.mark.parametrize("stored", [FP8, INT8])
+@pytest.mark.parametrize("tokens", [1, 8, 17, 32, 64, 300])
+def test_scales_by_block_on_the_gpu(tokens: int, stored: torch.dtype, k: int, ranks: int, slices: list[int]) -> None:
+    case = by_block(lora_case(tokens, k, ranks, slices, slots=8, device="cuda"), stored)
+    run_shrink(case)
+    run_shrink(case, sm_budget=33)
+    run_shrink(replace(case, splits=3))
+
+
+@pytest.mark.gpu
 def test_expand_behind_shrink_with_pdl() -> None:
     """Launched early, the expand still sees what the shrink before it wrote: new inputs each time, planes poisoned between."""
     for _ in range(20):
@@ -219,3 +284,23 @@ def test_machine_code(dtype: torch.dtype, tokens: int, k: int, ranks: int, slice
 def test_fp32_machine_code_keeps_fp32() -> None:
     for code in machine_code(64, 256, 32, [256, 64, 64], F32):
         assert code.spills == 0 and code.sass["HMMA"] == 0 and code.sass["FFMA"] > 0
+
+
+@pytest.mark.parametrize(("tokens", "k", "ranks"), [(32, 4096, 32), (8, 14336, 32), (8, 4096, 16), (64, 14336, 32)])
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_machine_code_with_scales_by_block(dtype: torch.dtype, tokens: int, k: int, ranks: int) -> None:
+    def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    tile = lora_tile(tokens)
+    plan = lora_plan_fake(meta(tokens, dtype=torch.int32), 8, tile)
+    shrink = (meta(tokens, k, dtype=dtype), meta(8, ranks, k, dtype=dtype), *plan, tile, lora_splits(k, tokens), meta(8, ranks),
+              meta(k // 128, padded_scales(tokens)))  # fmt: skip
+    (code,) = launched(lora_shrink, *shrink, pdl=True)
+    assert code.spills == 0 and code.registers <= 96 and code.sass["ATOMG"] + code.sass["RED"] == 0
+    assert code.sass["IMMA" if dtype == INT8 else "HMMA"] > 0
+    if tokens <= 32:
+        assert ".v4." in code.ptx_text and code.sass["BRA"] <= 2, "A's rows are not loaded at once"
+    else:
+        assert code.sass["LDGSTS"] > 0, "A's rows are not pipelined"
+    assert code.ptx_text.index("griddepcontrol.wait") < code.ptx_text.index("ld.global"), "the shrink reads before its producer has finished"

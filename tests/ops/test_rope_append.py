@@ -17,7 +17,8 @@ CACHES = [torch.bfloat16, FP8, torch.int8]
 
 
 def arguments(
-    tokens: int, heads: int, kv_heads: int, width: int, cache: torch.dtype, delta: bool, fht: bool, device: str = "cpu", center: bool = False
+    tokens: int, heads: int, kv_heads: int, width: int, cache: torch.dtype, delta: bool, fht: bool, device: str = "cpu", center: bool = False,
+    balance: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     row = (heads + 2 * kv_heads) * width
     pages = tokens // 64 + 2
@@ -29,7 +30,9 @@ def arguments(
         None if cache == torch.bfloat16 else torch.randn(kv_scales_shape(pages, kv_heads)), slots,
     )
     key_center = (3 * torch.randn(kv_heads, width)).to(device) if center else None
-    return (*(part if part is None else part.to(device) for part in made), heads, kv_heads, fht, *((key_center,) if center else ()))
+    key_balance = torch.rand(kv_heads, width // 2).add(0.1).to(device) if balance else None
+    more = (key_center, key_balance) if balance else (key_center,) if center else ()
+    return (*(part if part is None else part.to(device) for part in made), heads, kv_heads, fht, *more)
 
 
 def check(args: tuple[Any, ...], **options: Any) -> None:
@@ -69,6 +72,31 @@ def test_a_center_is_subtracted_from_the_stored_keys_only(cache: torch.dtype) ->
     assert scales is None or (torch.equal(scales, expected_scales) and torch.equal(again_scales, expected_scales))
 
 
+@pytest.mark.parametrize("fht", [False, True])
+def test_balancing_moves_size_from_keys_to_queries_and_leaves_every_score(fht: bool) -> None:
+    qkv, _, cos, sin, cache, _, slots, heads, kv_heads, _, _, balance = arguments(5, 4, 2, 16, torch.float32, False, fht, balance=True)
+    slots = torch.arange(5, dtype=torch.int32)
+    caches = [torch.zeros_like(cache), torch.zeros_like(cache)]
+    plain = rope_append(qkv.float(), None, cos, sin, caches[0], None, slots, heads, kv_heads, fht)
+    moved = rope_append(qkv.float(), None, cos, sin, caches[1], None, slots, heads, kv_heads, fht, None, balance)
+    plain_keys, moved_keys = (one[0, :, 0, :5] for one in caches)  # [kv heads, tokens, channels]
+    expected = torch.einsum("thd,hsd->hts", plain, plain_keys.repeat_interleave(2, 0))
+    torch.testing.assert_close(torch.einsum("thd,hsd->hts", moved, moved_keys.repeat_interleave(2, 0)), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(moved_keys, plain_keys, rtol=0.05)
+    if not fht:
+        torch.testing.assert_close(moved_keys, plain_keys * torch.cat((balance, balance), 1)[:, None, :])
+    assert torch.equal(caches[0][:, :, 1], caches[1][:, :, 1])  # values stay
+
+
+def test_balances_that_do_not_fit_are_refused() -> None:
+    args = arguments(2, 4, 2, 16, FP8, False, False)
+    for wrong in (torch.ones(4, 8), torch.ones(2, 16), torch.ones(2, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"key_balance must be fp32 \[2, 8\]"):
+            rope_append(*args, None, wrong)
+        with pytest.raises(ValueError, match=r"key_balance must be fp32 \[2, 8\]"):
+            rope_append.launch(*args, None, wrong, out=(torch.empty(2, 4, 16),))
+
+
 def test_a_center_of_another_shape_is_refused() -> None:
     args = arguments(2, 4, 2, 16, FP8, False, False)
     for wrong in (torch.zeros(4, 16), torch.zeros(2, 16, dtype=torch.bfloat16)):
@@ -83,7 +111,7 @@ def test_a_center_of_another_shape_is_refused() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (5, 1, 128), (6, 6, 32)])
 def test_kernel(cache: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
     for delta, fht, center in ((False, True, False), (True, False, False), (True, True, True), (False, False, True)):
-        check(arguments(4, heads, kv_heads, width, cache, delta, fht, center=center))
+        check(arguments(4, heads, kv_heads, width, cache, delta, fht, center=center, balance=delta))
 
 
 @pytest.mark.interpret
@@ -96,8 +124,8 @@ def test_kernel_in_fp32_mode() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
 @pytest.mark.parametrize(("cache", "delta", "fht"), [(FP8, True, False), (FP8, False, True), (torch.int8, True, True), (torch.bfloat16, False, False)])
 def test_kernel_on_the_gpu(tokens: int, cache: torch.dtype, delta: bool, fht: bool) -> None:
-    for center in (False, True):
-        check(arguments(tokens, 32, 8, 128, cache, delta, fht, "cuda", center), pdl=True)
+    for center, balance in ((False, False), (True, False), (False, True), (True, True)):
+        check(arguments(tokens, 32, 8, 128, cache, delta, fht, "cuda", center, balance), pdl=True)
 
 
 @pytest.mark.gpu
@@ -107,9 +135,9 @@ def test_kernel_on_the_gpu_with_heads_of_64() -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("center", [False, True])
-def test_machine_code(cache: torch.dtype, width: int, center: bool) -> None:
-    args = arguments(2, 32, 8, width, cache, True, True, "meta", center)
+@pytest.mark.parametrize(("center", "balance"), [(False, False), (False, True), (True, True)])
+def test_machine_code(cache: torch.dtype, width: int, center: bool, balance: bool) -> None:
+    args = arguments(2, 32, 8, width, cache, True, True, "meta", center, balance)
     (code,) = launched(rope_append, *args, pdl=True)
     assert code.spills == 0 and code.registers <= 128 and code.ptx_count("griddepcontrol.wait") == 1
 

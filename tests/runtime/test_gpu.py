@@ -35,6 +35,8 @@ def tensors_for(bound_names: dict[str, tuple[tuple[int, ...], torch.dtype]], buc
         values = torch.randn(shape, device="cuda", generator=generator)
         if name.startswith("kv_scales") or name.endswith("_scale"):
             values = values.abs() * 0.01 + 0.001
+        elif name.startswith("key_balance"):
+            values = values.round().exp2()
         elif "norm" in name:
             values = 1 + 0.1 * values
         elif "inv_freq" in name:

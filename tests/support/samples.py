@@ -139,6 +139,11 @@ def _silu_mul_quant() -> list[tuple[Any, ...]]:
     return [(normal(3, 48), None, True), (normal(3, 48), normal(3, 48), False)]
 
 
+@samples("silu_mul_blocks")
+def _silu_mul_blocks() -> list[tuple[Any, ...]]:
+    return [(normal(3, 512), None), (normal(40, 256), normal(40, 256), torch.int8, True)]
+
+
 @samples("rope")
 def _rope() -> list[tuple[Any, ...]]:
     return [(normal(3, 2, 16), *angles(3, 16)), (normal(1, 2, 3, 8, dtype=torch.float32), *(part.view(1, 1, 3, 8) for part in angles(3, 8)))]
@@ -209,7 +214,10 @@ def _lora_plan() -> list[tuple[Any, ...]]:
 @samples("lora_shrink")
 def _lora_shrink() -> list[tuple[Any, ...]]:
     quantized = lora_case(5, 64, 16, [32]).quantized(True, torch.int8)
-    return [lora_case(9, 64, 16, [32, 16]).shrink, lora_case(3, 300, 32, [32], splits=2, dtype=torch.float32).shrink, quantized.shrink]
+    blocks = lora_case(5, 256, 16, [32]).quantized(True, torch.int8)
+    q, scale = quantize_blocks_reference(normal(5, 256), torch.int8)
+    return [lora_case(9, 64, 16, [32, 16]).shrink, lora_case(3, 300, 32, [32], splits=2, dtype=torch.float32).shrink, quantized.shrink,
+            (q, *blocks.shrink[1:7], scale)]  # fmt: skip
 
 
 @samples("lora_expand")
@@ -259,4 +267,5 @@ def _linear_8bit() -> list[tuple[Any, ...]]:
     def case(*leading: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
         return normal(*leading, k, dtype=FP8), torch.rand(leading) + 0.5, normal(n, k, dtype=FP8), torch.rand(n) + 0.5
 
-    return [(*case(3, n=48, k=32), None, None, BF16), (*case(2, 2, n=32, k=16), normal(2, 2, 32), normal(2, 2, 32), torch.float32)]
+    blocks = (*quantize_blocks_reference(normal(3, 256), torch.int8), eight_bit(48, 256, dtype=torch.int8)[0], torch.rand(48) + 0.5, normal(3, 48), None, BF16)
+    return [(*case(3, n=48, k=32), None, None, BF16), (*case(2, 2, n=32, k=16), normal(2, 2, 32), normal(2, 2, 32), torch.float32), blocks]

@@ -6,6 +6,8 @@ from typing import Any
 
 REFERENCE = "bf16"
 DEFAULT = "int8"
+UNFUSED = "bf16-unfused"
+FUSIONS = ("lift_rms_norm", "lift_rope_angles", "lift_rope", "pack_projections", "fuse_silu_mul", "fuse_add_rms_norm", "fuse_rope_append")
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,12 @@ TENSORWISE: Mapping[str, Any] = MappingProxyType({
 
 ARMS: tuple[Arm, ...] = (
     Arm(REFERENCE, "nothing quantized: what all others are compared with", MappingProxyType({"precision": "bf16"})),
+    Arm(UNFUSED, "nothing quantized, and every fusion left out: rounded where PyTorch's own modules round",
+        MappingProxyType({"precision": "bf16", "disable_passes": FUSIONS})),
     _int8(DEFAULT, "the default: weights, activations, adapters and cache in int8, one scale per row, rotated; PV in 16 bits"),
     _int8("int8-not-rotated", "activations and weights are not rotated", rotate_activations=False),
     _int8("int8-no-hadamard", "the default without the Hadamard transform of Q and K", hadamard=False),
+    _int8("int8-not-balanced", "the default with K and Q as large as the weights make them", balance_keys=False),
     _int8("int8-centred", "the default with calibrated constants subtracted from K", kv_dtype="int8", hadamard=True, center_keys=True, calibrated=True),
     _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
     _int8("int8-rotated-values", "the default with each head of V rotated (folded into the weights)", rotate_values=True),
@@ -83,11 +88,11 @@ ARMS: tuple[Arm, ...] = (
         passes="with_fp8_pv", control=True, eager=True, slow=True),
 )  # fmt: skip
 BY_NAME = {arm.name: arm for arm in ARMS}
-WHOLE = (REFERENCE, DEFAULT, "fp8", "fp8-tensorwise")  # asked everything; the others, which vary one of these, a part
-WHOLE_INJECTED = (REFERENCE, DEFAULT)  # the same in the injected round, whose question is which arms fall behind
+WHOLE = (REFERENCE, UNFUSED, DEFAULT, "fp8", "fp8-tensorwise")  # asked everything; the others, which vary one of these, a part
+WHOLE_INJECTED = (REFERENCE, UNFUSED, DEFAULT)  # the same in the injected round, whose question is which arms fall behind
 SMOKE = (DEFAULT, "fp8", "fp8-tensorwise")
 SMOKE_CONTROLS = ("control-wrong-scale", "control-one-sided-hadamard")
-INJECTED = (DEFAULT, "int8-not-rotated", "int8-no-hadamard", "int8-centred", "fp8", "fp8-no-hadamard", "fp8-tensorwise")
+INJECTED = (UNFUSED, DEFAULT, "int8-not-balanced", "int8-not-rotated", "int8-no-hadamard", "int8-centred", "fp8", "fp8-no-hadamard", "fp8-tensorwise")
 
 
 def chosen_arms(names: Sequence[str], with_controls: bool) -> list[Arm]:

@@ -99,11 +99,11 @@ class Examiner:
         return self._reference
 
     def run(self, name: str, progress: Progress) -> Raw:
-        """Everything about one arm. `AGAIN` is bf16 with the questions in another order and the documents through a program of other sizes."""
+        """Everything about one arm. `AGAIN` is bf16 at another load: half as many sequences at once, in another order, documents at other sizes."""
         begin, arm = time.perf_counter(), BY_NAME[REFERENCE if name == AGAIN else name]
         suite = part_for(arm, self.suite, self.model.whole)
         progress(f"{name}: start")
-        llm = self._open(arm)
+        llm = self._open(arm, halved=name == AGAIN)
         order = int(name == AGAIN)  # with the same order all arms have the same batches
         progress(f"{name}: questions")
         answers = ask(llm, suite.questions, interleaved(suite.questions, order))
@@ -118,8 +118,9 @@ class Examiner:
             found = divergences(compare(self.reference, scorer, suite.documents, steps), suite.documents)
         return Raw(answers, needle_answers, found, time.perf_counter() - begin)
 
-    def _open(self, arm: Arm) -> Any:
-        return open_arm(arm, self.model.directory, self.model.adapters, self.model.calibration, **self.sizes)
+    def _open(self, arm: Arm, halved: bool = False) -> Any:
+        sequences = {"max_num_seqs": max(1, self.sizes["max_num_seqs"] // 2)} if halved else {}
+        return open_arm(arm, self.model.directory, self.model.adapters, self.model.calibration, **{**self.sizes, **sequences})
 
 
 def part_for(arm: Arm, suite: Suite, whole: Sequence[str] = WHOLE) -> Suite:
@@ -145,7 +146,7 @@ def evaluate(model: Model, suite: Suite, arms: Sequence[Arm], device: str | None
     if REFERENCE not in raw or AGAIN not in raw:
         raise RuntimeError(f"bf16 itself did not run: {errors.get(REFERENCE) or errors.get(AGAIN)}")
     again = _result(BY_NAME[REFERENCE], suite, raw[AGAIN], raw[REFERENCE])
-    again.arm, again.about = AGAIN, "bf16 in another batch order"
+    again.arm, again.about = AGAIN, "bf16 at another load: half as many sequences at once, in another order"
     result = Round(label, again, errors=errors)
     for arm in arms:
         if arm.name in raw:

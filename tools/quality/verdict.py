@@ -61,7 +61,7 @@ class ArmResult:
 
 
 def conditions(result: ArmResult, noise: Accuracy | None) -> list[Condition]:
-    """The protocol's conditions for an arm; `noise`: bf16 against itself in another batch order."""
+    """The protocol's conditions for an arm; `noise`: bf16 against itself at another load."""
     found = [_losses(result.accuracies), _pooled(result.pooled), _flips(result.pooled, noise)]
     found += [
         _divergence(result, "mean KL at its upper bound", f"<= {MOST_MEAN_KL}", lambda each: each.mean_kl[2], MOST_MEAN_KL, "{:.2e}"),

@@ -1,0 +1,69 @@
+"""quantize_in_blocks: some decode steps quantize attention's output and SiLU * mul by 128 columns, in the launch that computes them."""
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidestream
+import torch
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.passes import quantize_in_blocks
+from sidestream.compiler.program import Bucket, Program
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.lora import LoraShape
+from support.compiled import CompiledRunner
+from support.paged import Chunk, PagedRunner, plain_model
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def program(bucket: Bucket, fields: dict[str, Any] = FIELDS, **options: Any) -> Program:
+    lora = LoraShape(2, 16) if bucket.lora else None
+    return sidestream.compile(Llama(LlamaConfig.from_dict(fields), lora, torch.bfloat16, "meta"), CompileOptions(whole_layer="off", **options)).program(bucket)
+
+
+def ops(made: Program) -> Counter[str]:
+    return Counter(step.op.removeprefix("sidestream.") for step in made.steps)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_where_it_applies(precision: str, lora: bool) -> None:
+    options = {"precision": precision, "lora_dtype": "auto" if precision == "int8" else "fp8"}
+    found = ops(program(Bucket(20, 20, 4, 1, decode=True, lora=lora), **options))
+    assert found["paged_attention_blocks"] == found["silu_mul_blocks"] == 2 and not found["paged_attention_quant"] and not found["silu_mul_quant"]
+    apart = ops(program(Bucket(20, 20, 4, 1, decode=True, lora=lora), disable=("quantize_in_blocks",), **options))
+    assert apart["paged_attention_quant"] == apart["silu_mul_quant"] == 2 and sum(apart.values()) == sum(found.values())
+    assert not ops(program(Bucket(20, 1, 4, 1, decode=False, lora=lora), **options))["silu_mul_blocks"]  # a prompt
+
+
+def test_what_is_left_alone() -> None:
+    for tokens in (quantize_in_blocks.FEWEST_TOKENS - 1, quantize_in_blocks.MOST_TOKENS + 1):
+        other = program(Bucket(tokens, tokens, 4, 1, decode=True, lora=False))
+        assert not ops(other)["silu_mul_blocks"] and f"{tokens} tokens: a scale a row is as fast" in other.passes
+    odd = program(Bucket(20, 20, 4, 1, decode=True, lora=False), {**FIELDS, "intermediate_size": 192})
+    assert ops(odd)["silu_mul_quant"] == 2 and ops(odd)["paged_attention_blocks"] == 2 and "rows of 192 are no whole blocks of 128" in odd.passes
+    wide = program(Bucket(20, 20, 4, 1, decode=True, lora=True), lora_input="bf16")  # LoRA reads the 16-bit rows too
+    assert ops(wide)["silu_mul_quant"] == ops(wide)["paged_attention_quant"] == 2
+
+
+def test_answers_are_as_near_as_with_a_scale_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the exact model, over decode steps with and without adapters."""
+    monkeypatch.setattr(quantize_in_blocks, "FEWEST_TOKENS", 1)
+    base = tiny_llama(tmp_path)
+    model, _ = plain_model(base, tiny_adapters(base, [AdapterSpec(rank=8)]))
+    rounds = [[Chunk(0, list(range(3, 33)), -1), Chunk(1, [7, 200, 31, 99, 4], 0)], *([Chunk(0, [9 + i], -1), Chunk(1, [42 + i], 0)] for i in range(4))]
+
+    def logits(options: CompileOptions | None) -> torch.Tensor:
+        runner = PagedRunner(model, 3, fill=0.0) if options is None else CompiledRunner(model, options, 3, fill=0.0)
+        return torch.cat([part for chunks in rounds for part in runner.step(chunks)][2:])
+
+    exact = logits(None)
+    errors = [float((logits(CompileOptions(whole_layer="off", disable=disabled)) - exact).norm() / exact.norm()) for disabled in ((), ("quantize_in_blocks",))]
+    assert 0 < errors[0] < 1.1 * errors[1] < 0.2, errors
