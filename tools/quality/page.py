@@ -46,7 +46,8 @@ Everywhere else the gap is named with its figure. Control arms have a planted fa
 A small clean model does not show what rowwise scales are for: the values of its channels are alike, and one scale per tensor does almost as well. Large Llamas
 have outliers; the injected round puts such into the same model by exact rescaling (`tools/quality/outliers.py` says how), so that bf16's answers stay what
 they are. What is injected into Q and K is massive in one of the two alone, as an exact rescaling makes it, and `balance_keys` (on by default) takes just that
-back; `int8-not-balanced` goes without. Where a large Llama has the same channels massive in both, factors gain nothing, and the Hadamard transform is what helps.
+back; `int8-not-balanced` goes without. Where a large Llama has the same channels massive in both, factors gain nothing, and the Hadamard transform is what
+helps.
 """
 
 
