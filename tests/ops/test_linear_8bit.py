@@ -1,6 +1,5 @@
 """linear_8bit: the reference against torch's own rowwise product, the kernels against the reference, the configurations' sanity."""
 import itertools
-from typing import Optional
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from sidestream.ops.quantize import quantize_rowwise
 from sidestream.ops.triton_support import INTERPRETED
 from sidestream.ops.tuning import LinearConfig, work_split
 from support.checks import Tolerance, assert_near, check_kernel, poison
-from support.linears import BF16, E4M3, NEAR, SHAPES, inputs, run, tolerance
+from support.linears import BF16, E4M3, NEAR, SHAPES, check_chain, inputs, run, tolerance
 from support.sm90 import MachineCode, compile_launch
 
 FP32 = torch.float32
@@ -229,28 +228,4 @@ def test_tensors_that_tma_cannot_read() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 64, 200])
 def test_a_chain_under_pdl_in_a_graph(tokens: int) -> None:
-    """Quantize -> linear -> quantize ..., every buffer used again at once: an early read or write would change the result."""
-    weights = [inputs(1, 4096, 4096, device="cuda")[2:4] for _ in range(6)]
-    start = torch.randn(tokens, 4096, device="cuda").to(BF16)
-    hidden, q, scale = torch.empty_like(start), torch.empty_like(start, dtype=E4M3), torch.empty(tokens, device="cuda")
-
-    def chain(pdl: bool, wait: Optional[bool] = False) -> None:
-        hidden.copy_(start)
-        for weight, weight_scale in weights:
-            quantize_rowwise.launch(hidden, out=(q, scale), pdl=pdl)
-            linear_8bit.launch(q, scale, weight, weight_scale, None, None, BF16, out=(hidden,), pdl=pdl)
-            if wait:
-                torch.cuda.synchronize()
-
-    chain(False, wait=True)
-    expected = hidden.clone()
-    chain(True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(True)
-    for _ in range(10):
-        poison(hidden)
-        graph.replay()
-        assert torch.equal(hidden, expected)
-    assert expected.isfinite().all() and expected.std() > 0.01
+    check_chain(quantize_rowwise, E4M3, [inputs(1, 4096, 4096, device="cuda")[2:4] for _ in range(6)], tokens)

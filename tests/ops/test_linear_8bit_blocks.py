@@ -9,7 +9,7 @@ from sidestream.ops.quantize_blocks import padded_scales, quantize_blocks
 from sidestream.ops.triton_support import INTERPRETED
 from sidestream.ops.tuning import LinearConfig, linear_config, read_table, wide_config, work_split
 from support.checks import assert_near, check_kernel, poison
-from support.linears import BF16, E4M3, INT8_DEVIATION, NEAR, inputs, run
+from support.linears import BF16, E4M3, INT8_DEVIATION, NEAR, check_chain, inputs, run
 from support.sm90 import MachineCode, compile_launch
 
 FP32, INT8 = torch.float32, torch.int8
@@ -216,30 +216,6 @@ def test_scales_that_tma_cannot_read(dtype: torch.dtype) -> None:
 @BOTH
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_a_chain_under_pdl_in_a_graph(tokens: int, dtype: torch.dtype) -> None:
-    """Quantize -> linear -> quantize ..., every buffer used again at once: an early read or write would change the result."""
     gain = INT8_DEVIATION if dtype == INT8 else 1.0
-    weights = [(weight, weight_scale * gain) for _, _, weight, weight_scale, _, _ in (inputs(1, 4096, 4096, device="cuda", dtype=dtype) for _ in range(6))]
-    start = torch.randn(tokens, 4096, device="cuda").to(BF16)
-    hidden, q = torch.empty_like(start), torch.empty_like(start, dtype=dtype)
-    scale = torch.empty(32, padded_scales(tokens), device="cuda")
-
-    def chain(pdl: bool, wait: bool = False) -> None:
-        hidden.copy_(start)
-        for weight, weight_scale in weights:
-            quantize_blocks.launch(hidden, dtype, out=(q, scale), pdl=pdl)
-            linear_8bit.launch(q, scale, weight, weight_scale, None, None, BF16, out=(hidden,), pdl=pdl)
-            if wait:
-                torch.cuda.synchronize()
-
-    chain(False, wait=True)
-    expected = hidden.clone()
-    chain(True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(True)
-    for _ in range(10):
-        poison(hidden)
-        graph.replay()
-        assert torch.equal(hidden, expected)
-    assert expected.isfinite().all() and expected.std() > 0.01
+    made = [inputs(1, 4096, 4096, device="cuda", dtype=dtype) for _ in range(6)]
+    check_chain(quantize_blocks, dtype, [(weight, weight_scale * gain) for _, _, weight, weight_scale, *_ in made], tokens)

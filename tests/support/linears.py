@@ -3,7 +3,8 @@ from typing import Any
 
 import torch
 from sidestream.ops import tuning
-from sidestream.ops.linear_8bit import launch_config
+from sidestream.ops.linear_8bit import launch_config, linear_8bit
+from sidestream.ops.registry import Op
 from sidestream.ops.tuning import LinearConfig
 
 from support.checks import Tolerance, poison
@@ -42,3 +43,30 @@ def tolerance(config: LinearConfig, dtype: torch.dtype = E4M3) -> Tolerance:
     if dtype == torch.int8:
         return NEAR
     return FAST_ACCUMULATION if config.kernel == "scaled_mm" or (config.kernel == "wide" and not config.promote) else NEAR
+
+
+def check_chain(quantizer: Op, dtype: torch.dtype, weights: list[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
+    """Quantize -> linear -> quantize ... under PDL and in a CUDA graph, every buffer used again at once: an early read or write would change the result."""
+    start = torch.randn(tokens, weights[0][0].shape[1], device="cuda").to(BF16)
+    hidden, (q, scale) = torch.empty_like(start), quantizer.fake(start, dtype)
+
+    def chain(pdl: bool, wait: bool = False) -> None:
+        hidden.copy_(start)
+        for weight, weight_scale in weights:
+            quantizer.launch(hidden, dtype, out=(q, scale), pdl=pdl)
+            linear_8bit.launch(q, scale, weight, weight_scale, None, None, BF16, out=(hidden,), pdl=pdl)
+            if wait:
+                torch.cuda.synchronize()
+
+    chain(False, wait=True)
+    expected = hidden.clone()
+    chain(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(True)
+    for _ in range(10):
+        poison(hidden)
+        graph.replay()
+        assert torch.equal(hidden, expected)
+    assert expected.isfinite().all() and expected.std() > 0.01
