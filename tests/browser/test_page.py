@@ -128,7 +128,7 @@ def test_the_strip_chooses_a_pass_and_the_graph_shows_what_changed(opened: Brows
     assert opened.run("return document.getElementById('tip').hidden")
     opened.run("document.querySelector('[data-pass=\"fuse_rope_append\"]').focus()")
     opened.press("ArrowRight")
-    assert "quantize_linears" in opened.run("return document.querySelector('#panel-passes h2').textContent")
+    assert "balance_keys" in opened.run("return document.querySelector('#panel-passes h2').textContent")
 
 
 def test_layers_are_shown_one_at_a_time_and_remembered_by_every_tab(opened: Browser) -> None:
