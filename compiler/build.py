@@ -14,7 +14,7 @@ from .buffers import ProgramError
 from .lower import lower
 from .memory import plan_memory
 from .options import CompileOptions
-from .pipeline import run_decode_passes
+from .pipeline import DECODE_PASSES, PROMPT_PASSES, run_static_passes
 from .program import VERSION, Bucket, Edit, Program
 from .report import PassRecord, pass_table
 from .schedule import H200_SMS, schedule
@@ -36,11 +36,13 @@ def build_program(
     bucket = sizes if isinstance(sizes, Bucket) else None
     records: list[PassRecord] = []
 
+    own = () if bucket is None else DECODE_PASSES if bucket.decode else PROMPT_PASSES if bucket.lora else ()
+
     def rewrite(graph: fx.Graph) -> bool:
-        records.extend(run_decode_passes(graph, options, sm_count))
+        records.extend(run_static_passes(graph, options, sm_count, own))
         return any(record.matches for record in records)
 
-    draft = lower(specialize(graph_module, sizes, rewrite=rewrite if bucket is not None and bucket.decode else None))
+    draft = lower(specialize(graph_module, sizes, rewrite=rewrite if own else None))
     two_streams = options.lora_lowering == "side_stream" or (options.lora_lowering in ("auto", "one_launch") and bucket is not None and bucket.decode)
     steps = schedule(draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl)
     buffers, arena_bytes = plan_memory(draft.buffers, steps)

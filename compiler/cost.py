@@ -51,6 +51,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("sidestream.linear", 1.2e-6, 0.97, 0.72, per_rows=3.0e-6),  # FLOPs: tune_h200.txt, 256 and 512 tokens
     Kind("sidestream.lora_plan", 0.6e-6, 0.5),
     Kind("sidestream.lora_groups", 0.6e-6, 0.5),
+    Kind("sidestream.lora_active", 0.6e-6, 0.5),
     Kind("sidestream.lora", 2.4e-6, 0.35),
     Kind("sidestream.paged_attention", 4.2e-6, 0.95, 0.45),  # bench_attention_h200.txt
     Kind("sidestream.rope_append", 2.2e-6, 0.5),  # bytes: bench_kernels_h200.txt, 256 tokens

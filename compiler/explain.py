@@ -13,7 +13,7 @@ from .cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_cost
 from .hardware import H200, Gpu
 from .layers import HEAD, TAIL, step_layers
 from .options import CompileOptions, OptionError
-from .pipeline import ALWAYS_ON, DECODE_PASSES, PASSES, Pass
+from .pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass
 from .program import Bucket, Program
 from .report import PassRecord, columns, pass_table
 from .work import DEFAULT, Assumptions
@@ -142,7 +142,7 @@ def _variants(options: CompileOptions, bucket: Bucket, passes: tuple[Pass, ...])
                     yield f"{field.name}={value}", replace(options, **{field.name: value}), bucket
                 except OptionError:
                     continue
-    for name in dict.fromkeys(each.name for each in (*passes, *DECODE_PASSES)):
+    for name in dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)):
         if name not in ALWAYS_ON and name not in options.disable:
             yield f"without {name}", replace(options, disable=(*options.disable, name), check_counts=False), bucket
 

@@ -1,7 +1,8 @@
 """The numerics ledger: what each pass changes about the logits. The graph runs after every pass on the same inputs, so a bug is attributed to a pass.
 
 The graphs themselves run, node by node, on the CPU's references; the program that is made of the last one runs as one more row. A decode program's own
-passes (`DECODE_PASSES`) follow as programs: one step more of the sequences without adapter, over the cache that the program before has filled.
+passes (`DECODE_PASSES`) follow as programs: one step more of the sequences without adapter, over the cache that the program before has filled; then, of all
+sequences, those of them that do something to LoRA.
 """
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from .schedule import H200_SMS
 from .sizes import dimensions_of, placeholders
 from .specialize import specialize
 
-CAPTURE, PROGRAM, DECODE = "(capture)", "(program)", " (decode)"
+CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
 _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of the op is the residual stream
 
 
@@ -40,7 +41,7 @@ class LedgerRow:
     """What one pass did to the logits of a batch.
 
     name, tier   the pass and its tier; `(capture)`: the captured graph beside a reference of other precision; `(program)`: the program of the last graph;
-                 a name with ` (decode)` behind it: a decode program's own pass
+                 a name with ` (decode)` behind it: a decode program's own pass; ` (decode, adapters)`: in a program with LoRA
     matches      how often the pass matched
     added        relative RMSE of the logits against those of the graph right before the pass
     total        the same against the reference: the graph before any pass, or what the caller gave
@@ -102,25 +103,32 @@ def ledger(
     tensors = runner.tensors(copy.graph_module)
     program = _Run(_logits(BoundProgram(build_program(copy.graph_module, tensors, options), tensors, poison=True).run()))
     rows.append(_row(PROGRAM, "emits", 0, before, program, truth, places))
-    return rows + _decode_rows(copy.graph_module, options, tensors, truth)
-
-
-def _decode_rows(graph_module: fx.GraphModule, options: CompileOptions, tensors: Mapping[str, torch.Tensor], truth: torch.Tensor) -> list[LedgerRow]:
-    """The last token of every sequence without adapter again, as a decode step with more and more of the decode programs' own passes.
-
-    `tensors`: those of the program that ran; its caches hold all tokens. The logits must be those of every token.
-    """
+    if len(truth) != int(tensors["query_start"][-1]):
+        return rows
     last = tensors["query_start"][1:].long() - 1
     base = [row for row, place in enumerate(last.tolist()) if "adapter_index" not in tensors or int(tensors["adapter_index"][place]) < 0]
-    if not base or len(truth) != int(tensors["query_start"][-1]):
+    rows += _decode_rows(copy.graph_module, options, tensors, truth, base, lora=False)
+    return rows + (_decode_rows(copy.graph_module, options, tensors, truth, range(len(last)), lora=True) if len(base) < len(last) else [])
+
+
+def _decode_rows(
+    graph_module: fx.GraphModule, options: CompileOptions, tensors: Mapping[str, torch.Tensor], truth: torch.Tensor, sequences: Sequence[int], lora: bool,
+) -> list[LedgerRow]:  # fmt: skip
+    """The last token of these sequences again, as a decode step with more and more of the decode programs' own passes; with `lora` rows of matches alone.
+
+    `tensors`: those of the program that ran; its caches hold all tokens. `truth`: the logits of every token.
+    """
+    if not sequences:
         return []
-    last, count = last[base], len(base)
+    base = list(sequences)
+    last, count = tensors["query_start"][1:].long()[base] - 1, len(base)
     caches = next(tensor for name, tensor in tensors.items() if dimensions_of(name) == ("NP",))
-    bucket = Bucket(count, count, len(caches), tensors["block_table"].shape[1], decode=True, lora=False)
+    bucket = Bucket(count, count, len(caches), tensors["block_table"].shape[1], decode=True, lora=lora)
     steps = torch.arange(count + 1, dtype=torch.int32)
     inputs = {name: tensors[name][last] for name in ("input_ids", "positions", "slot_mapping", "adapter_index") if name in tensors}
     inputs |= {name: tensors[name][base] for name in ("block_table", "context_lens")} | {"query_start": steps, "logits_indices": steps[:-1]}
-    present = [each for each in DECODE_PASSES if each.name not in options.disable]
+    matches = _decode_matches(graph_module, bucket, options)
+    present = [each for each in DECODE_PASSES if each.name in matches and (matches[each.name] or not lora)]
     rows: list[LedgerRow] = []
     before: _Run | None = None
     for number in range(len(present) + 1):
@@ -128,7 +136,8 @@ def _decode_rows(graph_module: fx.GraphModule, options: CompileOptions, tensors:
         after = _Run(_logits(BoundProgram(build_program(graph_module, bucket, chosen), {**tensors, **inputs}, poison=True).run()))
         if before is not None:
             each = present[number - 1]
-            row = _row(each.name + DECODE, each.tier, _decode_matches(graph_module, bucket, chosen)[each.name], before, after, truth[last], [])
+            name = each.name + (DECODE_LORA if lora else DECODE)
+            row = _row(name, each.tier, _decode_matches(graph_module, bucket, chosen)[each.name], before, after, truth[last], [])
             rows.append(replace(row, worst_token=None if row.worst_token is None else int(last[row.worst_token])))
         before = after
     return rows
@@ -156,7 +165,7 @@ def largest(rows: Sequence[LedgerRow]) -> LedgerRow:
 
 def as_json(rows: Sequence[LedgerRow]) -> dict[str, float]:
     """Pass -> relative error that it added, as `dump(ledger=...)` takes it."""
-    return {row.name: row.added for row in rows if row.name not in (CAPTURE, PROGRAM) and not row.name.endswith(DECODE)}
+    return {row.name: row.added for row in rows if row.name not in (CAPTURE, PROGRAM) and not row.name.endswith((DECODE, DECODE_LORA))}
 
 
 def as_text(rows: Sequence[LedgerRow], tokens: Sequence[str] = ()) -> str:

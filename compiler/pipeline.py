@@ -15,6 +15,8 @@ from .passes.base import Context, PassReport
 from .passes.center_keys import center_keys
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse_decoder_block import fuse_decoder_block
+from .passes.fuse_lora_expand import fuse_lora_expand
+from .passes.fuse_lora_silu_mul import fuse_lora_silu_mul
 from .passes.fuse_quantize import fuse_quantize
 from .passes.fuse_rope_append import fuse_rope_append
 from .passes.fuse_silu_mul import fuse_linear_silu_mul, fuse_silu_mul
@@ -80,15 +82,19 @@ PASSES: tuple[Pass, ...] = (
 DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: behind the last norm no rows are selected any more
     Pass(fuse_decoder_block, "quantizes"),
+    Pass(fuse_lora_silu_mul, "keeps"),
     Pass(fuse_linear_silu_mul, "keeps"),
     Pass(quantize_in_blocks, "quantizes"),
 )
+# On the static graph of a prompt program.
+PROMPT_PASSES: tuple[Pass, ...] = (Pass(fuse_lora_expand, "keeps"),)
+STATIC_PASSES = (*DECODE_PASSES, *PROMPT_PASSES)
 ALWAYS_ON = frozenset({"normalize"})
 
 
 def pass_names() -> tuple[str, ...]:
     """All passes in order, each once."""
-    return tuple(dict.fromkeys(each.name for each in (*PASSES, *DECODE_PASSES)))
+    return tuple(dict.fromkeys(each.name for each in (*PASSES, *STATIC_PASSES)))
 
 
 def insert_pass(
@@ -111,7 +117,7 @@ def insert_pass(
 
 def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -> None:
     """Raises OptionError for a name in `options.disable` that is no pass, or one that can't be left out."""
-    names = list(dict.fromkeys(each.name for each in (*passes, *DECODE_PASSES)))
+    names = list(dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)))
     for name in options.disable:
         if name not in names:
             raise OptionError(f"disable names {name!r}, which is no pass; passes: {', '.join(names)}")
@@ -154,10 +160,10 @@ def run_passes(
     return records
 
 
-def run_decode_passes(graph: fx.Graph, options: CompileOptions, sm_count: int) -> list[PassRecord]:
-    """Rewrites a decode program's static graph in place; one record (without the graphs' text) for each pass that is switched on."""
+def run_static_passes(graph: fx.Graph, options: CompileOptions, sm_count: int, passes: tuple[Pass, ...]) -> list[PassRecord]:
+    """Rewrites a program's static graph in place; one record (without the graphs' text) for each of `passes` that is switched on."""
     context, records = Context(options, sm_count), []
-    for each in DECODE_PASSES:
+    for each in passes:
         if each.name in options.disable:
             continue
         start, counts = time.perf_counter(), op_counts(graph)

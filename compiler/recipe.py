@@ -174,7 +174,7 @@ def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
     return Recipe("cast", (recipe,), {"dtype": str(dtype).removeprefix("torch.")})
 
 
-def quantize(recipe: Recipe, dtype: torch.dtype = E4M3, rotate: bool = False) -> Recipe:
+def quantize(recipe: Recipe, dtype: torch.dtype = E4M3, rotate: int = 0) -> Recipe:
     """The rows of a matrix [N, K] as `ops.quantize_rowwise` rounds them: two outputs, values [N, K] and fp32 scales [N]; pick one with `item`."""
     return Recipe("quantize", (recipe,), {"dtype": str(dtype).removeprefix("torch."), "rotate": rotate})
 
@@ -184,7 +184,7 @@ def item(recipe: Recipe, index: int) -> Recipe:
     return Recipe("item", (recipe,), {"index": index})
 
 
-def quantize_weight(weight: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(weight: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [..., K] -> (values [..., K] of `dtype`, fp32 scale [...]), as `ops.quantize_rowwise` has it, some rows at a time."""
     values = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)

@@ -4,8 +4,9 @@ For few tokens each of these is bound by the bytes of its weights, and what is l
 128 columns here (`quantize_blocks`), from fp32: finer than the one scale per token of the separate ops, and not bitwise equal to them. The kernel
 (`decoder_block_gluon.py`) needs all its CTAs on the GPU at once: no two launches may overlap, whatever their streams.
 
-Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated in blocks of 8 columns before it is
-quantized (see `quantize_rowwise`), so the weights of gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
+Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated before it is quantized, in blocks of
+NORM_ROTATES and of SILU_ROTATES columns (see `quantize_rowwise`), so the weights of gate_up, down and q/k/v must be rotated alike; the attention and the
+weights of o are not.
 
 H200, Llama-8B shape, 256 cached tokens, us a decode layer with this op (and with separate launches): 1 token 69.2 (76.8), 8: 71.0 (76.4), 16: 72.0 (81.1),
 32: 79.1 (88.6), 64: 93.5 (93.7).
@@ -22,6 +23,7 @@ from .decoder_block_gluon import decoder_block_kernel
 from .decoder_block_streams import COUNTERS
 from .kv_layout import QUANTIZED_MAX
 from .linear_8bit import matmul_fp32, multiprocessors
+from .quantize import NORM_ROTATES, SILU_ROTATES
 from .quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
 from .registry import register
 from .triton_support import INTERPRETED, next_power_of_2
@@ -107,12 +109,12 @@ def reference(
     """
     dtype = attention.dtype
     hidden = _add(residual, _project(dequantize_blocks(attention, attention_scale), o_weight, o_scale))
-    normed = _quantized(hidden.float() * norm_weight.float(), dtype)
+    normed = _quantized(hidden.float() * norm_weight.float(), dtype, NORM_ROTATES)
     gate, up = (_project(normed, gate_up_weight, gate_up_scale) * _inverse_rms(hidden, eps)).chunk(2, dim=-1)
-    new_residual = _add(hidden, _project(_quantized(torch.nn.functional.silu(gate) * up, dtype), down_weight, down_scale))
+    new_residual = _add(hidden, _project(_quantized(torch.nn.functional.silu(gate) * up, dtype, SILU_ROTATES), down_weight, down_scale))
     if qkv_weight is None or qkv_scale is None:
         return residual.new_empty(residual.shape[0], 0), new_residual
-    normed = _quantized(new_residual.float() * next_norm_weight.float(), dtype)
+    normed = _quantized(new_residual.float() * next_norm_weight.float(), dtype, NORM_ROTATES)
     return (_project(normed, qkv_weight, qkv_scale) * _inverse_rms(new_residual, eps)).to(residual.dtype), new_residual
 
 
@@ -120,8 +122,8 @@ def _project(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) 
     return matmul_fp32(x, weight) * weight_scale
 
 
-def _quantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize_blocks(*quantize_blocks_reference(x, dtype, rotate=dtype == torch.int8))
+def _quantized(x: torch.Tensor, dtype: torch.dtype, rotate: int) -> torch.Tensor:
+    return dequantize_blocks(*quantize_blocks_reference(x, dtype, rotate if dtype == torch.int8 else 0))
 
 
 def _add(residual: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

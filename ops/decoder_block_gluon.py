@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .attention_gluon_pieces import cta_barrier, gdc_wait
-from .decoder_block_pieces import add_residual, collect, inverse_rms, multiply, publish, residual_inputs, store_quantized
+from .decoder_block_pieces import SILU_ROTATES, add_residual, collect, inverse_rms, multiply, publish, residual_inputs, store_quantized
 from .decoder_block_streams import (
     DOWN_DONE,
     GATE_UP_DONE,
@@ -77,7 +77,7 @@ def _compute(ring, ready, empty, rows, scales, rows_ready, rows_empty, counters,
         )
         gate = gl.convert_layout(gate_acc, STORE) * gate_scale[:, None] * token_scale[None, :]
         up = gl.convert_layout(up_acc, STORE) * up_scale[:, None] * token_scale[None, :]
-        store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED, STORE)
+        store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED, SILU_ROTATES, STORE)
         cta_barrier()
         gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
     row_scale, own_gain, old = residual_inputs(down_scale, new_residual, next_gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)

@@ -17,7 +17,7 @@ from .decoder_block import BLOCK, CONFIGS, SPLIT, BlockConfig
 from .decoder_block_lora_gluon import decoder_block_lora_kernel
 from .linear_8bit import matmul_fp32, multiprocessors
 from .lora_groups import MAX_TOKENS, POSITIONS, lora_groups, tile_tokens
-from .quantize import quantize_rowwise_reference
+from .quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise_reference
 from .quantize_blocks import dequantize_blocks, padded_scales
 from .registry import register
 from .triton_support import INTERPRETED
@@ -75,13 +75,13 @@ def reference(
 
     width = down_weight.shape[1]
     hidden = base._add(residual, project(dequantize_blocks(attention, attention_scale), o_weight, o_scale, o_lora, (residual.shape[1],)))
-    normed = base._quantized(hidden.float() * norm_weight.float(), attention.dtype)
+    normed = base._quantized(hidden.float() * norm_weight.float(), attention.dtype, NORM_ROTATES)
     gate, up = (project(normed, gate_up_weight, gate_up_scale, gate_up_lora, (width, width)) * base._inverse_rms(hidden, eps)).chunk(2, dim=-1)
-    active = base._quantized(torch.nn.functional.silu(gate) * up, attention.dtype)
+    active = base._quantized(torch.nn.functional.silu(gate) * up, attention.dtype, SILU_ROTATES)
     new_residual = base._add(hidden, project(active, down_weight, down_scale, down_lora, (residual.shape[1],)))
     if qkv_weight is None or qkv_scale is None:
         return residual.new_empty(tokens, 0), new_residual
-    normed = base._quantized(new_residual.float() * next_norm_weight.float(), attention.dtype)
+    normed = base._quantized(new_residual.float() * next_norm_weight.float(), attention.dtype, NORM_ROTATES)
     return (project(normed, qkv_weight, qkv_scale, qkv_lora, qkv_slices) * base._inverse_rms(new_residual, eps)).to(residual.dtype), new_residual
 
 

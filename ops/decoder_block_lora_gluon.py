@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .attention_gluon_pieces import cta_barrier, gdc_wait
 from .decoder_block_lora_pieces import expand, fetch, multiply_slots, own_columns, shrink
 from .decoder_block_lora_streams import COUNTS, bring_lora_rows, operand_layout, stream_lora_weights
-from .decoder_block_pieces import add_residual, collect, inverse_rms, publish, residual_inputs, store_quantized
+from .decoder_block_pieces import SILU_ROTATES, add_residual, collect, inverse_rms, publish, residual_inputs, store_quantized
 from .decoder_block_streams import (
     DOWN_DONE,
     GATE_UP_DONE,
@@ -118,7 +118,7 @@ def _compute(slots, blocks, shrunk, factors, counters, groups, planes, shrunk_pl
             token_scale = factors.index(2).load(gl.SliceLayout(0, STORE))
             gate = gl.convert_layout(gate, STORE) * token_scale[None, :]
             up = gl.convert_layout(up, STORE) * token_scale[None, :]
-            store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED, STORE)
+            store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED, SILU_ROTATES, STORE)
             cta_barrier()
             gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
 

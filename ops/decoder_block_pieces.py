@@ -3,8 +3,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from . import quantize
 from .attention_gluon_pieces import cta_barrier
 from .decoder_block_streams import SPLIT, await_count
+
+NORM_ROTATES = gl.constexpr(quantize.NORM_ROTATES)
+SILU_ROTATES = gl.constexpr(quantize.SILU_ROTATES)
 
 
 @gluon.jit
@@ -48,15 +52,19 @@ def multiply(ring, ready, empty, rows, scales, rows_ready, rows_empty, used, row
 
 
 @gluon.jit
-def rotate8(values, LAYOUT: gl.constexpr):
-    """values [128, tokens] fp32, blocks of 8 neighbouring rows times the Hadamard matrix, not normalised: arithmetic of the thread that holds the block.
+def rotate(values, row, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """values [128, tokens] fp32, blocks of 2**STAGES neighbouring rows times the Hadamard matrix, not normalised; `row` 0 to 127.
 
-    Each stage adds and subtracts the block's halves and interleaves the results: after three each bit of the index has had its turn and is back in place.
+    LAYOUT keeps a token's rows in one warp, and the values stay in it. Three stages are arithmetic of the thread that holds 8 neighbouring rows, for further
+    ones it gets its partners' values by shuffles: each is the exclusive or of a pair, and once more of that with a value, which leaves nothing of itself in the
+    machine code.
     """
-    for _ in gl.static_range(3):
-        upper, lower = gl.split(gl.permute(gl.reshape(values, [16, 2, 4, values.shape[1]]), (0, 2, 3, 1)))
-        values = gl.reshape(gl.permute(gl.join(upper + lower, upper - lower), (0, 1, 3, 2)), [128, values.shape[1]])
-    return gl.convert_layout(values, LAYOUT, assert_trivial=True)
+    for stage in gl.static_range(STAGES):
+        pairs = gl.reshape(values.to(gl.int32, bitcast=True), [64 >> stage, 2, 1 << stage, values.shape[1]])
+        partner = gl.reshape(pairs ^ gl.xor_sum(pairs, 1, keep_dims=True), values.shape)
+        sign = (1 - 2 * (row >> stage & 1)).to(gl.float32)
+        values = gl.convert_layout(partner, LAYOUT, assert_trivial=True).to(gl.float32, bitcast=True) + values * sign[:, None]
+    return values
 
 
 @gluon.jit
@@ -66,11 +74,15 @@ def to_int8(values):
 
 
 @gluon.jit
-def store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr):
-    """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED]; rotated before if q is int8."""
+def store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr, ROTATE: gl.constexpr,
+                    LAYOUT: gl.constexpr):
+    """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED].
+
+    If q is int8, blocks of ROTATE (8 or 128) columns are rotated before.
+    """
     if q.dtype.element_ty == gl.int8:
-        ROOT: gl.constexpr = 2.8284271247461903  # sqrt(8): what a normalised rotation would have divided by
-        values = rotate8(values, LAYOUT)
+        ROOT: gl.constexpr = 2.8284271247461903 if ROTATE == 8 else 11.313708498984761  # its root: what a normalised rotation would have divided by
+        values = rotate(values, row, 3 if ROTATE == 8 else 7, LAYOUT)
         step = gl.maximum(gl.max(gl.abs(values), axis=0) * (1.0 / ROOT), 1e-12) * (1.0 / 127.0)
         steps = to_int8(values * (1.0 / (step * ROOT))[None, :])
     else:
@@ -133,6 +145,6 @@ def add_residual(update, gain, old, done, residual, q, q_scale, squares, tile, p
     gl.store(residual + token[None, :] * WIDTH + (tile * 128 + row)[:, None], new, mask=present)
     value = gl.where(present, new.to(gl.float32), 0.0)
     gl.store(squares + tile * BLOCK_T + token, gl.sum(value * value, axis=0))
-    store_quantized(value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, LAYOUT)
+    store_quantized(value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, NORM_ROTATES, LAYOUT)
     cta_barrier()
     gl.atomic_add(done, 1, sem="release")

@@ -76,9 +76,20 @@ def _pieces(x, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _store(value, staging, out_desc, row, column, PENDING: gl.constexpr):
+    """One piece to memory; the staging buffer is taken over from an older store once that has been read."""
+    tma.store_wait(PENDING)
+    barrier()
+    staging.store(value.to(out_desc.dtype))
+    fence_async_shared()
+    barrier()
+    tma_store(out_desc, [row, column], staging)
+
+
+@gluon.jit
 def _finish(total, staging, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n,
             ROWS: gl.constexpr, WIDTH: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PENDING: gl.constexpr):
-    """Scales, addends and the store of one piece; the staging buffer is taken over from an older store once that has been read."""
+    """Scales, addends and the store of one piece."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -91,12 +102,19 @@ def _finish(total, staging, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, re
         value += gl.load(delta_ptr + at, mask=valid, other=0.0).to(gl.float32)
     if HAS_RESIDUAL:
         value += gl.load(residual_ptr + at, mask=valid, other=0.0).to(gl.float32)
-    tma.store_wait(PENDING)
-    barrier()
-    staging.store(value.to(out_desc.dtype))
-    fence_async_shared()
-    barrier()
-    tma_store(out_desc, [row, column], staging)
+    _store(value, staging, out_desc, row, column, PENDING)
+
+
+@gluon.jit
+def _multiply_step(shared, acc, unit, step, CONSUMER: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Starts a step's product, the ring's unit `unit`, and frees the one before; step 0 starts a new sum."""
+    weights, tokens_ring, _staging, ready, empty = shared
+    slot = unit % STAGES
+    mbarrier.wait(ready.index(slot), unit // STAGES & 1)
+    acc = warpgroup_mma(tokens_ring.index(slot * CONSUMERS + CONSUMER), weights.index(slot).permute((1, 0)), acc, use_acc=step > 0, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=step > 0)  # the product of the step before is done
+    return acc
 
 
 @gluon.jit
@@ -104,7 +122,7 @@ def _consume(shared, memory, sizes, CONSUMER: gl.constexpr, ROWS: gl.constexpr, 
              CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GROUP: gl.constexpr,
              PDL: gl.constexpr):
     gl.static_assert(BLOCK_N == 128 or BLOCK_N == 256)
-    weights, tokens_ring, staging, ready, empty = shared
+    _weights, _tokens_ring, staging, _ready, empty = shared
     out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr = memory
     waves, program, programs, steps, token_tiles, weight_tiles, tokens, n = sizes
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])  # Triton knows no int8 instruction of 256
@@ -115,11 +133,7 @@ def _consume(shared, memory, sizes, CONSUMER: gl.constexpr, ROWS: gl.constexpr, 
     for wave in range(waves):
         acc = nothing
         for step in range(steps):
-            slot = unit % STAGES
-            mbarrier.wait(ready.index(slot), unit // STAGES & 1)
-            acc = warpgroup_mma(tokens_ring.index(slot * CONSUMERS + CONSUMER), weights.index(slot).permute((1, 0)), acc, use_acc=step > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=step > 0)  # the product of the step before is done
+            acc = _multiply_step(shared, acc, unit, step, CONSUMER, STAGES, CONSUMERS)
             unit += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1)

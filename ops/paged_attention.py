@@ -118,7 +118,7 @@ def reference_quant(
     decode: bool,
     keep: bool,
     dtype: torch.dtype = E4M3,
-    rotate: bool = False,
+    rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention`, then rowwise quantization of the rounded result.
 
@@ -141,7 +141,7 @@ def fake_quant(
     decode: bool,
     keep: bool,
     dtype: torch.dtype = E4M3,
-    rotate: bool = False,
+    rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Empty results."""
     tokens, width = q.shape[0], q.shape[1] * q.shape[2]
@@ -190,7 +190,7 @@ def launch_quant(
     decode: bool,
     keep: bool,
     dtype: torch.dtype = E4M3,
-    rotate: bool = False,
+    rotate: int = 0,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,

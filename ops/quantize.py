@@ -3,10 +3,12 @@
 scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3; int8: / 127, to the nearest whole number. The kernel multiplies by 1 / scale, so
 a value that lies on a rounding edge may land one step from the reference's.
 
-`rotate` multiplies each block of 8 neighbouring columns by a normalised Hadamard matrix before. It is its own inverse and symmetric, so a product with weights
-whose rows were rotated alike is unchanged, while a row's largest value shrinks: int8 steps are as wide as that value asks for everywhere in the row (QuaRot,
-arXiv 2404.00456, rotates for the same reason). e4m3 steps grow with the value itself; there it gains nothing.
+`rotate` multiplies each block of so many neighbouring columns (a power of two; 0: none) by a normalised Hadamard matrix before. It is its own inverse and
+symmetric, so a product with weights whose rows were rotated alike is unchanged, while a row's largest value shrinks: int8 steps are as wide as that value asks
+for everywhere in the row (QuaRot, arXiv 2404.00456, rotates for the same reason). e4m3 steps grow with the value itself; there it gains nothing. Blocks of 8
+are arithmetic of single threads; those of 128 need shuffles too, and gain most where few values of a row are far larger than the others.
 """
+import math
 from typing import Optional
 
 import torch
@@ -16,10 +18,11 @@ import triton.language as tl
 from .hadamard import hadamard_reference
 from .kv_layout import QUANTIZED_MAX
 from .registry import register
-from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate8, row_scale, to_eight_bits
+from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
 
 E4M3 = torch.float8_e4m3fn
-ROTATED = 8  # columns of a rotated block
+NORM_ROTATES = 8  # columns of a block, of what a norm makes
+SILU_ROTATES = 128  # of what SiLU * mul makes
 
 
 def to_steps(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -29,30 +32,33 @@ def to_steps(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
     return (steps.round() if dtype == torch.int8 else steps).to(dtype)
 
 
-def rotate_blocks(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] -> the same in fp32, each block of 8 columns rotated. Raises ValueError unless K is a multiple of 8."""
-    if x.shape[-1] % ROTATED:
-        raise ValueError(f"rows of {x.shape[-1]} can't be rotated in blocks of {ROTATED}; quantize them without rotate")
-    return hadamard_reference(x.float().unflatten(-1, (-1, ROTATED))).flatten(-2)
+def rotated_width(width: int, rotate: int) -> int:
+    """Columns of a rotated block of rows of `width`: the largest power of two up to `rotate` that divides it (1: these rows stay as they are)."""
+    return math.gcd(width, rotate) if rotate else 1
 
 
-def quantize_rowwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_blocks(x: torch.Tensor, rotate: int) -> torch.Tensor:
+    """x [..., K] -> the same in fp32, each block of `rotated_width(K, rotate)` columns rotated."""
+    block = rotated_width(x.shape[-1], rotate)
+    return x.float() if block == 1 else hadamard_reference(x.float().unflatten(-1, (-1, block))).flatten(-2)
+
+
+def quantize_rowwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K], any float dtype -> (q [..., K] e4m3 or int8, scale [...] fp32)."""
-    values = rotate_blocks(x) if rotate else x.float()
+    values = rotate_blocks(x, rotate)
     scale = values.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
     return to_steps(values, scale.unsqueeze(-1), dtype), scale
 
 
-def quantize_rowwise_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rowwise_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Unfilled (q, scale) for x [..., K]."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @triton.jit
 def store_quantized_row(values, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr):
-    """Quantize one whole row of fp32 values [BLOCK] (zeros outside) and store it, in q's dtype, with its scale."""
-    if ROTATE:
-        values = rotate8(values, BLOCK)
+    """Quantize one whole row of fp32 values [BLOCK] (zeros outside) and store it, in q's dtype, with its scale; ROTATE: columns of a rotated block, or 1."""
+    values = rotate_columns(values, BLOCK, ROTATE)
     step = row_scale(tl.max(tl.abs(values), axis=0), q.dtype.element_ty)
     tl.store(q + row * WIDTH + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
     tl.store(scale + row, step)
@@ -71,17 +77,14 @@ def _quantize_kernel(x, q, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTA
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, WIDTH, BLOCK):
             values = tl.load(x + row * WIDTH + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
-            if ROTATE:
-                values = rotate8(values, BLOCK)
-            largest = tl.maximum(largest, tl.abs(values))
+            largest = tl.maximum(largest, tl.abs(rotate_columns(values, BLOCK, ROTATE)))
         step = row_scale(tl.max(largest, axis=0), q.dtype.element_ty)
         tl.store(scale + row, step)
         for start in range(0, WIDTH, BLOCK):
             inside = start + column < WIDTH
             values = tl.load(x + row * WIDTH + start + column, mask=inside, other=0.0).to(tl.float32)
-            if ROTATE:
-                values = rotate8(values, BLOCK)
-            tl.store(q + row * WIDTH + start + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
+            steps = to_eight_bits(rotate_columns(values, BLOCK, ROTATE) * (1.0 / step), q.dtype.element_ty)
+            tl.store(q + row * WIDTH + start + column, steps, mask=inside)
 
 
 def row_block(width: int) -> tuple[int, int]:
@@ -90,24 +93,19 @@ def row_block(width: int) -> tuple[int, int]:
     return block, min(max(block // 256, 1), 16)
 
 
-def check_rotated(name: str, width: int, rotate: bool) -> None:
-    """Raises ValueError for rows that can't be rotated."""
-    if rotate and width % ROTATED:
-        raise ValueError(f"{name}: rows of {width} can't be rotated in blocks of {ROTATED}; quantize them without rotate")
-
-
 def quantize_rowwise_launch(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False,
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Fill `out` = (q, scale): one CTA a row, rows wider than 16384 read twice. Too small to heed `sm_budget`."""
     require_contiguous("quantize_rowwise", x=x)
-    check_rotated("quantize_rowwise", x.shape[-1], rotate)
     if x.numel() == 0:
         return
     block, warps = row_block(x.shape[-1])
     q, scale = out
-    _quantize_kernel[(x.numel() // x.shape[-1],)](x, q, scale, WIDTH=x.shape[-1], BLOCK=block, ROTATE=rotate, num_warps=warps, **pdl_options(pdl))
+    _quantize_kernel[(x.numel() // x.shape[-1],)](
+        x, q, scale, WIDTH=x.shape[-1], BLOCK=block, ROTATE=rotated_width(x.shape[-1], rotate), num_warps=warps, **pdl_options(pdl)
+    )
 
 
 quantize_rowwise = register("quantize_rowwise", quantize_rowwise_reference, quantize_rowwise_fake, quantize_rowwise_launch)

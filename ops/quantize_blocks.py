@@ -11,7 +11,7 @@ import triton.language as tl
 from .kv_layout import QUANTIZED_MAX
 from .quantize import E4M3, rotate_blocks, to_steps
 from .registry import register
-from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate8, row_scale, to_eight_bits
+from .triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
 
 BLOCK = 128
 LEAST_SCALES = 32
@@ -23,16 +23,16 @@ def padded_scales(tokens: int) -> int:
     return max(LEAST_SCALES, next_power_of_2(tokens))
 
 
-def quantize_blocks_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T); the rest as in `quantize_rowwise`."""
     tokens, width = x.shape
-    blocks = (rotate_blocks(x) if rotate else x.float()).view(tokens, width // BLOCK, BLOCK)
+    blocks = rotate_blocks(x, rotate).view(tokens, width // BLOCK, BLOCK)
     scale = blocks.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
     q = to_steps(blocks, scale.unsqueeze(-1), dtype).view(tokens, width)
     return q, torch.nn.functional.pad(scale.t(), (0, padded_scales(tokens) - tokens)).contiguous()
 
 
-def quantize_blocks_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(f"quantize_blocks: x {tuple(x.shape)} must be [T, K] with K a multiple of {BLOCK}")
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[1] // BLOCK, padded_scales(int(x.shape[0]))), dtype=torch.float32)
@@ -50,9 +50,7 @@ def store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH: tl.con
     block = first + tl.arange(0, BLOCKS)
     at = token.to(tl.int64) * WIDTH + block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = block < WIDTH // 128
-    if ROTATE:
-        values = rotate8(values, BLOCKS * 128)
-    values = tl.reshape(values, (BLOCKS, 128))
+    values = tl.reshape(rotate_columns(values, BLOCKS * 128, ROTATE), (BLOCKS, 128))
     step = row_scale(tl.max(tl.abs(values), axis=1), q.dtype.element_ty)
     tl.store(q + at, to_eight_bits(values * (1.0 / step)[:, None], q.dtype.element_ty), mask=inside[:, None])
     tl.store(scale + block * PADDED + token, step, mask=inside)
@@ -72,7 +70,7 @@ def _quantize_blocks_kernel(x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl
 
 
 def quantize_blocks_launch(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False,
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Fill `out` = (q, scale). Too small to heed `sm_budget`."""
@@ -82,7 +80,8 @@ def quantize_blocks_launch(
         return
     blocks = min(BLOCKS_PER_CTA, next_power_of_2(width // BLOCK))
     grid = (tokens, triton.cdiv(width // BLOCK, blocks))
-    _quantize_blocks_kernel[grid](x, *out, tokens, WIDTH=width, PADDED=padded_scales(tokens), BLOCKS=blocks, ROTATE=rotate, num_warps=4, **pdl_options(pdl))
+    form = {"WIDTH": width, "PADDED": padded_scales(tokens), "BLOCKS": blocks, "ROTATE": max(1, rotate), "num_warps": 4, **pdl_options(pdl)}
+    _quantize_blocks_kernel[grid](x, *out, tokens, **form)
 
 
 quantize_blocks = register("quantize_blocks", quantize_blocks_reference, quantize_blocks_fake, quantize_blocks_launch)

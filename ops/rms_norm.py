@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .quantize import E4M3, check_rotated, quantize_rowwise_fake, quantize_rowwise_reference, row_block, store_quantized_row
+from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference, rotated_width, row_block, store_quantized_row
 from .registry import register
 from .triton_support import pdl_options, pdl_start, require_contiguous, round_to
 
@@ -31,7 +31,7 @@ def add_rms_norm_reference(
 
 
 def rms_norm_quant_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, q [..., H] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; y is [0, H] unless `keep`."""
     y = rms_norm_reference(x, weight, eps)
@@ -41,7 +41,7 @@ def rms_norm_quant_reference(
 
 def add_rms_norm_quant_reference(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
-    dtype: torch.dtype = E4M3, rotate: bool = False,
+    dtype: torch.dtype = E4M3, rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, q, scale, new_residual): `add_rms_norm`, then quantized as in `rms_norm_quant`."""
     y, new_residual = add_rms_norm_reference(x, residual, delta, weight, eps)
@@ -60,7 +60,7 @@ def add_rms_norm_fake(
 
 
 def rms_norm_quant_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y = x.new_empty(x.shape) if keep else x.new_empty((0, x.shape[-1]))
     return y, *quantize_rowwise_fake(x, dtype)
@@ -68,7 +68,7 @@ def rms_norm_quant_fake(
 
 def add_rms_norm_quant_fake(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
-    dtype: torch.dtype = E4M3, rotate: bool = False,
+    dtype: torch.dtype = E4M3, rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return *rms_norm_quant_fake(x, weight, eps, keep, dtype), x.new_empty(x.shape)
 
@@ -106,11 +106,10 @@ def _rms_norm_kernel(
 def _launch(
     name: str, x: torch.Tensor, residual: Optional[torch.Tensor], delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, pdl: bool,
     *, y: Optional[torch.Tensor], q: Optional[torch.Tensor] = None, scale: Optional[torch.Tensor] = None, new_residual: Optional[torch.Tensor] = None,
-    rotate: bool = False,
+    rotate: int = 0,
 ) -> None:
     require_contiguous(name, x=x, residual=residual, delta=delta, weight=weight)
     width = x.shape[-1]
-    check_rotated(name, width, rotate)
     block, warps = row_block(width)
     if width > block:
         raise ValueError(f"{name}: a row of {width} does not fit one CTA; the hidden size may be at most {block}")
@@ -118,7 +117,7 @@ def _launch(
         return
     _rms_norm_kernel[(x.numel() // width,)](
         x, residual, delta, weight, y, q, scale, new_residual, eps,
-        ADD=residual is not None, HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None, ROTATE=rotate,
+        ADD=residual is not None, HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None, ROTATE=rotated_width(width, rotate),
         WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl),
     )
 
@@ -139,7 +138,7 @@ def add_rms_norm_launch(
 
 
 def rms_norm_quant_launch(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, q, scale)."""
@@ -149,7 +148,7 @@ def rms_norm_quant_launch(
 
 def add_rms_norm_quant_launch(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
-    dtype: torch.dtype = E4M3, rotate: bool = False, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    dtype: torch.dtype = E4M3, rotate: int = 0, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, q, scale, new_residual)."""
     y, q, scale, new_residual = out

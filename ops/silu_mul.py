@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .quantize import E4M3, check_rotated, quantize_rowwise_reference, row_block, store_quantized_row
+from .quantize import E4M3, quantize_rowwise_reference, rotated_width, row_block, store_quantized_row
 from .registry import register
-from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate8, round_to, row_scale, to_eight_bits
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, round_to, row_scale, to_eight_bits
 from .tuning import H200_SMS
 from .workspace import workspace
 
@@ -28,7 +28,7 @@ def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> 
 
 
 def silu_mul_quant_reference(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(h [..., I], q [..., I] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; h is [0, I] unless `keep`."""
     h = silu_mul_reference(gate_up, delta)
@@ -41,7 +41,7 @@ def silu_mul_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch
 
 
 def silu_mul_quant_fake(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     h = silu_mul_fake(gate_up, delta) if keep else gate_up.new_empty((0, gate_up.shape[-1] // 2))
     shape = gate_up.shape[:-1]
@@ -90,33 +90,27 @@ def _silu_mul_quant_kernel(
             values = _silu_mul_values(gate_up, delta, row, start + column, start + column < WIDTH, HAS_DELTA, WIDTH)
             if KEEP:
                 tl.store(h + row * WIDTH + start + column, values, mask=start + column < WIDTH)
-            exact = values.to(tl.float32)
-            if ROTATE:
-                exact = rotate8(exact, BLOCK)
-            largest = tl.maximum(largest, tl.abs(exact))
+            largest = tl.maximum(largest, tl.abs(rotate_columns(values.to(tl.float32), BLOCK, ROTATE)))
         step = row_scale(tl.max(largest, axis=0), q.dtype.element_ty)
         tl.store(scale + row, step)
         for start in range(0, WIDTH, BLOCK):
             inside = start + column < WIDTH
             exact = _silu_mul_values(gate_up, delta, row, start + column, inside, HAS_DELTA, WIDTH).to(tl.float32)
-            if ROTATE:
-                exact = rotate8(exact, BLOCK)
-            tl.store(q + row * WIDTH + start + column, to_eight_bits(exact * (1.0 / step), q.dtype.element_ty), mask=inside)
+            steps = to_eight_bits(rotate_columns(exact, BLOCK, ROTATE) * (1.0 / step), q.dtype.element_ty)
+            tl.store(q + row * WIDTH + start + column, steps, mask=inside)
 
 
 @triton.jit
 def _silu_mul_chunk_kernel(gate_up, delta, h, largest, chunks, HAS_DELTA: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
                            PDL: tl.constexpr):
-    """h[token, CHUNK columns], and largest[token, chunk] = max |h|, of the rotated h if ROTATE."""
+    """h[token, CHUNK columns], and largest[token, chunk] = max |h|, of h rotated in blocks of ROTATE columns (1: of h itself)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < WIDTH
     pdl_start(PDL)
     values = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
     tl.store(h + row * WIDTH + column, values, mask=inside)
-    exact = values.to(tl.float32)
-    if ROTATE:
-        exact = rotate8(exact, CHUNK)
+    exact = rotate_columns(values.to(tl.float32), CHUNK, ROTATE)
     tl.store(largest + row * chunks + tl.program_id(1), tl.max(tl.abs(exact), axis=0))
 
 
@@ -130,9 +124,7 @@ def _quantize_chunk_kernel(h, largest, q, scale, chunks, ROTATE: tl.constexpr, W
     inside = column < WIDTH
     pdl_start(PDL)
     most = tl.load(largest + row * chunks + place, mask=place < chunks, other=0.0)
-    values = tl.load(h + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    if ROTATE:
-        values = rotate8(values, CHUNK)
+    values = rotate_columns(tl.load(h + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32), CHUNK, ROTATE)
     step = row_scale(tl.max(most, axis=0), q.dtype.element_ty)
     tl.store(q + row * WIDTH + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
     if tl.program_id(1) == 0:
@@ -153,7 +145,7 @@ def silu_mul_launch(
 
 
 def silu_mul_quant_launch(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: bool = False,
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
     """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for, or of few and wide rows two launches that share each row among CTAs.
@@ -165,13 +157,13 @@ def silu_mul_quant_launch(
         return
     h, q, scale = out
     width = gate_up.shape[-1] // 2
-    check_rotated("silu_mul_quant", width, rotate)
+    rotated = rotated_width(width, rotate)
     rows = gate_up.numel() // (2 * width)
     if rows <= SHARED_ROWS and width >= SHARED_WIDTH:
         chunks = cdiv(width, CHUNK)
         whole = h if keep else workspace(gate_up.device, "silu_mul_quant.h", rows * width * gate_up.element_size()).view(gate_up.dtype)
         largest = workspace(gate_up.device, "silu_mul_quant.largest", rows * chunks * 4).view(torch.float32)
-        form = {"ROTATE": rotate, "WIDTH": width, "CHUNK": CHUNK, "num_warps": 4, **pdl_options(pdl)}
+        form = {"ROTATE": rotated, "WIDTH": width, "CHUNK": CHUNK, "num_warps": 4, **pdl_options(pdl)}
         _silu_mul_chunk_kernel[(rows, chunks)](gate_up, delta, whole, largest, chunks, HAS_DELTA=delta is not None, **form)
         _quantize_chunk_kernel[(rows, chunks)](whole, largest, q, scale, chunks, CHUNKS=next_power_of_2(chunks), **form)
         return
@@ -179,7 +171,7 @@ def silu_mul_quant_launch(
     if rows <= H200_SMS or width > 8192:  # an SM has at most one row: what counts is how soon that is done; two wide rows an SM: only so do they fit
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](
-        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotate, WIDTH=width, BLOCK=block, num_warps=warps,
+        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotated, WIDTH=width, BLOCK=block, num_warps=warps,
         **pdl_options(pdl),
     )
 

@@ -13,14 +13,14 @@ from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, requi
 
 
 def silu_mul_blocks_reference(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: bool = False
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up and delta [T, 2I], I a multiple of 128 -> (q [T, I] e4m3 or int8, scale [I / 128, P] fp32): `quantize_blocks` of `silu_mul`."""
     return quantize_blocks_reference(silu_mul_reference(gate_up, delta), dtype, rotate)
 
 
 def silu_mul_blocks_fake(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: bool = False
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Unfilled (q, scale). Raises ValueError unless gate_up is [T, 2I] with I a multiple of 128, and delta, if there is one, as large."""
     if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK) or (delta is not None and delta.shape != gate_up.shape):
@@ -41,7 +41,7 @@ def _silu_mul_blocks_kernel(gate_up, delta, q, scale, tokens, HAS_DELTA: tl.cons
 
 
 def silu_mul_blocks_launch(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: bool = False,
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Fill `out` = (q, scale); shapes as `silu_mul_blocks_fake` wants them. Too small to heed `sm_budget`."""
@@ -51,7 +51,7 @@ def silu_mul_blocks_launch(
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     blocks = min(BLOCKS_PER_CTA, next_power_of_2(width // BLOCK))
     _silu_mul_blocks_kernel[(tokens, cdiv(width // BLOCK, blocks))](
-        gate_up, delta, *out, tokens, HAS_DELTA=delta is not None, WIDTH=width, PADDED=padded_scales(tokens), BLOCKS=blocks, ROTATE=rotate,
+        gate_up, delta, *out, tokens, HAS_DELTA=delta is not None, WIDTH=width, PADDED=padded_scales(tokens), BLOCKS=blocks, ROTATE=max(1, rotate),
         num_warps=max(1, blocks // 2),  # 16 bytes of a 16-bit gate are 8 columns a thread
         **pdl_options(pdl))
 

@@ -86,17 +86,32 @@ def to_eight_bits(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def rotate8(x, BLOCK: tl.constexpr):
-    """Blocks of 8 neighbours of x [BLOCK] times the normalised Hadamard matrix: register arithmetic where a thread holds 8 neighbours.
+def _sums_and_differences(x, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Of fp32 x [BLOCK] and its own value STEP (a power of two) places further, where the sum is left, and the difference."""
+    pairs = tl.reshape(x, (BLOCK // (2 * STEP), 2, STEP))
+    if INTERP:  # a reduction that is no sum is a loop in Python there
+        first, second = tl.split(tl.permute(pairs, (0, 2, 1)))
+        return tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (BLOCK,))
+    else:
+        bits = pairs.to(tl.int32, bitcast=True)
+        partner = (bits ^ tl.xor_sum(bits, 1, keep_dims=True)).to(tl.float32, bitcast=True)
+        sign = 1.0 - 2.0 * tl.arange(0, 2).to(tl.float32)
+        return tl.reshape(partner + pairs * sign[None, :, None], (BLOCK,))
 
-    Each stage adds and subtracts neighbours and moves the sums to the front of the block, which rotates the index by one bit: after three every bit has had
-    its turn and is back in place.
+
+@triton.jit
+def rotate_columns(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Blocks of WIDTH (a power of two) neighbours of fp32 x [BLOCK] times the normalised Hadamard matrix; WIDTH 1: x.
+
+    x stays in its layout: a partner in the same thread is a register, one in another lane comes by a shuffle. It is found as Triton's own sort finds it: the
+    exclusive or of a pair, and once more of that with a value, of which nothing is left in the machine code.
     """
-    x = tl.reshape(x, (BLOCK // 8, 8))
-    for _ in tl.static_range(3):
-        even, odd = tl.split(tl.reshape(x, (BLOCK // 8, 4, 2)))
-        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BLOCK // 8, 8))
-    return tl.reshape(x, (BLOCK,)) * 0.35355339059327373
+    if WIDTH > 1:
+        for stage in tl.static_range(16):
+            if 2**stage < WIDTH:
+                x = _sums_and_differences(x, BLOCK, 2**stage)
+        x *= WIDTH**-0.5
+    return x
 
 
 @triton.jit

@@ -195,12 +195,15 @@ def linear_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = 
 
 def int8_config(tokens: int, n: int, k: int, sm_count: int) -> LinearConfig:
     """For many tokens, where e4m3 would take `torch._scaled_mm`: the tiles in which the busiest SM has the least to do."""
-    def cost(config: LinearConfig) -> float:
-        programs = cdiv(tokens, config.block_t) * cdiv(n, config.block_n) * config.parts
-        products = cdiv(programs, sm_count) * (config.block_t * config.block_n // config.parts) * k
-        return INT8_COST[config.kernel, config.block_t] * products + (INT8_SHARING if config.parts > 1 else 0)
+    found = [*large_candidates(), wide_config(128, 128), *_shared(256, 128, tokens, n, sm_count)]
+    return min(found, key=lambda config: int8_cost(config, tokens, n, k, sm_count))
 
-    return min([*large_candidates(), wide_config(128, 128), *_shared(256, 128, tokens, n, sm_count)], key=cost)
+
+def int8_cost(config: LinearConfig, tokens: int, n: int, k: int, sm_count: int) -> float:
+    """What the busiest SM has to do, in products of the cheapest kernel."""
+    programs = cdiv(tokens, config.block_t) * cdiv(n, config.block_n) * config.parts
+    products = cdiv(programs, sm_count) * (config.block_t * config.block_n // config.parts) * k
+    return INT8_COST[config.kernel, config.block_t] * products + (INT8_SHARING if config.parts > 1 else 0)
 
 
 def _shared(block_t: int, block_n: int, tokens: int, n: int, sm_count: int) -> list[LinearConfig]:

@@ -31,9 +31,9 @@ class Arm:
 def arms() -> list[Arm]:
     """Everything on, then one change a line."""
     from ..compiler.options import LoraLowering
-    from ..compiler.pipeline import DECODE_PASSES, PASSES
+    from ..compiler.pipeline import PASSES, STATIC_PASSES
 
-    fusions = [each.name for each in (*PASSES, *DECODE_PASSES) if each.name.startswith(("fuse_", "pack_", "lift_rope_angles", "quantize_in_"))]
+    fusions = [each.name for each in (*PASSES, *STATIC_PASSES) if each.name.startswith(("fuse_", "pack_", "lift_rope_angles", "quantize_in_"))]
     lowerings = [name for name in get_args(LoraLowering) if name != "auto"]
     return [
         Arm("everything on"),

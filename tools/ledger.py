@@ -17,7 +17,8 @@ Run the graph after every compiler pass on the same batch of prompts, on the CPU
   worst layer  where in the model the residual stream's relative error grows most, and by how much
 A pass of tier `keeps` should add no more than its roundings. The last row is the program that is made of the last graph. The batch mixes all
 adapters: the demo's prompts with their answers, or each --prompt for the base and for every adapter.
-Rows with (decode) are a decode program's own passes: the last token of every prompt without adapter again, as a decode step."""
+Rows with (decode) are a decode program's own passes: the last token of every prompt without adapter again, as a decode step;
+with (decode, adapters) the last token of every prompt."""
 
 EXAMPLES = """\
 examples:

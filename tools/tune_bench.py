@@ -16,7 +16,7 @@ import torch
 
 from ..ops.linear_8bit import launch_config
 from ..ops.linear_8bit_wide import launch_wide
-from ..ops.quantize import quantize_rowwise
+from ..ops.quantize import SILU_ROTATES, quantize_rowwise
 from ..ops.silu_mul import silu_mul_quant
 from ..ops.tuning import LinearConfig, work_split
 from .tune import Timing, show
@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self, n: int, k: int, tokens: int, repeats: int, dtype: torch.dtype = E4M3) -> None:
         self.n, self.k, self.tokens, self.repeats, self.dtype = n, k, tokens, repeats, dtype
-        self.rotate = dtype == torch.int8
+        self.rotate = SILU_ROTATES if dtype == torch.int8 else 0
         copies = max(2, min(12, int(COLD_BYTES // (n * k)) + 1))
         self.rounds = max(1, 8 // copies)
         self.weights = [(_random_weight(n, k, dtype), (torch.rand(n, device="cuda") + 0.5) / k**0.5) for _ in range(copies)]

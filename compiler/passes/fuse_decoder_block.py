@@ -16,6 +16,7 @@ from ...ops.lora_plan import lora_plan
 from ...ops.lora_shrink import lora_shrink
 from ...ops.paged_attention import paged_attention_quant
 from ...ops.paged_attention_blocks import paged_attention_blocks
+from ...ops.quantize import NORM_ROTATES, SILU_ROTATES
 from ...ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rope_append import rope_append
 from ...ops.silu_mul import silu_mul_quant
@@ -81,7 +82,8 @@ def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
         raise _Refused(f"{end.name} does not go on from the residual of {norm.name}")
     *inputs, _query_start, scale, _quantize_q, decode, _keep, dtype, rotate = args_of(attention)
     rotated = (rotate, args_of(norm)[7], args_of(silu)[4], *args_of(end)[7:])  # what the kernel rotates, per dtype
-    if rotated != (False, *[dtype == torch.int8] * (len(rotated) - 1)):
+    wanted = (0, NORM_ROTATES, SILU_ROTATES, NORM_ROTATES) if dtype == torch.int8 else (0,) * 4
+    if rotated != wanted[:len(rotated)]:
         raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
     if not decode:
         raise _Refused("more than one token a sequence")

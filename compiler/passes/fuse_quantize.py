@@ -23,8 +23,8 @@ FORMS: dict[str, tuple[Op, Op]] = {
 def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
     """Norm, SiLU * mul and attention write their row in eight bits with its scale; the 16-bit row too where somebody still reads it.
 
-    before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y, torch.int8, rotate=True); lora(y, ...)
-    after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True, torch.int8, rotate=True); lora(y, ...)
+    before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y, torch.int8, rotate=8); lora(y, ...)
+    after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True, torch.int8, rotate=8); lora(y, ...)
 
     LoRA reads the row before quantization, hence `keep`. Leaves quantizations of anything else, such as rows selected after the last norm.
     """

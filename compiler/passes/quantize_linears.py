@@ -6,7 +6,8 @@ from torch import fx
 
 from ...ops.linear_8bit import linear_8bit
 from ...ops.paged_attention import paged_attention
-from ...ops.quantize import quantize_rowwise
+from ...ops.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise
+from ...ops.silu_mul import silu_mul
 from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
 from ..options import EIGHT_BITS
 from ..recipe import item, quantize
@@ -19,12 +20,12 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     """Weights get one scale per output channel (when they are loaded), activations one per token (in the graph).
 
     before  linear = aten.linear(x, weight)
-    after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=True)
+    after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=128)
             linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
-    In int8 mode x and the weight's rows are rotated in blocks of 8 columns first, which leaves the product as it was and no column far larger than the others;
-    not where attention makes x, whose heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a bias, sizes
-    that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8 mode only.
+    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 behind SiLU, 8 behind a norm), which leaves the product as it was and no
+    column far larger than the others; not where attention makes x, whose heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight.
+    Leaves linears with a bias, sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8 mode only.
     """
     report = PassReport(0)
     if not context.options.quantizes:
@@ -38,7 +39,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
             report.rejected.append(f"{node.name}: {reason}")
             continue
         x, weight = args_of(node)[:2]
-        rotate = dtype == torch.int8 and context.options.rotate_activations and not is_call(through_views(x), paged_attention)
+        rotate = _rotation(x) if dtype == torch.int8 and context.options.rotate_activations else 0
         recipe = quantize(weight.meta["recipe"], dtype, rotate)
         shape = tuple(int(size) for size in shape_of(weight))
         stored = insert_placeholder(graph, f"{weight.name}_{context.options.precision}", "weight", shape, dtype, after=weight, recipe=item(recipe, 0))
@@ -51,6 +52,12 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
         node.replace_all_uses_with(new)
         report.matches += 1
     return report
+
+
+def _rotation(x: fx.Node) -> int:
+    """Columns of a rotated block of an activation, by what makes it."""
+    source = through_views(x)
+    return 0 if is_call(source, paged_attention) else SILU_ROTATES if is_call(source, silu_mul) else NORM_ROTATES
 
 
 def _refusal(node: fx.Node, last: bool, context: Context) -> str | None:

@@ -38,7 +38,7 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
         rounded = _rounded(x) if context.options.quantizes_lora_input else None
         rows = None if rounded is None else _results(rounded)
         dtype = EIGHT_BITS[context.options.precision]
-        for stack, rotate in ((a, rounded is not None and _rotates(rounded)), (b, False)):
+        for stack, rotate in ((a, 0 if rounded is None else _rotation(rounded)), (b, 0)):
             if stack not in stacks:
                 stacks[stack] = _quantized_stack(graph, stack, dtype, rotate)
         (a_values, a_scale), (b_values, b_scale) = stacks[a], stacks[b]
@@ -50,7 +50,7 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
     return report
 
 
-def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate: bool) -> tuple[fx.Node, fx.Node]:
+def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate: int) -> tuple[fx.Node, fx.Node]:
     recipe = quantize(stack.meta["recipe"], dtype, rotate)
     shape = tuple(int(size) for size in shape_of(stack))
     name = "int8" if dtype == torch.int8 else "fp8"
@@ -65,8 +65,8 @@ def _rounded(x: Any) -> fx.Node | None:
     return found if found is not None and _results(found) is not None else None
 
 
-def _rotates(rounded: fx.Node) -> bool:
-    return args_of(rounded)[2:] == (True,)
+def _rotation(rounded: fx.Node) -> int:
+    return int(args_of(rounded)[2]) if len(args_of(rounded)) > 2 else 0
 
 
 def _results(rounded: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -5,48 +5,27 @@ from typing import Any
 import pytest
 import sidestream
 import torch
-from sidestream.compiler.emit import BoundProgram
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from support.three_tokens import STEP, logits
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-DECODE = Bucket(3, 3, 12, 2, decode=True, lora=False)
 
 
-def program(bucket: Bucket = DECODE, lora: bool = False, fields: dict[str, Any] | None = None, **options: Any) -> Program:
+def program(bucket: Bucket = STEP, lora: bool = False, fields: dict[str, Any] | None = None, **options: Any) -> Program:
     module = Llama(LlamaConfig.from_dict({**FIELDS, **(fields or {})}), LoraShape(2, 16) if lora else None, torch.bfloat16, "meta")
     return sidestream.compile(module, CompileOptions(**options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:
     return Counter(step.op.removeprefix("sidestream.") for step in made.steps)
-
-
-def logits(made: Program) -> torch.Tensor:
-    """What the program computes from random tensors that depend on their names alone."""
-    tensors = {}
-    for buffer in made.of_kind("input", "weight"):
-        generator = torch.Generator().manual_seed(sum(map(ord, buffer.name)))
-        values = torch.randn(buffer.shape, generator=generator)
-        if buffer.name.endswith("_scale"):
-            values = values.abs() * 0.03 + 0.01
-        elif "norm" in buffer.name:
-            values = 1 + 0.1 * values
-        tensors[buffer.name] = values.to(buffer.dtype)
-    integers = {
-        "input_ids": [5, 6, 7], "positions": [70, 0, 9], "slot_mapping": [6, 128, 265], "block_table": [[1, 0], [2, 3], [4, 5]], "context_lens": [71, 1, 10],
-        "query_start": [0, 1, 2, 3],
-    }  # fmt: skip
-    tensors.update({name: torch.tensor(value, dtype=made.by_name[name].dtype) for name, value in integers.items() if name in made.by_name})
-    with torch.no_grad():
-        return BoundProgram(made, tensors, "cpu", poison=True).run()[0].float()
 
 
 def test_a_layer_is_three_launches() -> None:
@@ -90,7 +69,7 @@ def test_auto_leaves_what_would_not_fill_the_gpu() -> None:
 
 @pytest.mark.parametrize(("bucket", "fields", "reason"), [
     (Bucket(65, 65, 200, 2, decode=True, lora=False), {}, "65 tokens; it takes up to 64"),
-    (DECODE, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
+    (STEP, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
 ])
 def test_what_the_kernel_does_not_take_is_refused(bucket: Bucket, fields: dict[str, Any], reason: str) -> None:
     made = program(bucket, False, fields, whole_layer="on")

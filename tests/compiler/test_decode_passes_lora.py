@@ -5,55 +5,30 @@ from typing import Any
 import pytest
 import sidestream
 import torch
-from sidestream.compiler.emit import BoundProgram
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.program import Bucket, Program
+from sidestream.compiler.program import Program
 from sidestream.compiler.work import Assumptions, work
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from support.three_tokens import STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-DECODE = Bucket(3, 3, 12, 2, decode=True, lora=True)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def program(rank: int = 32, targets: tuple[str, ...] = ALL, **options: Any) -> Program:
     module = Llama(LlamaConfig.from_dict(FIELDS), LoraShape(2, rank, targets), torch.bfloat16, "meta")
     chosen = {"whole_layer": "on", "lora_lowering": "one_launch", **options}
-    return sidestream.compile(module, CompileOptions(**chosen)).program(DECODE)
+    return sidestream.compile(module, CompileOptions(**chosen)).program(STEP_LORA)
 
 
 def ops(made: Program) -> Counter[str]:
     return Counter(step.op.removeprefix("sidestream.") for step in made.steps)
-
-
-def logits(made: Program, adapters: list[int]) -> torch.Tensor:
-    """What the program computes for three tokens from random tensors that depend on their names alone."""
-    tensors = {}
-    for buffer in made.of_kind("input", "weight", "adapter"):
-        generator = torch.Generator().manual_seed(sum(map(ord, buffer.name)))
-        values = torch.randn(buffer.shape, generator=generator)
-        if buffer.name.endswith("_scale"):
-            values = values.abs() * 0.03 + 0.01
-        elif "norm" in buffer.name:
-            values = 1 + 0.1 * values
-        tensors[buffer.name] = (30 * values if buffer.dtype == torch.int8 else values).to(buffer.dtype)
-    integers = {
-        "input_ids": [5, 6, 7], "positions": [70, 0, 9], "slot_mapping": [6, 128, 265], "block_table": [[1, 0], [2, 3], [4, 5]], "context_lens": [71, 1, 10],
-        "query_start": [0, 1, 2, 3], "adapter_index": adapters,
-    }  # fmt: skip
-    tensors.update({name: torch.tensor(value, dtype=made.by_name[name].dtype) for name, value in integers.items() if name in made.by_name})
-    with torch.no_grad():
-        return BoundProgram(made, tensors, "cpu", poison=True).run()[0].float()
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm())
 
 
 def test_a_layer_with_lora_is_three_launches() -> None:

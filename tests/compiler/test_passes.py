@@ -147,7 +147,10 @@ def test_int8_rotates_what_norms_and_silu_make_and_the_weights_with_it() -> None
         compiled = sidestream.compile(model(), CompileOptions(precision="int8", rotate_activations=rotate))
         forms = {node.target.name().split("::")[1]: node.args[-2:] for node in compiled.graph_module.graph.nodes  # type: ignore[union-attr]
                  if node.op == "call_function" and str(node.target).endswith(("_quant.default", "quantize_rowwise.default"))}
-        assert forms == {"rms_norm_quant": (torch.int8, rotate), "add_rms_norm_quant": (torch.int8, rotate), "silu_mul_quant": (torch.int8, rotate),
-                         "paged_attention_quant": (torch.int8, False), "quantize_rowwise": (torch.int8, rotate)}
-        rotated = {name for name, recipe in compiled.recipes.items() if "rotate=True" in str(recipe)}
-        assert any("down_proj" in name for name in rotated) == rotate and not any("o_proj" in name for name in rotated)
+        norm, silu = (8, 128) if rotate else (0, 0)
+        assert forms == {"rms_norm_quant": (torch.int8, norm), "add_rms_norm_quant": (torch.int8, norm), "silu_mul_quant": (torch.int8, silu),
+                         "paged_attention_quant": (torch.int8, 0), "quantize_rowwise": (torch.int8, norm)}
+        weights = {name: str(recipe) for name, recipe in compiled.recipes.items() if "quantize(" in str(recipe)}
+        for part, columns in (("down_proj", silu), ("o_proj", 0), ("gate_proj", norm)):
+            found = [recipe for recipe in weights.values() if part in recipe]
+            assert found and all(f"rotate={columns})" in recipe for recipe in found), found

@@ -1,6 +1,5 @@
 """quantize_in_blocks: some decode steps quantize attention's output and SiLU * mul by 128 columns, in the launch that computes them."""
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from sidestream.compiler.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from support.compiled import CompiledRunner
-from support.paged import Chunk, PagedRunner, plain_model
-from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+from support.three_tokens import STEP, STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -53,17 +50,9 @@ def test_what_is_left_alone() -> None:
     assert ops(wide)["silu_mul_quant"] == ops(wide)["paged_attention_quant"] == 2
 
 
-def test_answers_are_as_near_as_with_a_scale_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the exact model, over decode steps with and without adapters."""
+@pytest.mark.parametrize("bucket", [STEP, STEP_LORA], ids=["base", "adapters"])
+def test_it_computes_what_a_scale_a_row_computes(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_in_blocks, "FEWEST_TOKENS", 1)
-    base = tiny_llama(tmp_path)
-    model, _ = plain_model(base, tiny_adapters(base, [AdapterSpec(rank=8)]))
-    rounds = [[Chunk(0, list(range(3, 33)), -1), Chunk(1, [7, 200, 31, 99, 4], 0)], *([Chunk(0, [9 + i], -1), Chunk(1, [42 + i], 0)] for i in range(4))]
-
-    def logits(options: CompileOptions | None) -> torch.Tensor:
-        runner = PagedRunner(model, 3, fill=0.0) if options is None else CompiledRunner(model, options, 3, fill=0.0)
-        return torch.cat([part for chunks in rounds for part in runner.step(chunks)][2:])
-
-    exact = logits(None)
-    errors = [float((logits(CompileOptions(whole_layer="off", disable=disabled)) - exact).norm() / exact.norm()) for disabled in ((), ("quantize_in_blocks",))]
-    assert 0 < errors[0] < 1.1 * errors[1] < 0.2, errors
+    blocks, rows = program(bucket), program(bucket, disable=("quantize_in_blocks",))
+    assert ops(blocks)["silu_mul_blocks"] == ops(blocks)["paged_attention_blocks"] == 2 and not ops(rows)["silu_mul_blocks"]
+    assert 0 < relative(logits(blocks, [1, -1, 0]), logits(rows, [1, -1, 0])) < 0.08

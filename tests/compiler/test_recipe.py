@@ -11,13 +11,14 @@ def packed() -> Recipe:
     return cat(0, [param("q"), param("k"), param("v")])
 
 
-def checkpoint() -> dict[str, torch.Tensor]:
-    return {name: torch.randn(rows, 32, dtype=torch.bfloat16) for name, rows in (("q", 48), ("k", 16), ("v", 16))}
+def checkpoint(width: int = 32) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(rows, width, dtype=torch.bfloat16) for name, rows in (("q", 48), ("k", 16), ("v", 16))}
 
 
-@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, False), (torch.int8, True)], ids=["e4m3", "int8", "rotated"])
-def test_packs_and_quantizes_like_the_activation_op(form: tuple[torch.dtype, bool]) -> None:
-    tensors = checkpoint()
+@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 0), (torch.int8, 128)], ids=["e4m3", "int8", "rotated"])
+@pytest.mark.parametrize("width", [32, 256, 40, 17])
+def test_packs_and_quantizes_like_the_activation_op(width: int, form: tuple[torch.dtype, int]) -> None:
+    tensors = checkpoint(width)
     weight = torch.cat([tensors["q"], tensors["k"], tensors["v"]])
     values = materialize(item(quantize(packed(), *form), 0), tensors.__getitem__)
     scales = materialize(item(quantize(packed(), *form), 1), tensors.__getitem__)
@@ -71,7 +72,7 @@ def test_survives_json_and_compares_by_content() -> None:
     assert again == recipe and hash(again) == hash(recipe)
     assert again != item(quantize(cast(packed(), torch.float32)), 0)
     assert recipe.sources() == {"q", "k", "v"}
-    assert str(item(quantize(param("w"), torch.int8, True), 0)) == "quantize(w, dtype=int8, rotate=True)[0]"
+    assert str(item(quantize(param("w"), torch.int8, 8), 0)) == "quantize(w, dtype=int8, rotate=8)[0]"
 
 
 def test_a_single_part_is_not_concatenated() -> None:

@@ -21,6 +21,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # 0.9% in int8 (one token; 2.5% and 0.6% for many), and its distance from the layer without roundings by a tenth.
 NEAR = {FP8: 4e-2, INT8: 1.5e-2}
 FURTHER = 1.2
+SHUFFLES = {1: 4 * 16, 32: 4 * 32, 64: 4 * 32}  # of the rotation, by tokens: four for each value that a thread has behind gate_up
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -30,7 +31,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The same layer with nothing rounded, in fp64."""
     attention, scale, residual, *rest = args
-    o, gain, gate_up, down, next_gain = exact(*rest[0:2], rotated=False), rest[2].double(), exact(*rest[3:5]), exact(*rest[5:7]), rest[7].double()
+    o, gain, gate_up, down, next_gain = exact(*rest[0:2]), rest[2].double(), exact(*rest[3:5], 8), exact(*rest[5:7], 128), rest[7].double()
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args[-1]) * weight
@@ -38,7 +39,7 @@ def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     x = residual.double() + dequantize_blocks(attention, scale).double() @ o.t()
     gate, up = (norm(x, gain) @ gate_up.t()).chunk(2, -1)
     x = x + (torch.nn.functional.silu(gate) * up) @ down.t()
-    return (norm(x, next_gain) @ exact(*rest[8:10]).t() if rest[8] is not None else x[:, :0]), x
+    return (norm(x, next_gain) @ exact(*rest[8:10], 8).t() if rest[8] is not None else x[:, :0]), x
 
 
 # The reference
@@ -100,8 +101,9 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
         assert code.ptx_count("cp.async.bulk.tensor") > 0 and code.ptx_count("griddepcontrol") == 3
         assert code.sass[tensor_core] > 0 and code.sass["HMMA"] == 0
         codes.append(code)
-    for exchange in ("ld.shared", "st.shared", "shfl"):
-        assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation is no arithmetic of single threads"
+    for exchange in ("ld.shared", "st.shared", "bar"):
+        assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation leaves its warps"
+    assert codes[1].ptx_count("shfl") - codes[0].ptx_count("shfl") == SHUFFLES[tokens], "other than four shuffles a value"
 
 
 # The kernel's own code, in threads on the CPU

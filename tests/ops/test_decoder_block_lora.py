@@ -26,6 +26,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # The distance from the layer without roundings moves by up to 22%. Without its adapters a layer is off by more than 80%.
 NEAR = {FP8: 8e-2, INT8: 2.5e-2}
 FURTHER = 1.3
+SHUFFLES = {1: 4 * 16, 32: 4 * 32, 64: 4 * 32}  # of the rotation, as in the base's test
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -36,8 +37,9 @@ def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The same layer with nothing rounded, in fp64, token by token."""
     attention, scale, residual = args[:3]
     groups, slices, eps = args[GROUPS:]
-    weights = [exact(*args[i:i + 2], rotated=i > 3) for i in (3, 6, 8, 11) if args[i] is not None]
-    stacks = [[exact(*lora[:2], rotated=place > 0), exact(*lora[2:], rotated=False)] if lora else [] for place, lora in enumerate(args[LORAS])]
+    rotations = (0, 8, 128, 8)  # o, gate_up, down, q/k/v
+    weights = [exact(*args[i:i + 2], each) for i, each in zip((3, 6, 8, 11), rotations, strict=True) if args[i] is not None]
+    stacks = [[exact(*lora[:2], each), exact(*lora[2:])] if lora else [] for each, lora in zip(rotations, args[LORAS], strict=True)]
     width = args[8].shape[1]
     widths = [(args[3].shape[0],), (width, width), (args[8].shape[0],), tuple(slices)]
 
@@ -123,8 +125,9 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int, ranks: int) 
         assert code.ptx_count("cp.async.bulk.tensor") > 0
         assert code.sass[tensor_core] > 0 and code.sass["HMMA"] == 0
         codes.append(code)
-    for exchange in ("ld.shared", "st.shared", "shfl"):
-        assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation is no arithmetic of single threads"
+    for exchange in ("ld.shared", "st.shared", "bar"):
+        assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation leaves its warps"
+    assert codes[1].ptx_count("shfl") - codes[0].ptx_count("shfl") == SHUFFLES[tokens], "other than four shuffles a value"
 
 
 # The kernel's own code, in threads on the CPU

@@ -7,6 +7,7 @@ from sidestream.ops import tuning
 from sidestream.ops.linear_8bit import launch_config, linear_8bit, reference
 from sidestream.ops.linear_8bit_silu_mul import linear_8bit_silu_mul
 from sidestream.ops.linear_8bit_wide import launch_wide
+from sidestream.ops.quantize import quantize_rowwise
 from sidestream.ops.silu_mul import silu_mul
 from sidestream.ops.triton_support import INTERPRETED
 from sidestream.ops.tuning import LinearConfig, activation_config, large_candidates, linear_config, wide_config, work_split
@@ -46,6 +47,19 @@ def test_reference_is_the_exact_sum() -> None:
     assert_near(linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32), (total + delta.double() + residual.double()).float())
     packed = linear_8bit(q, scale, weight, weight_scale, delta, None, FP32)
     assert_near(linear_8bit_silu_mul(q, scale, weight, weight_scale, delta, FP32), silu_mul(packed, None))
+
+
+@pytest.mark.parametrize("width", [512, 96, 24, 17])
+def test_rotated_activations_and_weights_have_the_same_product(width: int) -> None:
+    """It only gains: some columns of the activations are far larger than the others, as those of a language model are."""
+    x, weight = torch.randn(64, width), torch.randn(48, width)
+    x[:, ::width // 3] *= 30
+    error = {}
+    for rotate in (0, 128):
+        (q, scale), (w, w_scale) = (quantize_rowwise(each, INT8, rotate) for each in (x, weight))
+        product = linear_8bit(q, scale, w, w_scale, None, None, FP32)
+        error[rotate] = float((product - x @ weight.T).norm() / (x @ weight.T).norm())
+    assert error[128] < 0.02 and (width % 2 == 1 or error[128] < 0.9 * error[0]), error
 
 
 def test_misfits_are_named() -> None:

@@ -3,6 +3,7 @@ import pytest
 import torch
 from sidestream.ops.quantize_blocks import dequantize_blocks, padded_scales, quantize_blocks
 from support.checks import Tolerance, check_kernel
+from support.samples import rotated_rows
 from support.sm90 import launched
 
 SCALES = {1: Tolerance(1e-6)}
@@ -39,9 +40,17 @@ def test_int8_blocks_come_back_within_half_a_step() -> None:
     assert ((dequantize_blocks(q, scale) - x).abs() <= 0.5001 * scale[:, :5].t().repeat_interleave(128, 1)).all()
 
 
+def test_rotated_blocks_are_products_with_the_hadamard_matrix() -> None:
+    x = torch.randn(5, 384)
+    q, scale = quantize_blocks(x, torch.int8, 128)
+    rotated = rotated_rows(x)
+    torch.testing.assert_close(scale[:, :5].double() * 127, rotated.view(5, 3, 128).abs().amax(-1).t(), rtol=1e-6, atol=0.0)
+    assert ((dequantize_blocks(q, scale) - rotated).abs() <= 0.5001 * scale[:, :5].t().repeat_interleave(128, 1)).all()
+
+
 @pytest.mark.interpret
-@pytest.mark.parametrize("rotate", [False, True])
-def test_int8_kernel_in_the_interpreter(rotate: bool) -> None:
+@pytest.mark.parametrize("rotate", [0, 8, 128])
+def test_int8_kernel_in_the_interpreter(rotate: int) -> None:
     check_kernel(quantize_blocks, torch.randn(3, 384).to(torch.bfloat16), torch.int8, rotate, tolerances=SCALES)
 
 
@@ -53,12 +62,14 @@ def test_kernel_in_the_interpreter(tokens: int, width: int, dtype: torch.dtype) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, False), (torch.int8, True)], ids=["e4m3", "int8", "rotated"])
+@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 8), (torch.int8, 128)], ids=["e4m3", "int8", "rotated"])
 @pytest.mark.parametrize("tokens", [1, 33, 200])
-def test_kernel_on_the_gpu(tokens: int, form: tuple[torch.dtype, bool]) -> None:
+def test_kernel_on_the_gpu(tokens: int, form: tuple[torch.dtype, int]) -> None:
     check_kernel(quantize_blocks, torch.randn(tokens, 4096, device="cuda").to(torch.bfloat16), *form, tolerances=SCALES, pdl=True)
 
 
 def test_kernel_fits_in_registers() -> None:
-    (code,) = launched(quantize_blocks, torch.empty(16, 4096, dtype=torch.bfloat16, device="meta"), pdl=True)
-    assert code.spills == 0 and code.registers <= 64
+    x = torch.empty(16, 4096, dtype=torch.bfloat16, device="meta")
+    for form in ((torch.float8_e4m3fn, 0), (torch.int8, 128)):
+        (code,) = launched(quantize_blocks, x, *form, pdl=True)
+        assert code.spills == 0 and code.registers <= 64

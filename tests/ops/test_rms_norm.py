@@ -32,7 +32,7 @@ def check(name: str, args: tuple[Any, ...], **options: Any) -> None:
     check_kernel(OPS[name], *args, tolerances=dict(enumerate(positions)), **options)
     if name.endswith("quant"):
         positions[1] = Tolerance(0.0, 2.0, differing=0.05)  # steps of the row's scale, which may have flipped
-        check_kernel(OPS[name], *args, torch.int8, True, tolerances=dict(enumerate(positions)), **options)
+        check_kernel(OPS[name], *args, torch.int8, 8, tolerances=dict(enumerate(positions)), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -53,8 +53,8 @@ def test_the_fused_ops_are_the_plain_ones_in_a_row() -> None:
     assert all(torch.equal(a, b) for a, b in zip((y, q, scale), rms_norm_quant(new_residual, weight, eps, True), strict=True))
     assert torch.equal(q, torch.ops.sidestream.quantize_rowwise(y)[0])
     assert torch.equal(y, add_rms_norm(x, residual, delta, weight, eps)[0])
-    _, q, scale, _ = add_rms_norm_quant(x, residual, delta, weight, eps, keep, torch.int8, True)
-    assert all(torch.equal(a, b) for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(y, torch.int8, True), strict=True))
+    _, q, scale, _ = add_rms_norm_quant(x, residual, delta, weight, eps, keep, torch.int8, 8)
+    assert all(torch.equal(a, b) for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(y, torch.int8, 8), strict=True))
 
 
 def test_an_unkept_y_is_empty() -> None:
@@ -65,7 +65,7 @@ def test_an_unkept_y_is_empty() -> None:
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant"])
-@pytest.mark.parametrize(("width", "delta", "keep"), [(64, False, True), (96, True, False)])
+@pytest.mark.parametrize(("width", "delta", "keep"), [(64, False, True), (96, True, False), (256, False, False), (40, False, False), (17, False, True)])
 def test_kernel(name: str, dtype: torch.dtype, width: int, delta: bool, keep: bool) -> None:
     check(name, arguments(name, 3, width, dtype, delta, keep))
 
@@ -73,7 +73,7 @@ def test_kernel(name: str, dtype: torch.dtype, width: int, delta: bool, keep: bo
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant"])
-@pytest.mark.parametrize(("width", "delta", "keep"), [(4096, True, True), (3072, False, False)])
+@pytest.mark.parametrize(("width", "delta", "keep"), [(4096, True, True), (3072, False, False), (2080, True, False), (1000, False, True)])
 def test_kernel_on_the_gpu(name: str, tokens: int, width: int, delta: bool, keep: bool) -> None:
     check(name, arguments(name, tokens, width, torch.bfloat16, delta, keep, "cuda"), pdl=keep)
 
@@ -103,8 +103,11 @@ def test_a_captured_chain_of_dependent_launches_gives_the_bits_of_single_launche
 @pytest.mark.parametrize("width", [3072, 4096, 8192, 16384])
 def test_machine_code(width: int) -> None:
     x, weight = torch.empty(64, width, device="meta", dtype=torch.bfloat16), torch.empty(width, device="meta", dtype=torch.bfloat16)
-    (code,) = launched(add_rms_norm_quant, x, x, x, weight, 1e-5, True, pdl=True)
-    assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1
+    codes = [launched(add_rms_norm_quant, x, x, x, weight, 1e-5, True, *form, pdl=True)[0] for form in ((torch.int8, 0), (torch.int8, 8))]
+    for code in codes:
+        assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1
+    for exchange in ("ld.shared", "st.shared", "bar.sync"):
+        assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation leaves its warps"
 
 
 def test_a_row_too_wide_for_one_cta_is_refused() -> None:

@@ -18,7 +18,7 @@ def check(name: str, args: tuple[Any, ...], **options: Any) -> None:
     tolerances = {0: h, 2: Tolerance(2.0**-7 if bf16 else 2e-5)}
     check_kernel(OPS[name], *args, tolerances=tolerances, **options)
     if name.endswith("quant"):
-        check_kernel(OPS[name], *args, torch.int8, True, tolerances=tolerances, **options)
+        check_kernel(OPS[name], *args, torch.int8, 128, tolerances=tolerances, **options)
 
 
 def test_reference_rounds_once() -> None:
@@ -30,13 +30,15 @@ def test_reference_rounds_once() -> None:
     assert torch.equal(h, silu_mul(gate_up, delta))
     assert torch.equal(q, torch.ops.sidestream.quantize_rowwise(h)[0]) and torch.equal(scale, torch.ops.sidestream.quantize_rowwise(h)[1])
     assert silu_mul_quant(gate_up, delta, False)[0].shape == (0, 32)
-    _, q, scale = silu_mul_quant(gate_up, delta, False, torch.int8, True)
-    assert all(torch.equal(a, b) for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(h, torch.int8, True), strict=True))
+    _, q, scale = silu_mul_quant(gate_up, delta, False, torch.int8, 128)
+    assert all(torch.equal(a, b) for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(h, torch.int8, 128), strict=True))
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("shape", "delta", "keep"), [((3, 96), True, True), ((2, 2, 64), False, False), ((2, 2 * 17000), True, True)])
+@pytest.mark.parametrize(("shape", "delta", "keep"), [
+    ((3, 96), True, True), ((2, 2, 64), False, False), ((2, 512), False, True), ((2, 34), True, False), ((2, 2 * 17000), True, True),
+])
 def test_kernel(dtype: torch.dtype, shape: tuple[int, ...], delta: bool, keep: bool) -> None:
     gate_up = (3 * torch.randn(shape)).to(dtype)
     added = torch.randn(shape).to(dtype) if delta else None
@@ -45,7 +47,7 @@ def test_kernel(dtype: torch.dtype, shape: tuple[int, ...], delta: bool, keep: b
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("width", [9000, 17000])
+@pytest.mark.parametrize("width", [8960, 9000, 17000])
 def test_wide_rows_of_one_cta(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with more tokens than are worth sharing among CTAs; a row of 17000 is read twice."""
     monkeypatch.setattr(sidestream.ops.silu_mul, "SHARED_ROWS", 0)
@@ -60,7 +62,7 @@ def test_kernel_at_extreme_gates() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
-@pytest.mark.parametrize(("width", "delta", "keep"), [(14336, True, True), (14336, False, False), (28672, False, True)])
+@pytest.mark.parametrize(("width", "delta", "keep"), [(14336, True, True), (14336, False, False), (28672, False, True), (8224, True, False), (40, False, True)])
 def test_kernel_on_the_gpu(tokens: int, width: int, delta: bool, keep: bool) -> None:
     gate_up = torch.randn(tokens, 2 * width, device="cuda", dtype=torch.bfloat16)
     added = torch.randn_like(gate_up) if delta else None
@@ -70,8 +72,8 @@ def test_kernel_on_the_gpu(tokens: int, width: int, delta: bool, keep: bool) -> 
 
 @pytest.mark.parametrize("width", [8192, 14336, 28672])
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, False), (torch.int8, True)], ids=["e4m3", "rotated"])
-def test_machine_code(width: int, delta: bool, form: tuple[torch.dtype, bool]) -> None:
+@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 128)], ids=["e4m3", "rotated"])
+def test_machine_code(width: int, delta: bool, form: tuple[torch.dtype, int]) -> None:
     many = torch.empty(300, 2 * width, device="meta", dtype=torch.bfloat16)
     (code,) = launched(silu_mul_quant, many, many if delta else None, True, *form, pdl=True)
     assert code.spills <= 2 and code.registers * code.num_warps * 32 <= 65536

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +52,9 @@ class _Values(torch.Tensor):
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
         return self.view(dtype) if bitcast else super().to(dtype)
 
+    def split(self, *sizes: int) -> Any:  # type: ignore[override]
+        return super().split(*sizes) if sizes else self.unbind(-1)  # torch's, and Triton's
+
 
 class _Pointer:
     def __init__(self, memory: torch.Tensor, at: Any = 0) -> None:
@@ -65,7 +69,7 @@ class _Pointer:
 
     def raw(self) -> torch.Tensor:
         """What torch can index: bytes where it lacks the dtype's arithmetic."""
-        return self.memory.view(torch.uint8) if self.memory.itemsize == 1 else self.memory
+        return self.memory.view(torch.uint8) if self.memory.dtype == torch.float8_e4m3fn else self.memory
 
 
 class _Shared:
@@ -95,7 +99,7 @@ class _Shared:
 
 class _Barriers:
     def __init__(self, count: int) -> None:
-        self.barriers = [SimpleNamespace(phase=0, pending=1, transfer=0) for _ in range(count)]
+        self.barriers = [SimpleNamespace(phase=0, count=1, pending=1, transfer=0) for _ in range(count)]
 
     def index(self, i: int) -> SimpleNamespace:
         return self.barriers[int(i)]
@@ -119,13 +123,18 @@ class _Machine:
         self.changed = threading.Condition()
         self.here = threading.local()
         self.errors: list[str] = []
+        self.programs = 0
 
     # mbarriers
+
+    @staticmethod
+    def init(barrier: SimpleNamespace, count: int) -> None:
+        barrier.count = barrier.pending = count
 
     def settle(self, barrier: SimpleNamespace) -> None:
         assert barrier.pending >= 0, "an mbarrier got more arrivals than it counts"
         if barrier.pending == 0 and barrier.transfer == 0:
-            barrier.phase, barrier.pending = barrier.phase + 1, 1
+            barrier.phase, barrier.pending = barrier.phase + 1, barrier.count
             self.changed.notify_all()
 
     def wait(self, barrier: SimpleNamespace, parity: int) -> None:
@@ -138,10 +147,11 @@ class _Machine:
         if self.errors:
             raise SystemExit
 
-    def arrive(self, barrier: SimpleNamespace, count: int = 1) -> None:
-        with self.changed:
-            barrier.pending -= count
-            self.settle(barrier)
+    def arrive(self, barrier: SimpleNamespace, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            with self.changed:
+                barrier.pending -= count
+                self.settle(barrier)
 
     def expect(self, barrier: SimpleNamespace, size: int, pred: Any = True) -> None:
         if pred:
@@ -163,8 +173,17 @@ class _Machine:
             self.settle(barrier)
 
     @staticmethod
-    def multiply(a: _Shared, b: _Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
-        product = (a.memory.float() @ b.memory.float()).to(acc.dtype)  # int8: below 2^24, so exact
+    def store_box(boxes: _Boxes, at: Any, source: _Shared) -> None:
+        (row, column), (rows, columns) = map(int, at), boxes.block
+        assert list(source.memory.shape) == boxes.block and row >= 0 and 0 <= column <= boxes.matrix.shape[1] - columns, (at, boxes.matrix.shape)
+        target = boxes.matrix[row:row + rows, column:column + columns]
+        target.copy_(source.memory[:target.shape[0]])
+
+    @staticmethod
+    def multiply(a: Any, b: _Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
+        """`a` may be registers."""
+        left = a.memory if isinstance(a, _Shared) else a
+        product = (left.float() @ b.memory.float()).to(acc.dtype)  # int8: below 2^24, so exact
         assert a.dtype == b.dtype and product.shape == acc.shape and acc.dtype == (torch.int32 if a.dtype == torch.int8 else torch.float32)
         return _values(product + acc if use_acc else product)
 
@@ -198,19 +217,24 @@ class _Machine:
 class _Language:
     """The part of gluon.language that the kernels use, on tensors; layouts mean nothing."""
 
-    float32, int8, int32, int64, float8e4nv = torch.float32, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn
+    float32, bfloat16, float8e4nv = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+    int8, int32, int64 = torch.int8, torch.int32, torch.int64
     convert_layout = staticmethod(lambda values, _layout, assert_trivial=False: values)
     reshape = staticmethod(lambda values, shape: values.reshape(*map(int, shape)))
     permute = staticmethod(lambda values, order: values.permute(order))
     split = staticmethod(lambda values: values.unbind(-1))
     join = staticmethod(lambda first, second: torch.stack((first, second), -1))
     static_range = range
+    static_assert = staticmethod(lambda *_args: None)
     max = staticmethod(lambda values, axis: values.amax(axis))
     sum = staticmethod(lambda values, axis: values.sum(axis))
+    xor_sum = staticmethod(lambda values, axis, keep_dims: reduce(torch.bitwise_xor, values.split(1, axis)))
     abs = staticmethod(lambda values: values.abs())
     exp = staticmethod(lambda values: values.exp())
+    div_rn = staticmethod(lambda values, divisor: values / divisor)
     rsqrt = staticmethod(lambda values: values.rsqrt())
     zeros = staticmethod(lambda shape, dtype, _layout=None: _values(torch.zeros(shape, dtype=dtype)))
+    full = staticmethod(lambda shape, value, dtype, _layout=None: _values(torch.full(shape, value, dtype=dtype)))
     zeros_like = staticmethod(torch.zeros_like)
     arange = staticmethod(lambda start, end, _layout=None: torch.arange(start, end))
     where = staticmethod(lambda chosen, a, b: torch.where(chosen, a, b) if isinstance(chosen, torch.Tensor) else a if chosen else b)
@@ -228,6 +252,9 @@ class _Language:
     def program_id(self, _axis: int) -> int:
         return self.machine.here.program
 
+    def num_programs(self, _axis: int) -> int:
+        return self.machine.programs
+
     def load(self, pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
         at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(True if mask is None else mask))
         at = torch.where(mask, at, 0)
@@ -240,7 +267,7 @@ class _Language:
         at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(True if mask is None else mask))
         at, given = at[mask], torch.broadcast_to(torch.as_tensor(values).to(pointer.memory.dtype), at.shape)[mask]
         assert not at.numel() or (int(at.min()) >= 0 and int(at.max()) < pointer.memory.numel()), "a store out of bounds"
-        pointer.raw()[at] = given.view(torch.uint8) if pointer.memory.itemsize == 1 else given
+        pointer.raw()[at] = given.view(pointer.raw().dtype)
 
     def atomic_add(self, pointer: _Pointer, value: int, sem: str = "") -> int:
         self.machine.go_on()
@@ -265,6 +292,7 @@ class _Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, maxnreg: int = 0, launch_pdl: bool = False, **constants: Any) -> None:
             given = [_Pointer(arg.view(-1)) if isinstance(arg, torch.Tensor) else _Boxes(arg) if hasattr(arg, "block_shape") else arg for arg in args]
+            self.machine.programs = grid[0]
             self.machine.together([(lambda: self.function(*given, **constants), (), program) for program in range(grid[0])])
             assert not self.machine.errors, self.machine.errors[0]
 
@@ -276,11 +304,14 @@ def kernels_in_threads(*modules: ModuleType) -> Iterator[None]:
     """Inside, launches of the kernels that `modules` import run in threads; name every module that has code of theirs."""
     machine = _Machine()
     nothing = staticmethod(lambda *_args: None).__func__
-    barriers = SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=lambda barrier, count: None, MBarrierLayout=nothing)
+    barriers = SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing)
     stand_ins = {
-        "gl": _Language(machine), "mbarrier": barriers, "load_box": machine.load_box, "view_shared": machine.view_shared, "warpgroup_mma": machine.multiply,
+        "gl": _Language(machine), "mbarrier": barriers, "load_box": machine.load_box, "tma_load": machine.load_box, "tma_store": machine.store_box,
+        "tma": SimpleNamespace(store_wait=nothing), "view_shared": machine.view_shared, "warpgroup_mma": machine.multiply,
+        "sigmoid": torch.sigmoid, "multiply_add": lambda a, b, c: a * b + c, "own_rows": lambda ranks, apart: torch.where(apart == 0, ranks, 0),
+        "distance": lambda a, b: a - b,
         "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
-        **dict.fromkeys(("cta_barrier", "gdc_wait", "gdc_launch_dependents", "fence_before_tma", "fence_async_shared"), nothing),
+        **dict.fromkeys(("barrier", "cta_barrier", "gdc_wait", "gdc_launch_dependents", "fence_before_tma", "fence_async_shared"), nothing),
     }  # fmt: skip
     with ExitStack() as stack:
         for module in modules:

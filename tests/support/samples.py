@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.lora_active import lora_active_reference
 from sidestream.ops.lora_groups import lora_groups_reference
 from sidestream.ops.quantize_blocks import quantize_blocks_reference
 
@@ -50,13 +51,24 @@ def eight_bit(*shape: int, dtype: torch.dtype = FP8, device: str = "cpu") -> tup
     return ((values * 32).round().clamp(-127, 127).to(dtype), scale / 32) if dtype == torch.int8 else (values.to(dtype), scale)
 
 
-def exact(values: torch.Tensor, scale: torch.Tensor, rotated: bool = True) -> torch.Tensor:
-    """What eight-bit rows stand for, in fp64; the rotation of int8 ones is undone: H[i, j] = (-1)^(number of ones in i & j) / sqrt(8)."""
+def sylvester(width: int) -> torch.Tensor:
+    """The Hadamard matrix [width, width], normalised, in fp64."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < width:
+        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64))
+    assert len(matrix) == width
+    return matrix * width**-0.5
+
+
+def rotated_rows(x: torch.Tensor, width: int = 128) -> torch.Tensor:
+    """x [..., K] in fp64, each block of `width` columns times the Hadamard matrix; twice is x."""
+    return (x.double().unflatten(-1, (-1, width)) @ sylvester(width).to(x.device)).flatten(-2)
+
+
+def exact(values: torch.Tensor, scale: torch.Tensor, rotated: int = 0) -> torch.Tensor:
+    """What eight-bit rows stand for, in fp64; that blocks of `rotated` columns of int8 ones were rotated is undone."""
     rows = values.double() * scale.double().unsqueeze(-1)
-    if values.dtype == FP8 or not rotated:
-        return rows
-    signs = [[(-1.0) ** (i & j).bit_count() for j in range(8)] for i in range(8)]
-    return (rows.unflatten(-1, (-1, 8)) @ torch.tensor(signs, dtype=torch.float64, device=rows.device) * 8**-0.5).flatten(-2)
+    return rows if values.dtype == FP8 or not rotated else rotated_rows(rows, rotated)
 
 
 def decoder_block_inputs(
@@ -141,7 +153,7 @@ def _silu_mul_quant() -> list[tuple[Any, ...]]:
 
 @samples("silu_mul_blocks")
 def _silu_mul_blocks() -> list[tuple[Any, ...]]:
-    return [(normal(3, 512), None), (normal(40, 256), normal(40, 256), torch.int8, True)]
+    return [(normal(3, 512), None), (normal(40, 256), normal(40, 256), torch.int8, 128)]
 
 
 @samples("rope")
@@ -252,6 +264,32 @@ def _sample() -> list[tuple[Any, ...]]:
 
     top_k, keys = torch.tensor([0, 7], dtype=torch.int32), torch.tensor([3, -5])
     return [(normal(2, 50, dtype=dtype), row(0.0, 0.8), top_k, row(1.0, 0.9), row(0.0, 0.05), keys, keys) for dtype in (BF16, torch.float32)]
+
+
+@samples("linear_8bit_lora")
+def _linear_8bit_lora() -> list[tuple[Any, ...]]:
+    def case(tokens: int, k: int, slices: list[int], ranks: int, splits: int, out_dtype: torch.dtype) -> tuple[Any, ...]:
+        operands = [part for rows in (tokens, sum(slices)) for part in eight_bit(rows, k, dtype=torch.int8)]
+        index = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
+        return (*operands, torch.randn(splits, tokens, len(slices) * ranks), *eight_bit(3, sum(slices), ranks, dtype=torch.int8), index,
+                lora_active_reference(index, 3), slices, out_dtype)  # fmt: skip
+
+    return [case(5, 64, [48, 16], 16, 2, BF16), case(140, 32, [32], 32, 1, torch.float32)]
+
+
+@samples("linear_8bit_lora_silu_mul")
+def _linear_8bit_lora_silu_mul() -> list[tuple[Any, ...]]:
+    def case(tokens: int, k: int, width: int, ranks: int, out_dtype: torch.dtype) -> tuple[Any, ...]:
+        operands = [part for shape in ((tokens, k), (2 * width, k), (3, 2 * ranks, k), (3, 2 * width, ranks)) for part in eight_bit(*shape, dtype=torch.int8)]
+        index = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
+        return (*operands, index, lora_active_reference(index, 3), out_dtype)
+
+    return [case(5, 64, 48, 16, BF16), case(140, 32, 32, 32, torch.float32)]
+
+
+@samples("lora_active")
+def _lora_active() -> list[tuple[Any, ...]]:
+    return [(torch.tensor([3, -1, 3, 0, 1], dtype=torch.int32), 4), (torch.randint(-1, 7, (130,), dtype=torch.int32), 9)]
 
 
 @samples("linear_8bit_silu_mul")

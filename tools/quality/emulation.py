@@ -38,7 +38,7 @@ def _launcher(reference: Callable[..., Any]) -> Callable[..., None]:
     return launch
 
 
-def quantize_tensorwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tensorwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] (`dtype` e4m3, not rotated) -> (e4m3 [..., K], fp32 scale [...], the same for all rows).
 
     The largest value of the step sets the scale, as in dynamic per-tensor FP8.
