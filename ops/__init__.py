@@ -8,10 +8,9 @@ embedding        rows of the embedding table
 hadamard         Walsh-Hadamard transform of each head
 linear_8bit       y = x W^T, rowwise e4m3 or int8, + delta and residual (kernels: linear_8bit_gluon, linear_8bit_decode, linear_8bit_wide, linear_8bit_prefill)
 linear_8bit_lora  y of a prompt step with its LoRA branch added by the tiles (kernel: linear_8bit_lora_large)
-linear_8bit_lora_silu_mul  gate and up of a decode step with their LoRA branch, and SiLU(gate) * up, in one launch (kernel: linear_8bit_lora_gluon)
 linear_8bit_silu_mul  y of gate and up, with SiLU(gate) * up as its result
 lora             low-rank deltas of a batch of mixed adapters (semantic)
-lora_active      the adapters of each 128 tokens, for linear_8bit_lora and linear_8bit_lora_silu_mul
+lora_active      the adapters of each 128 tokens, for linear_8bit_lora
 lora_expand      LoRA's second half: summed planes times B
 lora_groups      the adapters of a decode step's tokens, for decoder_block_lora
 lora_plan        tokens sorted by adapter and cut into tiles
@@ -37,7 +36,6 @@ from . import (  # noqa: F401
     hadamard,
     linear_8bit,
     linear_8bit_lora,
-    linear_8bit_lora_silu_mul,
     linear_8bit_silu_mul,
     lora,
     lora_active,

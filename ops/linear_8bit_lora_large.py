@@ -15,9 +15,20 @@ from .attention_gluon_pieces import view_shared
 from .decoder_block_lora_streams import plain_layout
 from .linear_8bit_gluon import barrier, gdc_wait
 from .linear_8bit_large import _corner, _halves, _multiply_step, _produce, _store
-from .linear_8bit_lora_gluon import operand_layout, sums_layout
 
 LIST_TOKENS = gl.constexpr(128)  # that share a list of `lora_active`
+
+
+@gluon.constexpr_function
+def operand_layout(RANK):
+    """B in bf16 as the tensor cores read it."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * RANK, element_bitwidth=16, rank=2)
+
+
+@gluon.constexpr_function
+def sums_layout(WARPS, COLUMNS, K):
+    """The layout of sums over instructions that are COLUMNS wide and K deep."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLUMNS, K])
 
 
 @gluon.constexpr_function

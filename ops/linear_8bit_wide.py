@@ -92,9 +92,9 @@ def _produce(weight_desc, q_desc, weights, tokens_ring, ready, empty, first_step
 
 
 @gluon.jit
-def _halves(x, BLOCK_T: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr = 8):
+def _halves(x, BLOCK_T: gl.constexpr, WIDTH: gl.constexpr):
     """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same threads."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, WIDTH // 2, 32])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH // 2, 32])
     left, right = x.reshape([BLOCK_T, 2, WIDTH // 2]).permute((0, 2, 1)).split()
     return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
 

@@ -8,11 +8,11 @@ from sidestream.compiler.capture import Captured, capture_module
 from sidestream.compiler.ledger import CAPTURE, DECODE, DECODE_LORA, PROGRAM, as_json, as_text, largest, ledger
 from sidestream.compiler.nodes import args_of, aten, insert_call, is_call
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes import Context, PassReport, fuse_lora_silu_mul
+from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.passes.pack_projections import pack_projections
 from sidestream.compiler.pipeline import DECODE_PASSES, PASSES, Pass, insert_pass
 from sidestream.compiler.recipe import scale
-from sidestream.ops.linear_8bit_lora_silu_mul import linear_8bit_lora_silu_mul
+from sidestream.ops.lora_expand import lora_expand
 from sidestream.ops.paged_attention import paged_attention
 from sidestream.ops.rms_norm import add_rms_norm, add_rms_norm_quant
 from support.paged import Chunk, PagedRunner, plain_model
@@ -131,26 +131,25 @@ def test_a_fault_in_a_pass_of_decode_programs_is_named(models: dict[torch.dtype,
 
 
 def wrong_adapters(graph: fx.Graph, context: Context) -> PassReport:
-    """B of gate and up three times too large."""
+    """B three times too large, in decode programs with LoRA only."""
     report = PassReport(0)
     for node in list(graph.nodes):
-        if is_call(node, linear_8bit_lora_silu_mul):
+        if is_call(node, lora_expand):
             with graph.inserting_before(node):
-                node.update_arg(7, insert_call(graph, aten.mul.Tensor, (args_of(node)[7], 3.0), like=node))
+                node.update_arg(6, insert_call(graph, aten.mul.Tensor, (args_of(node)[6], 3.0), like=node))
             report.matches += 1
     return report
 
 
 def test_a_fault_with_adapters_is_named(models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     captured, inputs, state, _ = models[torch.bfloat16]
-    monkeypatch.setattr(fuse_lora_silu_mul, "fits", lambda *sizes: None)
     for module in ("ledger", "build"):
         monkeypatch.setattr(f"sidestream.compiler.{module}.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_adapters, "keeps")))
-    rows = ledger(captured, CompileOptions(lora_lowering="one_launch"), inputs, state)
+    rows = ledger(captured, CompileOptions(), inputs, state)
     found = {row.name: row for row in rows if row.name.endswith(DECODE_LORA)}
-    assert found["fuse_lora_silu_mul" + DECODE_LORA].matches == found["wrong_adapters" + DECODE_LORA].matches == 2, as_text(rows)
-    assert found["fuse_lora_silu_mul" + DECODE_LORA].added < 0.03 < 0.1 < found["wrong_adapters" + DECODE_LORA].added, as_text(rows)
-    assert largest(list(found.values())).name == "wrong_adapters" + DECODE_LORA and not set(found) & set(as_json(rows))
+    assert list(found) == ["fuse_quantize" + DECODE_LORA, "wrong_adapters" + DECODE_LORA], as_text(rows)
+    assert found["fuse_quantize" + DECODE_LORA].added < 0.03 < 0.1 < found["wrong_adapters" + DECODE_LORA].added, as_text(rows)
+    assert "wrong_adapters" + DECODE not in {row.name for row in rows if row.matches} and not set(found) & set(as_json(rows))
 
 
 def test_nan_is_the_largest_error_of_all(models: dict[torch.dtype, Model]) -> None:

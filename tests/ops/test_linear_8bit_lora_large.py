@@ -132,7 +132,7 @@ def test_kernel_in_threads(config: LinearConfig, tokens: int, slices: list[int],
         pytest.skip("not launched with such tiles")
     args = inputs(tokens, k, slices, rank, splits=splits, index=mixes(tokens, 5)[mix])
     out = poison(torch.empty(tokens, sum(slices), dtype=BF16))
-    with kernels_in_threads(ops.linear_8bit_lora, ops.linear_8bit_lora_large, ops.linear_8bit_large, ops.linear_8bit_lora_gluon):
+    with kernels_in_threads(ops.linear_8bit_lora, ops.linear_8bit_lora_large, ops.linear_8bit_large):
         launch(*args, BF16, out=(out,), sm_budget=programs, config=config)
     assert_near(out, linear_8bit_lora.reference(*args, BF16), NEAR)
 

@@ -231,7 +231,6 @@ class _Language:
     xor_sum = staticmethod(lambda values, axis, keep_dims: reduce(torch.bitwise_xor, values.split(1, axis)))
     abs = staticmethod(lambda values: values.abs())
     exp = staticmethod(lambda values: values.exp())
-    div_rn = staticmethod(lambda values, divisor: values / divisor)
     rsqrt = staticmethod(lambda values: values.rsqrt())
     zeros = staticmethod(lambda shape, dtype, _layout=None: _values(torch.zeros(shape, dtype=dtype)))
     full = staticmethod(lambda shape, value, dtype, _layout=None: _values(torch.full(shape, value, dtype=dtype)))
@@ -308,8 +307,6 @@ def kernels_in_threads(*modules: ModuleType) -> Iterator[None]:
     stand_ins = {
         "gl": _Language(machine), "mbarrier": barriers, "load_box": machine.load_box, "tma_load": machine.load_box, "tma_store": machine.store_box,
         "tma": SimpleNamespace(store_wait=nothing), "view_shared": machine.view_shared, "warpgroup_mma": machine.multiply,
-        "sigmoid": torch.sigmoid, "multiply_add": lambda a, b, c: a * b + c, "own_rows": lambda ranks, apart: torch.where(apart == 0, ranks, 0),
-        "distance": lambda a, b: a - b,
         "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
         **dict.fromkeys(("barrier", "cta_barrier", "gdc_wait", "gdc_launch_dependents", "fence_before_tma", "fence_async_shared"), nothing),
     }  # fmt: skip

@@ -277,16 +277,6 @@ def _linear_8bit_lora() -> list[tuple[Any, ...]]:
     return [case(5, 64, [48, 16], 16, 2, BF16), case(140, 32, [32], 32, 1, torch.float32)]
 
 
-@samples("linear_8bit_lora_silu_mul")
-def _linear_8bit_lora_silu_mul() -> list[tuple[Any, ...]]:
-    def case(tokens: int, k: int, width: int, ranks: int, out_dtype: torch.dtype) -> tuple[Any, ...]:
-        operands = [part for shape in ((tokens, k), (2 * width, k), (3, 2 * ranks, k), (3, 2 * width, ranks)) for part in eight_bit(*shape, dtype=torch.int8)]
-        index = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
-        return (*operands, index, lora_active_reference(index, 3), out_dtype)
-
-    return [case(5, 64, 48, 16, BF16), case(140, 32, 32, 32, torch.float32)]
-
-
 @samples("lora_active")
 def _lora_active() -> list[tuple[Any, ...]]:
     return [(torch.tensor([3, -1, 3, 0, 1], dtype=torch.int32), 4), (torch.randint(-1, 7, (130,), dtype=torch.int32), 9)]
