@@ -36,7 +36,7 @@ def build_program(
     bucket = sizes if isinstance(sizes, Bucket) else None
     records: list[PassRecord] = []
 
-    own = () if bucket is None else DECODE_PASSES if bucket.decode else PROMPT_PASSES if bucket.lora else ()
+    own = () if bucket is None else DECODE_PASSES if bucket.decode else PROMPT_PASSES
 
     def rewrite(graph: fx.Graph) -> bool:
         records.extend(run_static_passes(graph, options, sm_count, own))

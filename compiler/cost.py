@@ -52,6 +52,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("sidestream.lora_plan", 0.6e-6, 0.5),
     Kind("sidestream.lora_groups", 0.6e-6, 0.5),
     Kind("sidestream.lora_active", 0.6e-6, 0.5),
+    Kind("sidestream.widen_plan", 0.6e-6, 0.5),
+    Kind("sidestream.widen_kv", 1.2e-6, 0.8),
     Kind("sidestream.lora", 2.4e-6, 0.35),
     Kind("sidestream.paged_attention", 4.2e-6, 0.95, 0.45),  # bench_attention_h200.txt
     Kind("sidestream.rope_append", 2.2e-6, 0.5),  # bytes: bench_kernels_h200.txt, 256 tokens
@@ -121,6 +123,8 @@ def _takes_whole_sms(program: Program, step: Step, gpu: Gpu) -> bool:
 
     See docs/measurements/workload_g_h200_trace_lora.json.gz.
     """
+    if step.op == "sidestream.linear_8bit_lora":
+        return True
     if step.op != "sidestream.linear_8bit" or step.sm_budget is not None:
         return False
     weight = next(view for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2)

@@ -35,9 +35,9 @@ class CompileOptions:
     rotate_activations   int8 mode: blocks of columns of what a norm (8) or SiLU (128) makes are rotated before they are quantized, and the weights' with them
     lm_head        `auto`: the output projection is quantized as the other linears are; `bf16`: it isn't
     disable        names of passes to leave out (`sidestream.compiler.pipeline.PASSES` lists them)
-    lora_lowering  `serial`: LoRA on the main stream; `side_stream`: beside the base GEMMs; `one_launch`: inside the whole-layer launch where it takes the sizes
-                   (decode programs, eight-bit adapters of rank 32 or 64), in int8 at the linears' ends in prompt programs (pass fuse_lora_expand), the rest on
-                   the side stream; `auto`: side stream for decode programs
+    lora_lowering  `serial`: LoRA on the main stream; `side_stream`: beside the base GEMMs; `auto`: on the side stream in decode programs, on the main stream in
+                   prompt programs, there in int8 with its second half at the linears' ends (pass fuse_lora_expand); `one_launch`: the same, but inside the
+                   whole-layer launch where that takes the sizes (decode programs, eight-bit adapters of rank 32 or 64)
     lora_dtype     what the adapter stacks hold: `bf16` (the model's dtype), or `int8` and `fp8` (in the mode of that name), one scale a row of A and B, which
                    is faster; `auto`: int8 in int8 mode, else bf16
     lora_input     what a LoRA shrink reads: `int8` and `fp8`, the same rows as the linear beside it (stacks of that dtype), or `bf16`, the rows before

@@ -32,6 +32,7 @@ from .passes.quantize_kv import quantize_kv
 from .passes.quantize_linears import quantize_linears
 from .passes.quantize_lora import quantize_lora
 from .passes.rotate_values import rotate_values
+from .passes.widen_kv_once import widen_kv_once
 from .report import PassRecord, graph_lines, op_counts, text_of
 
 
@@ -85,7 +86,10 @@ DECODE_PASSES: tuple[Pass, ...] = (
     Pass(quantize_in_blocks, "quantizes"),
 )
 # On the static graph of a prompt program.
-PROMPT_PASSES: tuple[Pass, ...] = (Pass(fuse_lora_expand, "keeps"),)
+PROMPT_PASSES: tuple[Pass, ...] = (
+    Pass(fuse_lora_expand, "keeps"),
+    Pass(widen_kv_once, "keeps"),
+)
 STATIC_PASSES = (*DECODE_PASSES, *PROMPT_PASSES)
 ALWAYS_ON = frozenset({"normalize"})
 

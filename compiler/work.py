@@ -68,7 +68,7 @@ def work(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Work:
 
 def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> int:
     """Bytes that a step reads and writes, each tensor once, of tables, caches and adapter stacks the part that the step touches."""
-    total = sum(_view_bytes(program, view) for view in step.outs)
+    total = sum(int(_view_bytes(program, view) * _written(program, step, view, assume)) for view in step.outs)
     return total + sum(moved for _, moved in argument_bytes(program, step, assume))
 
 
@@ -115,16 +115,36 @@ def _is_cache(view: View) -> bool:
     return view.buffer.startswith(("kv_cache", "kv_scale"))
 
 
+def _written(program: Program, step: Step, view: View, assume: Assumptions) -> float:
+    """The part of a result that the step writes."""
+    return _widened(program, step, assume) / _wide_tokens(view) if "widen_kv" in step.op else 1.0
+
+
+def _wide_tokens(view: View) -> int:
+    """How many tokens' keys and values a result of widen_kv holds."""
+    return max(1, view.shape[0] * view.shape[PAGE_AXIS])
+
+
+def _widened(program: Program, step: Step, assume: Assumptions) -> int:
+    """Cached tokens that are widened, where a step makes or reads the result of widen_kv: all that it has room for."""
+    wide = step.outs[0] if "widen_kv" in step.op else dict(_named(step)).get("wide")
+    return min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program)) if isinstance(wide, View) else 0
+
+
 def _touched(program: Program, step: Step, name: str, view: View, assume: Assumptions) -> float:
     """The part of a tensor that the step touches."""
     names = _argument_names(step.op)
     rows = max(1, view.shape[0]) if view.shape else 1
     if "embedding" in step.op and name == "weight":
         return min(1.0, prod(step.outs[0].shape[:-1]) / rows)
+    if name == "wide":
+        return _widened(program, step, assume) / _wide_tokens(view)
     if name.startswith("kv_") and len(view.shape) > PAGE_AXIS:
         slots = rows * view.shape[PAGE_AXIS]
+        if "pages" in names:
+            return min(1.0, _widened(program, step, assume) / slots)
         if "block_table" in names:
-            return min(1.0, _sequences(program, step) * assume.context_of(program) / slots)
+            return min(1.0, (_sequences(program, step) * assume.context_of(program) - _widened(program, step, assume)) / slots)
         return min(1.0, _tokens(program, step) / slots)
     if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 1:
         return assume.adapters_of(program, rows) / rows

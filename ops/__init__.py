@@ -6,7 +6,7 @@ decoder_block    o -> gate_up -> down -> the next q/k/v of a decode step as one 
 decoder_block_lora  the same with the LoRA branches of its linears inside (kernel: decoder_block_lora_gluon)
 embedding        rows of the embedding table
 hadamard         Walsh-Hadamard transform of each head
-linear_8bit       y = x W^T, rowwise e4m3 or int8, + delta and residual (kernels: linear_8bit_gluon, linear_8bit_decode, linear_8bit_wide, linear_8bit_prefill)
+linear_8bit       y = x W^T, rowwise e4m3 or int8, + delta and residual (kernels: linear_8bit_gluon, linear_8bit_decode, _wide, _large, _prefill)
 linear_8bit_lora  y of a prompt step with its LoRA branch added by the tiles (kernel: linear_8bit_lora_large)
 linear_8bit_silu_mul  y of gate and up, with SiLU(gate) * up as its result
 lora             low-rank deltas of a batch of mixed adapters (semantic)
@@ -15,7 +15,7 @@ lora_expand      LoRA's second half: summed planes times B
 lora_groups      the adapters of a decode step's tokens, for decoder_block_lora
 lora_plan        tokens sorted by adapter and cut into tiles
 lora_shrink      LoRA's first half: split-K planes of x times A
-paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, each with a _gluon)
+paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, both in _gluon, _prefill_wide_gluon)
 paged_attention_blocks  decode attention quantized for decoder_block
 quantize         activations to e4m3 or int8, one scale per token
 quantize_blocks  activations to e4m3 or int8, one scale per token and 128 columns
@@ -26,6 +26,8 @@ rope_append      RoPE, Hadamard and KV append of a packed qkv row in one launch
 sample           temperature, min-p, top-k, top-p, Gumbel-max; top_logprobs
 silu_mul         SiLU(gate) * up with delta and quantization
 silu_mul_blocks  the same, one scale per token and 128 columns
+widen_kv         pages of an int8 KV cache in fp16, each once, for attention of many queries
+widen_plan       which sequences of a step are widened, and where they lie then
 """
 from . import (  # noqa: F401
     append_kv,
@@ -54,5 +56,7 @@ from . import (  # noqa: F401
     sample,
     silu_mul,
     silu_mul_blocks,
+    widen_kv,
+    widen_plan,
 )
 from .kv_layout import PAGE_SIZE  # noqa: F401

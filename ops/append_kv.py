@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from .registry import register
-from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, to_e4m3
+from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, to_e4m3, to_int8
 
 
 def store_kv_reference(
@@ -97,8 +97,7 @@ def _to_cache(values, dtype: tl.constexpr):
     if dtype == tl.float8e4nv:
         return to_e4m3(values)
     if dtype == tl.int8:
-        magic = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, ties to even
-        return ((tl.minimum(tl.maximum(values, -127.0), 127.0) + magic) - magic).to(tl.int8)
+        return to_int8(values)
     return round_to(values, dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import attention_prefill_gluon
+from . import attention_prefill_gluon, attention_prefill_wide_gluon
 from .attention_pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, operand_type
 from .kv_layout import PAGE_SIZE
 from .triton_support import INTERPRETED, next_power_of_2, pdl_start, row_scale, to_e4m3
@@ -124,10 +124,14 @@ def launch(
     quantize_q: bool,
     out: torch.Tensor,
     pdl: bool,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
 ) -> None:
-    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernel where that one fits."""
+    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernels where those fit."""
     if kv_scales is not None and attention_prefill_gluon.fits(q, kv_cache):
-        attention_prefill_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
+        if wide is not None and plan is not None:
+            attention_prefill_wide_gluon.launch(q, wide, plan, context_lens, query_start, softmax_scale, out, pdl)
+        attention_prefill_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, plan)
     else:
         launch_triton(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
 

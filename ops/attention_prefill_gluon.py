@@ -5,35 +5,24 @@ lies there to fp16, its scale multiplied in: V, and K too unless Q K^T runs in e
 (row = token * group + head of the group) of the same 128 and share every page; Q and P stay in registers, so that a product reads shared memory
 once, unless Q has 16 bits. In a group, the product P V of one step of two pages runs on the tensor cores while the softmax of the next step runs beside it.
 
-Programs are persistent: one an SM, tiles dealt from the longest down. Tiles find their sequence as in attention_prefill. A row's pages are
+Programs are persistent: one an SM, tiles dealt from the longest down, forth and back. Tiles find their sequence as in attention_prefill. A row's pages are
 walked from its newest to the oldest, so that causal masks (and the odd page, which is then copied twice) belong to the first steps only.
 """
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .attention_gluon_pieces import LOWEST, gdc_launch_dependents, gdc_wait, load_box, view_shared
+from .attention_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
 from .attention_pieces import LOG2_E, multiprocessors
-from .attention_prefill_gluon_pieces import (
-    ROWS,
-    STEP,
-    WIDENED,
-    converter_layout,
-    fetch,
-    find_tile,
-    output_layout,
-    score_layout,
-    tile_rows,
-    unpack,
-    weigh,
-    widen,
-)
+from .attention_prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
 from .kv_layout import PAGE_SIZE, QUANTIZED_MAX
 from .triton_support import INTERPRETED, next_power_of_2
+from .widen_kv import WIDENED
+from .widen_plan import NARROW_TILES
 
 HEAD_DIM = 128
 # registers of a thread: the second group of rows (the first gets as many), the converters, the copier
@@ -43,41 +32,43 @@ CONVERTERS = 4  # warps
 
 @gluon.jit
 def produce(
-    boxes, scale_boxes, block_table, query_start, context_lens, tokens, sequences, num_blocks, tiles, items,
-    keys, key_scales, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free,
-    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
+    boxes, scale_boxes, block_table, num_blocks, batch, keys, key_scales, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free,
+    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies pages."""
     BYTES: gl.constexpr = STEP * 132  # with the scales
     step = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, sequence, _first_token, _end, position, length, steps, _whole = find_tile(
-            item, query_start, context_lens, tokens, sequences, tiles, HK, TILE, SEQUENCES, 1)
-        table = block_table + sequence * num_blocks
-        last = (gl.minimum(length, position + TILE) - 1) // 64
-        for j in range(steps):
-            block = (steps - 1 - j) * 2
-            first = (gl.load(table + block) * HK + head) * 2
-            second = (gl.load(table + gl.minimum(block + 1, last)) * HK + head) * 2
-            for which in gl.static_range(2):
-                if which == 1 or not FP8_SCORES:
-                    n = step if FP8_SCORES else step * 2 + which
-                    slot = n % RAW
-                    mbarrier.wait(raw_free.index(slot), (n // RAW & 1) ^ 1)
-                    ready = raw_ready.index(slot)
-                    mbarrier.expect(ready, BYTES)
-                    fetch(boxes, raw, ready, slot, (first + which) * 64, (second + which) * 64)
-                    load_box(scale_boxes, [first + which, 0], ready, raw_scales.index(slot * 2))
-                    load_box(scale_boxes, [second + which, 0], ready, raw_scales.index(slot * 2 + 1))
-                else:
-                    slot = step % STAGES
-                    mbarrier.wait(keys_free.index(slot), (step // STAGES & 1) ^ 1)
-                    ready = keys_ready.index(slot)
-                    mbarrier.expect(ready, BYTES)
-                    fetch(boxes, keys, ready, slot, first * 64, second * 64)
-                    load_box(scale_boxes, [first, 0], ready, key_scales.index(slot * 2))
-                    load_box(scale_boxes, [second, 0], ready, key_scales.index(slot * 2 + 1))
-            step += 1
+    items, count = rounds(batch, HK)
+    for number in range(count):
+        item = item_of(number)
+        if item < items:
+            head, sequence, _first_token, _end, position, length, steps, _whole = find_tile(
+                item, batch, HK, TILE, SEQUENCES, PLANNED, 1)
+            table = block_table + sequence * num_blocks
+            last = (gl.minimum(length, position + TILE) - 1) // 64
+            for j in range(steps):
+                block = (steps - 1 - j) * 2
+                first = (gl.load(table + block) * HK + head) * 2
+                second = (gl.load(table + gl.minimum(block + 1, last)) * HK + head) * 2
+                for which in gl.static_range(2):
+                    if which == 1 or not FP8_SCORES:
+                        n = step if FP8_SCORES else step * 2 + which
+                        slot = n % RAW
+                        mbarrier.wait(raw_free.index(slot), (n // RAW & 1) ^ 1)
+                        ready = raw_ready.index(slot)
+                        mbarrier.expect(ready, BYTES)
+                        fetch(boxes, raw, ready, slot, (first + which) * 64, (second + which) * 64)
+                        load_box(scale_boxes, [first + which, 0], ready, raw_scales.index(slot * 2))
+                        load_box(scale_boxes, [second + which, 0], ready, raw_scales.index(slot * 2 + 1))
+                    else:
+                        slot = step % STAGES
+                        mbarrier.wait(keys_free.index(slot), (step // STAGES & 1) ^ 1)
+                        ready = keys_ready.index(slot)
+                        mbarrier.expect(ready, BYTES)
+                        fetch(boxes, keys, ready, slot, first * 64, second * 64)
+                        load_box(scale_boxes, [first, 0], ready, key_scales.index(slot * 2))
+                        load_box(scale_boxes, [second, 0], ready, key_scales.index(slot * 2 + 1))
+                step += 1
 
 
 @gluon.jit
@@ -102,132 +93,38 @@ def convert_tile(raw, raw_scales, raw_ready, raw_free, n, target, ready, free, s
 
 @gluon.jit
 def convert(
-    query_start, context_lens, tokens, sequences, tiles, items,
-    keys, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free, values, values_ready, values_free,
-    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr,
+    batch, keys, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free, values, values_ready, values_free,
+    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr,
     STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The warps that make fp16 of the cache."""
     step = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _head, _sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(
-            item, query_start, context_lens, tokens, sequences, tiles, HK, TILE, SEQUENCES, WARPS)
-        for _j in range(steps):
-            if FP8_SCORES:
-                convert_tile(raw, raw_scales, raw_ready, raw_free, step, values, values_ready, values_free, step, LIMIT, STAGES, RAW, WARPS)
-            else:
-                convert_tile(raw, raw_scales, raw_ready, raw_free, step * 2, keys, keys_ready, keys_free, step, LIMIT, STAGES, RAW, WARPS)
-                convert_tile(raw, raw_scales, raw_ready, raw_free, step * 2 + 1, values, values_ready, values_free, step, LIMIT, STAGES, RAW, WARPS)
-            step += 1
-
-
-@gluon.jit
-def attend(
-    begin, stop, base, steps, q, factor, position, top, total, acc, p, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free,
-    FP8_SCORES: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Steps begin..stop: each multiplies the step before by its values while it weighs its own keys."""
-    SCORES: gl.constexpr = score_layout(FP8_SCORES)
-    OUTPUT: gl.constexpr = output_layout()
-    nothing = gl.zeros([ROWS, STEP], gl.float32, SCORES)
-    for j in range(begin, stop):
-        step = base + j
-        slot = step % STAGES
-        before = (step - 1) % STAGES
-        mbarrier.wait(keys_ready.index(slot), step // STAGES & 1)
-        scores = warpgroup_mma(q, keys.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(values_ready.index(before), (step - 1) // STAGES & 1)
-        product = warpgroup_mma(unpack(p), values.index(before), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(scores,))
-        p, keep, top, total = weigh(scores, key_scales, slot, factor, top, total, (steps - 1 - j) * STEP, position, FP8_SCORES, MASK)
-        mbarrier.arrive(keys_free.index(slot), count=1)
-        acc = warpgroup_mma_wait(0, deps=(product,))
-        mbarrier.arrive(values_free.index(before), count=1)
-        acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT))[:, None]
-    return top, total, acc, p
-
-
-@gluon.jit
-def consume(
-    q, out, query_start, context_lens, scale_log2, tokens, sequences, tiles, items,
-    queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free,
-    WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr,
-    FP8_SCORES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The warps of 64 rows: group WHO of the two."""
-    SCORES: gl.constexpr = score_layout(FP8_SCORES)
-    OUTPUT: gl.constexpr = output_layout()
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4 if FP8_SCORES else 2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    base = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, _sequence, first_token, end, position, _length, steps, whole = find_tile(
-            item, query_start, context_lens, tokens, sequences, tiles, HK, TILE, SEQUENCES, 4)
-        own = first_token + WHO * (TILE // 2)
-        at = (own.to(gl.int64) * HK + head) * (GROUP * 128)
-        if own < end:
-            if steps > 0:
-                factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES)) * scale_log2
-                LOADED: gl.constexpr = OPERAND if FP8_SCORES else STORE
-                offsets, is_query = tile_rows(own, end, head, LOADED, HK, GROUP)
-                operand = gl.load(q + at + offsets, mask=is_query, other=0.0)
+    items, count = rounds(batch, HK)
+    for number in range(count):
+        item = item_of(number)
+        if item < items:
+            _head, _sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(
+                item, batch, HK, TILE, SEQUENCES, PLANNED, WARPS)
+            for _j in range(steps):
                 if FP8_SCORES:
-                    wide = operand.to(gl.float32)
-                    scale = gl.maximum(gl.max(gl.abs(wide), 1), 1e-12) / 448.0
-                    operand = (wide * (1.0 / scale)[:, None]).to(gl.float8e4nv)
-                    factor = factor * gl.convert_layout(scale, gl.SliceLayout(1, SCORES))
-                else:  # 16 bits would take too many registers
-                    queries.index(WHO).store(operand.to(gl.float16))
-                    fence_async_shared()
-                    operand = queries.index(WHO)
-                    factor = factor * (1.0 / WIDENED)
-                here = position + WHO * (TILE // 2) + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)) // GROUP
-                top = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
-                total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-                acc = gl.zeros([ROWS, 128], gl.float32, OUTPUT)
-                slot = base % STAGES
-                mbarrier.wait(keys_ready.index(slot), base // STAGES & 1)
-                scores = warpgroup_mma(operand, keys.index(slot).permute((1, 0)), gl.zeros([ROWS, STEP], gl.float32, SCORES), use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=(scores,))
-                p, _keep, top, total = weigh(scores, key_scales, slot, factor, top, total, (steps - 1) * STEP, here, FP8_SCORES, True)
-                mbarrier.arrive(keys_free.index(slot), count=1)
-                masked = gl.maximum(steps - whole, 1)
-                top, total, acc, p = attend(1, masked, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready, keys_free,
-                                            values, values_ready, values_free, FP8_SCORES, True, STAGES)  # fmt: skip
-                top, total, acc, p = attend(masked, steps, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready, keys_free,
-                                            values, values_ready, values_free, FP8_SCORES, False, STAGES)  # fmt: skip
-                newest = base + steps - 1
-                slot = newest % STAGES
-                mbarrier.wait(values_ready.index(slot), newest // STAGES & 1)
-                product = warpgroup_mma(unpack(p), values.index(slot), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(values_free.index(slot), count=1)
-                share = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))
-                share = share * (1.0 / WIDENED)
-                staged.index(WHO).store((acc * share[:, None]).to(out.dtype.element_ty))
-                offsets, is_query = tile_rows(own, end, head, STORE, HK, GROUP)
-                gl.store(out + at + offsets, staged.index(WHO).load(STORE), mask=is_query)
-            else:
-                offsets, is_query = tile_rows(own, end, head, STORE, HK, GROUP)
-                gl.store(out + at + offsets, gl.zeros([ROWS, 128], out.dtype.element_ty, STORE), mask=is_query)
-        else:
-            for j in range(steps):  # the other group's pages
-                step = base + j
-                slot = step % STAGES
-                mbarrier.wait(keys_ready.index(slot), step // STAGES & 1)
-                mbarrier.arrive(keys_free.index(slot), count=1)
-                mbarrier.wait(values_ready.index(slot), step // STAGES & 1)
-                mbarrier.arrive(values_free.index(slot), count=1)
-        base += steps
+                    convert_tile(raw, raw_scales, raw_ready, raw_free, step, values, values_ready, values_free, step, LIMIT, STAGES, RAW, WARPS)
+                else:
+                    convert_tile(raw, raw_scales, raw_ready, raw_free, step * 2, keys, keys_ready, keys_free, step, LIMIT, STAGES, RAW, WARPS)
+                    convert_tile(raw, raw_scales, raw_ready, raw_free, step * 2 + 1, values, values_ready, values_free, step, LIMIT, STAGES, RAW, WARPS)
+                step += 1
 
 
-@gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles", "items"])
+@gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles"])
 def prefill_kernel(
-    boxes, scale_boxes, q, block_table, context_lens, query_start, out, scale_log2, tokens, sequences, num_blocks, tiles, items,
-    HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, FP8_SCORES: gl.constexpr,
+    boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, scale_log2, tokens, sequences, num_blocks, tiles,
+    HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr,
     LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of 64 x 128 bytes and 1 x 64."""
+    """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of 64 x 128 bytes and 1 x 64.
+
+    PLANNED: only the sequences that `plan` leaves in eight bits, right behind attention_prefill_wide_gluon. With PDL that kernel lets this one begin when all
+    before it is done, and this one waits for it at its end: it runs beside its last tiles.
+    """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -265,25 +162,40 @@ def prefill_kernel(
     fence_async_shared()
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not PLANNED:
+            gdc_wait()
+    begins = plan + NARROW_TILES * (sequences + 1)
+    if PLANNED:
+        tiles = gl.load(begins + sequences)
+    batch = (query_start, context_lens, begins, tokens, sequences, tiles)
     gl.warp_specialize([
-        (consume, (q, out, query_start, context_lens, scale_log2, tokens, sequences, tiles, items, queries, staged, keys, key_scales, keys_ready, keys_free,
-                   values, values_ready, values_free, 0, HK, GROUP, TILE, SEQUENCES, FP8_SCORES, STAGES)),
-        (consume, (q, out, query_start, context_lens, scale_log2, tokens, sequences, tiles, items, queries, staged, keys, key_scales, keys_ready, keys_free,
-                   values, values_ready, values_free, 1, HK, GROUP, TILE, SEQUENCES, FP8_SCORES, STAGES)),
-        (convert, (query_start, context_lens, tokens, sequences, tiles, items, keys, keys_ready, keys_free, raw_pieces, raw_scale_pieces, raw_ready, raw_free,
-                   values, values_ready, values_free, HK, TILE, SEQUENCES, FP8_SCORES, LIMIT, STAGES, RAW, WARPS)),
-        (produce, (boxes, scale_boxes, block_table, query_start, context_lens, tokens, sequences, num_blocks, tiles, items,
-                   key_boxes, key_scale_boxes, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free,
-                   HK, TILE, SEQUENCES, FP8_SCORES, STAGES, RAW)),
+        (consume, (q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, keys_free,
+                   0, HK, GROUP, TILE, SEQUENCES, PLANNED, FP8_SCORES, False, STAGES, False)),
+        (consume, (q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, keys_free,
+                   1, HK, GROUP, TILE, SEQUENCES, PLANNED, FP8_SCORES, False, STAGES, False)),
+        (convert, (batch, keys, keys_ready, keys_free, raw_pieces, raw_scale_pieces, raw_ready, raw_free, values, values_ready, values_free,
+                   HK, TILE, SEQUENCES, PLANNED, FP8_SCORES, LIMIT, STAGES, RAW, WARPS)),
+        (produce, (boxes, scale_boxes, block_table, num_blocks, batch, key_boxes, key_scale_boxes, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free,
+                   HK, TILE, SEQUENCES, PLANNED, FP8_SCORES, STAGES, RAW)),
     ], [4, WARPS, 1], REGISTERS)  # fmt: skip
+    if PDL and PLANNED:
+        gdc_wait()
+
+
+def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:
+    """Does this kernel take so many query and KV heads of this size?"""
+    group = heads // kv_heads
+    return dim == HEAD_DIM and group <= 32 and group == next_power_of_2(group)
+
+
+def tile_tokens(heads: int, kv_heads: int) -> int:
+    """Tokens of a tile: its 128 rows are those of all query heads of a KV head."""
+    return 2 * int(ROWS) // (heads // kv_heads)
 
 
 def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Does this kernel take these heads and this cache?"""
-    heads, dim = q.shape[1:]
-    group = heads // kv_cache.shape[1]
-    return not INTERPRETED and dim == HEAD_DIM and group <= 32 and group == next_power_of_2(group) and kv_cache.dtype in QUANTIZED_MAX
+    return not INTERPRETED and takes_heads(q.shape[1], kv_cache.shape[1], q.shape[2]) and kv_cache.dtype in QUANTIZED_MAX
 
 
 def launch(
@@ -297,19 +209,19 @@ def launch(
     quantize_q: bool,
     out: torch.Tensor,
     pdl: bool,
+    plan: Optional[torch.Tensor] = None,
 ) -> None:
-    """As `attention_prefill.launch`, where `fits` says so."""
+    """As `attention_prefill.launch`, where `fits` says so. `plan`: of the sequences those only that `widen_plan` leaves in eight bits."""
     tokens, heads, _ = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
-    group = heads // kv_heads
-    tile = 2 * ROWS.value // group
+    tile = tile_tokens(heads, kv_heads)
     tiles = tokens // tile + sequences + 1
-    items = tiles * kv_heads
     fp8_scores = quantize_q and kv_cache.dtype == torch.float8_e4m3fn
     boxes, scale_boxes = descriptors(kv_cache, kv_scales)
-    prefill_kernel[(min(items, multiprocessors(q.device)),)](
-        boxes, scale_boxes, q, block_table, context_lens, query_start, out, softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, items,
-        HK=kv_heads, GROUP=group, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), FP8_SCORES=fp8_scores,
+    prefill_kernel[(min(tiles * kv_heads, multiprocessors(q.device)),)](
+        boxes, scale_boxes, q, block_table, context_lens, query_start, query_start if plan is None else plan, out, softmax_scale * LOG2_E, tokens,
+        sequences, block_table.shape[1], tiles,
+        HK=kv_heads, GROUP=heads // kv_heads, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), PLANNED=plan is not None, FP8_SCORES=fp8_scores,
         LIMIT=QUANTIZED_MAX[kv_cache.dtype], STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3, WARPS=CONVERTERS, REGISTERS=REGISTERS,
         PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

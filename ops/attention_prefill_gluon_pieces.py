@@ -1,12 +1,15 @@
-"""The pieces of attention_prefill_gluon: layouts, which tile an item is, conversion to fp16, the softmax of one step."""
+"""The pieces of attention_prefill_gluon and attention_prefill_wide_gluon: layouts, which tile an item is, conversion to fp16, the softmax of one step, and the
+warps that own rows.
+"""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .attention_gluon_pieces import load_box
+from .attention_gluon_pieces import LOWEST, load_box
+from .widen_kv import WIDEN_INT8, WIDENED
 
 ROWS = gl.constexpr(64)  # of a group of four warps; a tile has twice as many
 STEP = gl.constexpr(128)  # keys a step: two pages
-WIDENED = gl.constexpr(16.0)  # on every fp16 scale, so that small ones keep their bits; the end takes it out
 
 
 @gluon.constexpr_function
@@ -29,19 +32,41 @@ def converter_layout(WARPS):
 
 
 @gluon.jit
-def find_tile(item, query_start, context_lens, tokens, sequences, tiles, HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, WARPS: gl.constexpr):
-    """(kv head, sequence, first token, end of the sequence's tokens, its first position, steps, unmasked steps) of an item; without tokens if first >= end."""
+def rounds(batch, HK: gl.constexpr):
+    """(items, how often a program takes one, at most)."""
+    items = batch[5] * HK
+    return items, (items + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def item_of(number):
+    """A program's item of round `number`: every other round goes backwards, so that whoever got the longest of one gets the shortest of the next."""
+    program = gl.program_id(0)
+    return number * gl.num_programs(0) + gl.where(number % 2 == 0, program, gl.num_programs(0) - 1 - program)
+
+
+@gluon.jit
+def find_tile(item, batch, HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, WARPS: gl.constexpr):
+    """(kv head, sequence, first token, end of the sequence's tokens, its first position, steps, unmasked steps) of an item; without tokens if first >= end.
+
+    PLANNED: `begins` says how many tiles are in front of each sequence's (a row of `widen_plan`); else there is room for every ragged end.
+    """
+    query_start, context_lens, begins, tokens, sequences, tiles = batch
     head = item % HK
     tile = tiles - 1 - item // HK
     index = gl.arange(0, SEQUENCES, gl.BlockedLayout([SEQUENCES // 32], [32], [WARPS], [0]))
-    begin = gl.load(query_start + index, mask=index <= sequences, other=0)
-    begins_before = (begin // TILE + index <= tile) & (index <= sequences)
+    if PLANNED:
+        begin = gl.load(begins + index, mask=index <= sequences, other=0)
+    else:
+        begin = gl.load(query_start + index, mask=index <= sequences, other=0) // TILE + index
+    begins_before = (begin <= tile) & (index <= sequences)
     sequence = gl.sum(begins_before.to(gl.int32), 0) - 1
     is_real = sequence < sequences
     start = gl.load(query_start + sequence)
     end = gl.load(query_start + sequence + 1, mask=is_real, other=tokens)
     length = gl.load(context_lens + sequence, mask=is_real, other=0)
-    first_token = start + (tile - start // TILE - sequence) * TILE
+    first_tile = gl.load(begins + sequence) if PLANNED else start // TILE + sequence
+    first_token = start + (tile - first_tile) * TILE
     position = length - end + first_token
     seen = gl.minimum(length, gl.maximum(position + TILE, 0))
     steps = (seen + STEP - 1) // STEP
@@ -69,17 +94,7 @@ def fetch(boxes, ring, ready, slot, first_row, second_row):
 def widen(x, scale):
     """Four neighbours of e4m3 or int8 to fp16, times their row's scale: a pair of equal fp16 in 32 bits."""
     if x.dtype == gl.int8:
-        return gl.inline_asm_elementwise(
-            """{ .reg .b32 x, a, b, middle;
-                 mov.b32 middle, 0x64806480;
-                 xor.b32 x, $2, 0x80808080;
-                 prmt.b32 a, x, 0x64646464, 0x4140;
-                 prmt.b32 b, x, 0x64646464, 0x4342;
-                 sub.rn.f16x2 a, a, middle;
-                 sub.rn.f16x2 b, b, middle;
-                 mul.rn.f16x2 $0, a, $3;
-                 mul.rn.f16x2 $1, b, $3; }""",
-            "=r,=r,r,r,r,r,r", [x, scale], dtype=gl.float16, is_pure=True, pack=4)  # fmt: skip
+        return gl.inline_asm_elementwise(WIDEN_INT8, "=r,=r,r,r,r,r,r", [x, scale], dtype=gl.float16, is_pure=True, pack=4)
     else:
         return gl.inline_asm_elementwise(
             """{ .reg .b32 a, b; .reg .b16 low, high;
@@ -119,3 +134,132 @@ def weigh(scores, key_scales, slot, factor, top, total, first_key, position, FP8
     keep = gl.exp2((top - new_top) * factor)
     p = gl.exp2(scores * factor[:, None] - (new_top * factor)[:, None])
     return pack(p), keep, new_top, total * keep + gl.sum(p, 1)
+
+
+@gluon.jit
+def attend(
+    begin, stop, base, steps, q, factor, position, top, total, acc, p, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, turns,
+    WHO: gl.constexpr, FP8_SCORES: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Steps begin..stop: each multiplies the step before by its values while it weighs its own keys."""
+    SCORES: gl.constexpr = score_layout(FP8_SCORES)
+    OUTPUT: gl.constexpr = output_layout()
+    nothing = gl.zeros([ROWS, STEP], gl.float32, SCORES)
+    for j in range(begin, stop):
+        step = base + j
+        slot = step % STAGES
+        before = (step - 1) % STAGES
+        if FP8_SCORES:
+            mbarrier.wait(keys_ready.index(slot), step // STAGES & 1)
+        if TURNS:
+            wait_turn(turns, step, WHO)
+        scores = warpgroup_mma(q, keys.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(values_ready.index(before), (step - 1) // STAGES & 1)
+        product = warpgroup_mma(unpack(p), values.index(before), acc, is_async=True)
+        if TURNS:
+            mbarrier.arrive(turns.index(1 - WHO), count=1)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        p, keep, top, total = weigh(scores, key_scales, slot, factor, top, total, (steps - 1 - j) * STEP, position, FP8_SCORES, MASK)
+        mbarrier.arrive(keys_free.index(slot), count=1)
+        if not FP8_SCORES:
+            # The next step's keys. Here because ptxas moves nothing across a spin loop, and would move the softmax behind the wait for the product, with
+            # nothing left to run beside it. (With queries in registers too, as e4m3 has them, the two at once take more registers than there are.)
+            mbarrier.wait(keys_ready.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=j + 1 < steps)
+        acc = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(values_free.index(before), count=1)
+        acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT))[:, None]
+    return top, total, acc, p
+
+
+@gluon.jit
+def wait_turn(turns, step, WHO: gl.constexpr):
+    """Until the other group has handed its products of a step to the tensor cores: one group multiplies while the other weighs. Group 0 begins."""
+    mbarrier.wait(turns.index(WHO), (step & 1) ^ (1 - WHO))
+
+
+@gluon.jit
+def consume(
+    q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, turns,
+    WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
+    FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The warps of 64 rows: group WHO of the two. HOLD_QUERIES: in registers, also those of 16 bits. TURNS: the groups multiply by turns."""
+    SCORES: gl.constexpr = score_layout(FP8_SCORES)
+    OUTPUT: gl.constexpr = output_layout()
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4 if FP8_SCORES else 2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    base = 0
+    items, count = rounds(batch, HK)
+    for number in range(count):
+        item = item_of(number)
+        if item < items:
+            head, _sequence, first_token, end, position, _length, steps, whole = find_tile(
+                item, batch, HK, TILE, SEQUENCES, PLANNED, 4)
+            own = first_token + WHO * (TILE // 2)
+            at = (own.to(gl.int64) * HK + head) * (GROUP * 128)
+            if own < end:
+                if steps > 0:
+                    factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES)) * scale_log2
+                    LOADED: gl.constexpr = OPERAND if FP8_SCORES else STORE
+                    offsets, is_query = tile_rows(own, end, head, LOADED, HK, GROUP)
+                    operand = gl.load(q + at + offsets, mask=is_query, other=0.0)
+                    if FP8_SCORES:
+                        wide = operand.to(gl.float32)
+                        scale = gl.maximum(gl.max(gl.abs(wide), 1), 1e-12) / 448.0
+                        operand = (wide * (1.0 / scale)[:, None]).to(gl.float8e4nv)
+                        factor = factor * gl.convert_layout(scale, gl.SliceLayout(1, SCORES))
+                    else:
+                        queries.index(WHO).store(operand.to(gl.float16))
+                        factor = factor * (1.0 / WIDENED)
+                        if HOLD_QUERIES:
+                            operand = queries.index(WHO).load(OPERAND)
+                        else:
+                            fence_async_shared()
+                            operand = queries.index(WHO)
+                    here = position + WHO * (TILE // 2) + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)) // GROUP
+                    top = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
+                    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+                    acc = gl.zeros([ROWS, 128], gl.float32, OUTPUT)
+                    slot = base % STAGES
+                    mbarrier.wait(keys_ready.index(slot), base // STAGES & 1)
+                    if TURNS:
+                        wait_turn(turns, base, WHO)
+                    scores = warpgroup_mma(operand, keys.index(slot).permute((1, 0)), gl.zeros([ROWS, STEP], gl.float32, SCORES), use_acc=False, is_async=True)
+                    if TURNS:
+                        mbarrier.arrive(turns.index(1 - WHO), count=1)
+                    scores = warpgroup_mma_wait(0, deps=(scores,))
+                    p, _keep, top, total = weigh(scores, key_scales, slot, factor, top, total, (steps - 1) * STEP, here, FP8_SCORES, True)
+                    mbarrier.arrive(keys_free.index(slot), count=1)
+                    if not FP8_SCORES:
+                        mbarrier.wait(keys_ready.index((base + 1) % STAGES), (base + 1) // STAGES & 1, pred=steps > 1)
+                    masked = gl.maximum(steps - whole, 1)
+                    top, total, acc, p = attend(1, masked, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready, keys_free,
+                                                values, values_ready, values_free, turns, WHO, FP8_SCORES, True, STAGES, TURNS)  # fmt: skip
+                    top, total, acc, p = attend(masked, steps, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready, keys_free,
+                                                values, values_ready, values_free, turns, WHO, FP8_SCORES, False, STAGES, TURNS)  # fmt: skip
+                    newest = base + steps - 1
+                    slot = newest % STAGES
+                    mbarrier.wait(values_ready.index(slot), newest // STAGES & 1)
+                    product = warpgroup_mma(unpack(p), values.index(slot), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=(product,))
+                    mbarrier.arrive(values_free.index(slot), count=1)
+                    share = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))
+                    share = share * (1.0 / WIDENED)
+                    staged.index(WHO).store((acc * share[:, None]).to(out.dtype.element_ty))
+                    offsets, is_query = tile_rows(own, end, head, STORE, HK, GROUP)
+                    gl.store(out + at + offsets, staged.index(WHO).load(STORE), mask=is_query)
+                else:
+                    offsets, is_query = tile_rows(own, end, head, STORE, HK, GROUP)
+                    gl.store(out + at + offsets, gl.zeros([ROWS, 128], out.dtype.element_ty, STORE), mask=is_query)
+            else:
+                for j in range(steps):  # the other group's pages
+                    step = base + j
+                    slot = step % STAGES
+                    mbarrier.wait(keys_ready.index(slot), step // STAGES & 1)
+                    if TURNS:
+                        wait_turn(turns, step, WHO)
+                        mbarrier.arrive(turns.index(1 - WHO), count=1)
+                    mbarrier.arrive(keys_free.index(slot), count=1)
+                    mbarrier.wait(values_ready.index(slot), step // STAGES & 1)
+                    mbarrier.arrive(values_free.index(slot), count=1)
+            base += steps

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .registry import register
-from .triton_support import cdiv, pdl_options, pdl_start, require_contiguous, round_to
+from .triton_support import butterflies, cdiv, pdl_options, pdl_start, require_contiguous, round_to
 
 
 def check_width(width: int) -> None:
@@ -38,31 +38,24 @@ def hadamard_fake(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def fht(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
-    """Unnormalised transform of each row of x [ROWS, WIDTH = 2**STAGES], fp32.
-
-    Every stage adds and subtracts the row's two halves and interleaves the results: that rotates the index by one bit, so after all
-    stages each bit has had its butterfly and is back in its place. With one warp most stages are register arithmetic.
-    """
-    for _ in tl.static_range(STAGES):
-        first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
-        x = tl.reshape(tl.join(first + second, first - second), (ROWS, WIDTH))
-    return x
+def fht(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Unnormalised transform of each row of x [ROWS, WIDTH], fp32."""
+    return tl.reshape(butterflies(tl.reshape(x, (ROWS * WIDTH,)), ROWS * WIDTH, WIDTH), (ROWS, WIDTH))
 
 
 @triton.jit
-def fht_halves(first, second, ROWS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr):
-    """Normalised transform of rows [first | second], each half [ROWS, HALF = 2**STAGES]."""
-    return fht((first + second) * NORM, ROWS, HALF, STAGES), fht((first - second) * NORM, ROWS, HALF, STAGES)
+def fht_halves(first, second, ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Normalised transform of rows [first | second], each half [ROWS, HALF]."""
+    return fht((first + second) * NORM, ROWS, HALF), fht((first - second) * NORM, ROWS, HALF)
 
 
 @triton.jit
-def _hadamard_kernel(x, out, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+def _hadamard_kernel(x, out, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None]
     pdl_start(PDL)
-    values = fht(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), ROWS, WIDTH, STAGES) * NORM
+    values = fht(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), ROWS, WIDTH) * NORM
     tl.store(out + at, round_to(values, out.dtype.element_ty), mask=inside)
 
 
@@ -76,7 +69,7 @@ def hadamard_launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget
     count = x.numel() // width
     rows = max(512 // width, 1)
     _hadamard_kernel[(cdiv(count, rows),)](
-        x, out[0], count, ROWS=rows, WIDTH=width, STAGES=width.bit_length() - 1, NORM=width**-0.5, num_warps=1, **pdl_options(pdl)
+        x, out[0], count, ROWS=rows, WIDTH=width, NORM=width**-0.5, num_warps=1, **pdl_options(pdl)
     )
 
 

@@ -5,6 +5,7 @@ specification and picks a kernel:
   attention_decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
   attention_decode.py         every other decode
   attention_prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, e4m3 or int8 cache
+  attention_prefill_wide_gluon.py  of these, what widen_kv has made fp16
   attention_prefill.py        everything else
 
 Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is finite; the scales of V
@@ -15,11 +16,12 @@ from typing import Optional
 
 import torch
 
-from . import attention_decode, attention_prefill
+from . import attention_decode, attention_prefill, attention_prefill_gluon
 from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
 from .registry import OPS, register
 from .triton_support import cdiv
+from .widen_plan import STEP_TOKENS
 from .workspace import workspace
 
 HEAD_DIMS = (64, 128)
@@ -35,6 +37,23 @@ def check_arguments(q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional
         raise ValueError(f"q has {heads} heads, which is no multiple of the cache's {kv_heads} kv heads")
     if (kv_cache.dtype in QUANTIZED_MAX) != (kv_scales is not None):
         raise ValueError(f"kv_scales must be given exactly when the cache is quantized; the cache is {kv_cache.dtype}")
+
+
+def check_widened(
+    q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, decode: bool, wide: Optional[torch.Tensor], plan: Optional[torch.Tensor],
+) -> None:  # fmt: skip
+    """ValueError if there is one of `wide` and `plan` without the other, or where nothing reads them, or they do not belong to this cache and batch."""
+    if wide is None and plan is None:
+        return
+    if wide is None or plan is None:
+        raise ValueError(f"wide and plan belong together; {'wide' if wide is None else 'plan'} is missing")
+    (_, heads, dim), kv_heads = q.shape, kv_cache.shape[1]
+    if decode or kv_cache.dtype != torch.int8 or not attention_prefill_gluon.takes_heads(heads, kv_heads, dim):
+        raise ValueError(f"wide is for chunks over an int8 cache with head_dim 128 and a power of two of query heads a KV head, at most 32, not for "
+                         f"{'decode over ' if decode else ''}{kv_cache.dtype}, head_dim {dim} and {heads} heads on {kv_heads}")
+    if wide.dtype != torch.float16 or tuple(wide.shape[1:]) != (kv_heads, 2, STEP_TOKENS, dim) or plan.shape != (3, block_table.shape[0] + 1):
+        raise ValueError(f"wide is {wide.dtype} {tuple(wide.shape)} and plan {tuple(plan.shape)}; beside this cache and batch they must be torch.float16 "
+                         f"[steps, {kv_heads}, 2, {STEP_TOKENS}, {dim}] and {(3, block_table.shape[0] + 1)}")
 
 
 def gather_keys_values(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,6 +76,8 @@ def reference(
     softmax_scale: float,
     quantize_q: bool,
     decode: bool,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Attention of each sequence's newest tokens over all of its cached tokens, themselves included.
 
@@ -64,9 +85,12 @@ def reference(
     context_lens [B] and query_start [B + 1] int32. Sequence b owns the rows query_start[b]..query_start[b + 1] of q: the last tokens of its
     context_lens[b] cached ones (already appended), so a row sees the cache up to its own position. `decode` promises one row a sequence
     (T == B). `quantize_q` rounds q to e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere.
+    `wide`, `plan`: what `widen_kv` and `widen_plan` make of the same cache and batch; the result is the same, and sooner there. Only where chunks are served
+    by the Gluon kernels from an int8 cache.
     Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence with context_len 0 are zero.
     """
     check_arguments(q, kv_cache, kv_scales)
+    check_widened(q, kv_cache, block_table, decode, wide, plan)
     tokens, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
     if quantize_q and not decode and kv_cache.dtype == torch.float8_e4m3fn:
@@ -101,6 +125,8 @@ def fake(
     softmax_scale: float,
     quantize_q: bool,
     decode: bool,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """An empty result."""
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -119,12 +145,14 @@ def reference_quant(
     keep: bool,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention`, then rowwise quantization of the rounded result.
 
     Returns (o, q, scale): o in q's dtype, [T, HQ * D] or [0, HQ * D] when `keep` is off; q and scale as in `quantize_rowwise`.
     """
-    o = reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode)
+    o = reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan)
     quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
 
@@ -142,6 +170,8 @@ def fake_quant(
     keep: bool,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Empty results."""
     tokens, width = q.shape[0], q.shape[1] * q.shape[2]
@@ -158,6 +188,8 @@ def launch(
     softmax_scale: float,
     quantize_q: bool,
     decode: bool,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -168,6 +200,7 @@ def launch(
     With `pdl`, block_table, context_lens and query_start must be older than the kernel just before this one.
     """
     check_arguments(q, kv_cache, kv_scales)
+    check_widened(q, kv_cache, block_table, decode, wide, plan)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead")
     if q.shape[0] == 0:
@@ -175,7 +208,7 @@ def launch(
     if decode:
         attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl)
     else:
-        attention_prefill.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out[0], pdl)
+        attention_prefill.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out[0], pdl, wide, plan)
 
 
 def launch_quant(
@@ -191,6 +224,8 @@ def launch_quant(
     keep: bool,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -204,7 +239,7 @@ def launch_quant(
     if not keep:
         nbytes = tokens * width * q.element_size()
         o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
-    launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, out=(o,), pdl=pdl)
+    launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan, out=(o,), pdl=pdl)
     OPS["quantize_rowwise"].launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference, rotated_width, row_block, store_quantized_row
 from .registry import register
-from .triton_support import pdl_options, pdl_start, require_contiguous, round_to
+from .triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -85,22 +85,19 @@ def _rms_norm_kernel(
     gain = tl.load(weight + column, mask=inside, other=0.0)  # a weight: no earlier kernel writes it
     pdl_start(PDL)
     at = row * WIDTH + column
-    rounded = tl.load(x + at, mask=inside, other=0.0)
+    values = in_fp32(tl.load(x + at, mask=inside, other=0.0))
     if ADD:
-        total = rounded.to(tl.float32)
         if HAS_DELTA:
-            total += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = round_to(total, x.dtype.element_ty)
-        tl.store(new_residual + at, rounded, mask=inside)
-    values = rounded.to(tl.float32)
+            values += in_fp32(tl.load(delta + at, mask=inside, other=0.0))
+        values += in_fp32(tl.load(residual + at, mask=inside, other=0.0))
+        values = rounded_to(values, x.dtype.element_ty)
+        tl.store(new_residual + at, values.to(x.dtype.element_ty), mask=inside)
     normalised = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
-    normalised = round_to(normalised, x.dtype.element_ty).to(tl.float32)
-    result = round_to(normalised * gain.to(tl.float32), x.dtype.element_ty)
+    result = rounded_to(rounded_to(normalised, x.dtype.element_ty) * gain.to(tl.float32), x.dtype.element_ty)
     if KEEP:
-        tl.store(y + at, result, mask=inside)
+        tl.store(y + at, result.to(x.dtype.element_ty), mask=inside)
     if QUANTIZE:
-        store_quantized_row(result.to(tl.float32), q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
+        store_quantized_row(result, q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
 
 
 def _launch(

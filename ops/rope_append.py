@@ -4,6 +4,7 @@ x = qkv + delta in fp32; q and k are rotated (and, with `hadamard`, transformed)
 `key_center`) and v go from fp32 straight into the cache's dtype. `key_balance` moves size between k and q where one is large and the other small: a RoPE
 pair of k times its factor and q's by it, which no score sees (SmoothAttention of QServe, arXiv 2405.04532, does so).
 """
+import math
 from typing import Optional
 
 import torch
@@ -15,8 +16,9 @@ from .hadamard import fht_halves, hadamard_reference
 from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from .registry import register
 from .rope import rope_reference, rotate_halves
-from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
+from .triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 
+PROGRAMS = ((16, 1, 1), (512, 8, 4), (math.inf, 4, 1))  # up to so many tokens, heads of a program and its warps: the fastest on an H200
 MOST_PDL_TOKENS = 512  # beyond, the wait that a dependent launch puts into each of very many short programs costs more than the launch that it hides
 
 
@@ -67,8 +69,7 @@ def rope_append_fake(
 def _rope_append_kernel(
     qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, q, qkv_token, delta_token, cos_token, sin_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr,
-    HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, CENTERED: tl.constexpr, BALANCED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
@@ -94,11 +95,11 @@ def _rope_append_kernel(
         balance = tl.where(is_q, 1.0 / balance, balance)
     pdl_start(PDL)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    first = tl.load(qkv + token * qkv_token + column, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(qkv + token * qkv_token + column + D // 2, mask=inside, other=0.0).to(tl.float32)
+    first = in_fp32(tl.load(qkv + token * qkv_token + column, mask=inside, other=0.0))
+    second = in_fp32(tl.load(qkv + token * qkv_token + column + D // 2, mask=inside, other=0.0))
     if HAS_DELTA:
-        first += tl.load(delta + token * delta_token + column, mask=inside, other=0.0).to(tl.float32)
-        second += tl.load(delta + token * delta_token + column + D // 2, mask=inside, other=0.0).to(tl.float32)
+        first += in_fp32(tl.load(delta + token * delta_token + column, mask=inside, other=0.0))
+        second += in_fp32(tl.load(delta + token * delta_token + column + D // 2, mask=inside, other=0.0))
     if is_v:
         if slot >= 0:
             store_heads(first, second, head, present, 1, slot, kv_cache, kv_scales, KV_HEADS, D, PAGE, LIMIT)
@@ -108,7 +109,7 @@ def _rope_append_kernel(
             first *= balance
             second *= balance
         if HADAMARD:
-            first, second = fht_halves(first, second, GROUP, D // 2, STAGES, NORM)
+            first, second = fht_halves(first, second, GROUP, D // 2, NORM)
         if is_q:
             target = q + (token * HEADS + head[:, None]) * D + channel
             tl.store(target, round_to(first, q.dtype.element_ty), mask=inside)
@@ -126,7 +127,7 @@ def rope_append_launch(
     key_center: Optional[torch.Tensor] = None, key_balance: Optional[torch.Tensor] = None,
     *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q,) and the cache: one warp for every token and up to four heads. Too small to heed `sm_budget`."""
+    """Fill `out` = (q,) and the cache: a program has one token and up to eight heads. Too small to heed `sm_budget`."""
     check_cache(kv_cache, kv_scales)
     require_contiguous("rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center,
                        key_balance=key_balance)
@@ -137,13 +138,14 @@ def rope_append_launch(
     check_balance(key_balance, num_heads, num_kv_heads, width)
     if qkv.shape[0] == 0:
         return
-    group = min(next_power_of_2(num_heads), 1 if qkv.shape[0] <= 16 else 2 if qkv.shape[0] <= 128 else 4)  # few tokens: short programs, many of them
+    heads, warps = next((heads, warps) for most, heads, warps in PROGRAMS if qkv.shape[0] <= most)
+    group = min(next_power_of_2(num_heads), heads)
     _rope_append_kernel[(qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group))](
         qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, out[0],
         qkv.stride(0), 0 if delta is None else delta.stride(0), cos.stride(0), sin.stride(0),
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group,
-        HAS_DELTA=delta is not None, HADAMARD=hadamard, CENTERED=key_center is not None, BALANCED=key_balance is not None, STAGES=(width // 2).bit_length() - 1,
-        NORM=width**-0.5, num_warps=1, **pdl_options(pdl and qkv.shape[0] <= MOST_PDL_TOKENS),
+        HAS_DELTA=delta is not None, HADAMARD=hadamard, CENTERED=key_center is not None, BALANCED=key_balance is not None,
+        NORM=width**-0.5, num_warps=warps, **pdl_options(pdl and qkv.shape[0] <= MOST_PDL_TOKENS),
     )
 
 

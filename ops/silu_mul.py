@@ -9,15 +9,28 @@ import torch
 import triton
 import triton.language as tl
 
-from .quantize import E4M3, quantize_rowwise_reference, rotated_width, row_block, store_quantized_row
+from .quantize import E4M3, quantize_rowwise_reference, quarter_columns, rotated_width, row_block, store_quantized_quarters, store_quantized_row
 from .registry import register
-from .triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, round_to, row_scale, to_eight_bits
+from .triton_support import (
+    INTERP,
+    cdiv,
+    in_fp32,
+    next_power_of_2,
+    pdl_options,
+    pdl_start,
+    require_contiguous,
+    rotate_columns,
+    rounded_to,
+    row_scale,
+    to_eight_bits,
+)
 from .tuning import H200_SMS
 from .workspace import workspace
 
 SHARED_ROWS = 64
 SHARED_WIDTH = 8192  # narrower rows: one CTA is as fast as two launches
 CHUNK = 1024
+MOST_REGISTERS = 64  # of a thread: then an SM holds two rows of 16 warps
 
 
 def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
@@ -50,15 +63,31 @@ def silu_mul_quant_fake(
 
 
 @triton.jit
+def silu(x):
+    """x * sigmoid(x) of fp32."""
+    if INTERP:
+        return x / (1.0 + tl.exp(-x))
+    else:  # the two approximations are good to 2**-22; what lies around them in a library's exp and division is as much work again
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 y;
+                 mul.f32 y, $1, 0fBFB8AA3B;
+                 ex2.approx.ftz.f32 y, y;
+                 add.f32 y, y, 0f3F800000;
+                 rcp.approx.ftz.f32 y, y;
+                 mul.f32 $0, $1, y; }""",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
 def _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr):
-    """h of some columns of one row, rounded to the model's dtype."""
+    """h of some columns of one row, rounded as the model's dtype asks, in fp32."""
     at = row * (2 * WIDTH) + column
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    gate = in_fp32(tl.load(gate_up + at, mask=inside, other=0.0))
+    up = in_fp32(tl.load(gate_up + at + WIDTH, mask=inside, other=0.0))
     if HAS_DELTA:
-        gate += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(delta + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    return round_to(gate / (1.0 + tl.exp(-gate)) * up, gate_up.dtype.element_ty)
+        gate += in_fp32(tl.load(delta + at, mask=inside, other=0.0))
+        up += in_fp32(tl.load(delta + at + WIDTH, mask=inside, other=0.0))
+    return rounded_to(silu(gate) * up, gate_up.dtype.element_ty)
 
 
 @triton.jit
@@ -67,7 +96,8 @@ def _silu_mul_kernel(gate_up, delta, h, HAS_DELTA: tl.constexpr, WIDTH: tl.const
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     pdl_start(PDL)
-    tl.store(h + row * WIDTH + column, _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH), mask=inside)
+    values = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
+    tl.store(h + row * WIDTH + column, values.to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -78,25 +108,39 @@ def _silu_mul_quant_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     pdl_start(PDL)
-    if WIDTH <= BLOCK:
+    if WIDTH <= BLOCK and ROTATE == 128:
+        column = quarter_columns(BLOCK)
+        inside = column < WIDTH
+        first = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
+        second = _silu_mul_values(gate_up, delta, row, column + 32, inside, HAS_DELTA, WIDTH)
+        third = _silu_mul_values(gate_up, delta, row, column + 64, inside, HAS_DELTA, WIDTH)
+        fourth = _silu_mul_values(gate_up, delta, row, column + 96, inside, HAS_DELTA, WIDTH)
+        if KEEP:
+            kept = h + row * WIDTH + column
+            tl.store(kept, first.to(h.dtype.element_ty), mask=inside)
+            tl.store(kept + 32, second.to(h.dtype.element_ty), mask=inside)
+            tl.store(kept + 64, third.to(h.dtype.element_ty), mask=inside)
+            tl.store(kept + 96, fourth.to(h.dtype.element_ty), mask=inside)
+        store_quantized_quarters(first, second, third, fourth, q, scale, row, column, inside, WIDTH, BLOCK)
+    elif WIDTH <= BLOCK:
         inside = column < WIDTH
         values = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
         if KEEP:
-            tl.store(h + row * WIDTH + column, values, mask=inside)
-        store_quantized_row(values.to(tl.float32), q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
+            tl.store(h + row * WIDTH + column, values.to(h.dtype.element_ty), mask=inside)
+        store_quantized_row(values, q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
     else:  # too wide for one CTA's registers: computed twice, which gives the same bits twice
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, WIDTH, BLOCK):
             values = _silu_mul_values(gate_up, delta, row, start + column, start + column < WIDTH, HAS_DELTA, WIDTH)
             if KEEP:
-                tl.store(h + row * WIDTH + start + column, values, mask=start + column < WIDTH)
-            largest = tl.maximum(largest, tl.abs(rotate_columns(values.to(tl.float32), BLOCK, ROTATE)))
+                tl.store(h + row * WIDTH + start + column, values.to(h.dtype.element_ty), mask=start + column < WIDTH)
+            largest = tl.maximum(largest, tl.abs(rotate_columns(values, BLOCK, ROTATE)))
         step = row_scale(tl.max(largest, axis=0), q.dtype.element_ty)
         tl.store(scale + row, step)
         for start in range(0, WIDTH, BLOCK):
             inside = start + column < WIDTH
-            exact = _silu_mul_values(gate_up, delta, row, start + column, inside, HAS_DELTA, WIDTH).to(tl.float32)
-            steps = to_eight_bits(rotate_columns(exact, BLOCK, ROTATE) * (1.0 / step), q.dtype.element_ty)
+            values = _silu_mul_values(gate_up, delta, row, start + column, inside, HAS_DELTA, WIDTH)
+            steps = to_eight_bits(rotate_columns(values, BLOCK, ROTATE) * (1.0 / step), q.dtype.element_ty)
             tl.store(q + row * WIDTH + start + column, steps, mask=inside)
 
 
@@ -109,9 +153,8 @@ def _silu_mul_chunk_kernel(gate_up, delta, h, largest, chunks, HAS_DELTA: tl.con
     inside = column < WIDTH
     pdl_start(PDL)
     values = _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA, WIDTH)
-    tl.store(h + row * WIDTH + column, values, mask=inside)
-    exact = rotate_columns(values.to(tl.float32), CHUNK, ROTATE)
-    tl.store(largest + row * chunks + tl.program_id(1), tl.max(tl.abs(exact), axis=0))
+    tl.store(h + row * WIDTH + column, values.to(h.dtype.element_ty), mask=inside)
+    tl.store(largest + row * chunks + tl.program_id(1), tl.max(tl.abs(rotate_columns(values, CHUNK, ROTATE)), axis=0))
 
 
 @triton.jit
@@ -124,7 +167,7 @@ def _quantize_chunk_kernel(h, largest, q, scale, chunks, ROTATE: tl.constexpr, W
     inside = column < WIDTH
     pdl_start(PDL)
     most = tl.load(largest + row * chunks + place, mask=place < chunks, other=0.0)
-    values = rotate_columns(tl.load(h + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32), CHUNK, ROTATE)
+    values = rotate_columns(in_fp32(tl.load(h + row * WIDTH + column, mask=inside, other=0.0)), CHUNK, ROTATE)
     step = row_scale(tl.max(most, axis=0), q.dtype.element_ty)
     tl.store(q + row * WIDTH + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
     if tl.program_id(1) == 0:
@@ -159,6 +202,8 @@ def silu_mul_quant_launch(
     width = gate_up.shape[-1] // 2
     rotated = rotated_width(width, rotate)
     rows = gate_up.numel() // (2 * width)
+    block, warps = row_block(width)
+    quarters = rotated == 128 and width <= block
     if rows <= SHARED_ROWS and width >= SHARED_WIDTH:
         chunks = cdiv(width, CHUNK)
         whole = h if keep else workspace(gate_up.device, "silu_mul_quant.h", rows * width * gate_up.element_size()).view(gate_up.dtype)
@@ -167,12 +212,11 @@ def silu_mul_quant_launch(
         _silu_mul_chunk_kernel[(rows, chunks)](gate_up, delta, whole, largest, chunks, HAS_DELTA=delta is not None, **form)
         _quantize_chunk_kernel[(rows, chunks)](whole, largest, q, scale, chunks, CHUNKS=next_power_of_2(chunks), **form)
         return
-    block, warps = row_block(width)
-    if rows <= H200_SMS or width > 8192:  # an SM has at most one row: what counts is how soon that is done; two wide rows an SM: only so do they fit
+    if not quarters and (rows <= H200_SMS or width > 8192):  # an SM has at most one row: what counts is how soon it is done; two wide rows: only so do they fit
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](
         gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotated, WIDTH=width, BLOCK=block, num_warps=warps,
-        **pdl_options(pdl),
+        maxnreg=MOST_REGISTERS if quarters and delta is not None and not keep else None, **pdl_options(pdl),
     )
 
 

@@ -36,7 +36,7 @@ def _silu_mul_blocks_kernel(gate_up, delta, q, scale, tokens, HAS_DELTA: tl.cons
     first = tl.program_id(1) * BLOCKS
     column = first * 128 + tl.arange(0, BLOCKS * 128)
     pdl_start(PDL)
-    values = _silu_mul_values(gate_up, delta, token.to(tl.int64), column, column < WIDTH, HAS_DELTA, WIDTH).to(tl.float32)
+    values = _silu_mul_values(gate_up, delta, token.to(tl.int64), column, column < WIDTH, HAS_DELTA, WIDTH)
     store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH, PADDED, BLOCKS, ROTATE)
 
 

@@ -47,6 +47,37 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def in_fp32(x):
+    """Values of a model dtype in fp32."""
+    if INTERP or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:  # straight from the pairs that a load brings, which a cast takes apart first
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high;
+                 shl.b32 low, $2, 16;
+                 and.b32 high, $2, 0xffff0000;
+                 mov.b32 $0, low;
+                 mov.b32 $1, high; }""",
+            "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
+def rounded_to(x, dtype: tl.constexpr):
+    """What a model dtype holds of fp32 x, still in fp32."""
+    if INTERP or dtype != tl.bfloat16:
+        return round_to(x, dtype).to(tl.float32)
+    else:  # two at once: a conversion of one runs at a quarter of their rate
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 pair, low, high;
+                 cvt.rn.bf16x2.f32 pair, $3, $2;
+                 shl.b32 low, pair, 16;
+                 and.b32 high, pair, 0xffff0000;
+                 mov.b32 $0, low;
+                 mov.b32 $1, high; }""",
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
 def round_e4m3(x):
     """fp32 already within +-448 -> the nearest e4m3 value, ties to even, still in fp32 (exact in the interpreter too)."""
     bits = x.to(tl.int32, bitcast=True)
@@ -68,9 +99,8 @@ def to_e4m3(x):
 
 @triton.jit
 def to_int8(x):
-    """fp32 -> int8, to nearest with ties to even, saturating at +-127 (exact in the interpreter too)."""
-    magic = 12582912.0  # 1.5 * 2**23: adding it leaves whole numbers
-    return ((tl.minimum(tl.maximum(x, -127.0), 127.0) + magic) - magic).to(tl.int8)
+    """fp32 that its own scale brings within +-127 -> int8, to nearest with ties to even: what is left of the sum's last byte."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2**23
 
 
 @triton.jit
@@ -100,18 +130,22 @@ def _sums_and_differences(x, BLOCK: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def rotate_columns(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Blocks of WIDTH (a power of two) neighbours of fp32 x [BLOCK] times the normalised Hadamard matrix; WIDTH 1: x.
+def butterflies(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Blocks of WIDTH (a power of two) neighbours of fp32 x [BLOCK] times the Hadamard matrix of 1 and -1, in Sylvester's order.
 
     x stays in its layout: a partner in the same thread is a register, one in another lane comes by a shuffle. It is found as Triton's own sort finds it: the
     exclusive or of a pair, and once more of that with a value, of which nothing is left in the machine code.
     """
-    if WIDTH > 1:
-        for stage in tl.static_range(16):
-            if 2**stage < WIDTH:
-                x = _sums_and_differences(x, BLOCK, 2**stage)
-        x *= WIDTH**-0.5
+    for stage in tl.static_range(16):
+        if 2**stage < WIDTH:
+            x = _sums_and_differences(x, BLOCK, 2**stage)
     return x
+
+
+@triton.jit
+def rotate_columns(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Blocks of WIDTH neighbours of fp32 x [BLOCK] times the normalised Hadamard matrix; WIDTH 1: x."""
+    return butterflies(x, BLOCK, WIDTH) * WIDTH**-0.5 if WIDTH > 1 else x
 
 
 @triton.jit

@@ -92,11 +92,11 @@ def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
 def print_attention(repeats: int) -> list[dict[str, Any]]:
     """The table of attention, printed as it grows."""
     rows: list[dict[str, Any]] = []
-    print(f"{'attention':<10}{'sequences x tokens':<27}{'cache':<10}{'us':>10}{'rate':>16}{'share':>7}")
+    print(f"{'attention':<10}{'sequences x tokens':<27}{'cache':<14}{'us':>10}{'rate':>16}{'share':>7}")
     for row in measure_attention(repeats):
         rows.append(asdict(row))
         unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
-        print(f"{row.kind:<10}{row.shape:<27}{row.cache:<10}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{row.share:>7.0%}", flush=True)
+        print(f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{row.share:>7.0%}", flush=True)
     return rows
 
 

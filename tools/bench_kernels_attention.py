@@ -3,6 +3,8 @@
 Decode rows stand beside the time that their keys, values, scales, queries and results need at the memory's bandwidth; prefill rows beside the
 tensor cores' peak for their products: half of the operations in e4m3 and half in 16 bits for an e4m3 cache, all in 16 bits else. Pages lie in
 random order. A row's launches follow each other in a CUDA graph, over copies of the cache where one would stay in the L2.
+
+Prefill over an int8 cache is measured as prompt programs run it, with widen_kv in front; "int8 by tile" is attention alone, which converts what it reads.
 """
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +16,8 @@ from .floors import BANDWIDTH
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PEAK_16_BIT, PEAK_8_BIT = 989e12, 1979e12  # operations a second, an H200's data sheet
 CACHES = ("fp8_e4m3", "int8", "bf16")
+BY_TILE = "int8 by tile"
+WIDE_STEPS = 512  # what a program's buffer has room for
 DECODE_SEQUENCES = (1, 8, 64, 256)
 DECODE_CONTEXTS = (256, 1024, 8192, 32768)
 DECODE_BYTES = 24e9  # larger caches than this are left out
@@ -50,6 +54,8 @@ def measure_attention(repeats: int) -> Iterator[AttentionRow]:
         yield decode_row("64 x 64..8192", RAGGED, cache, repeats)
         for shape, sequences_of in PREFILLS.items():
             yield prefill_row(shape, sequences_of, cache, repeats)
+            if cache == "int8":
+                yield prefill_row(shape, sequences_of, BY_TILE, repeats)
 
 
 def moved_bytes(contexts: Sequence[int], cache: str) -> int:
@@ -80,10 +86,13 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
     """Microseconds of one launch."""
     import torch
 
+    from ..ops.attention_prefill_gluon import tile_tokens
     from ..ops.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
     from ..ops.paged_attention import paged_attention
+    from ..ops.widen_kv import widen_kv
+    from ..ops.widen_plan import widen_plan
 
-    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, "bf16": torch.bfloat16}[cache]
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, BY_TILE: torch.int8, "bf16": torch.bfloat16}[cache]
     owned = [-(-total // PAGE_SIZE) for total, _ in sequences]
     pages, tokens = sum(owned), sum(new for _, new in sequences)
     copies = min(8, 1 + int(L2_BYTES // moved_bytes([total for total, _ in sequences], cache))) if decode else 1
@@ -95,6 +104,7 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
     tables = (table.cuda(), torch.tensor([total for total, _ in sequences], dtype=torch.int32, device="cuda"), starts)
     q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     out = q.new_empty(tokens, HEADS * HEAD_DIM)
+    plan, listed = widen_plan(*tables, tile_tokens(HEADS, KV_HEADS), WIDE_STEPS)
     launches: list[Callable[[], None]] = []
     for _ in range(copies):
         stored = torch.empty(kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda").random_(-100, 101)
@@ -105,8 +115,13 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
                 target.copy_(source / 50)
         scales = None if cache == "bf16" else torch.rand(kv_scales_shape(pages, KV_HEADS), device="cuda") * 0.02 + 0.01
 
-        def launch(kv: Any = kv, scales: Any = scales) -> None:
-            paged_attention.launch(q, kv, scales, *tables, HEAD_DIM**-0.5, not decode, decode, out=(out,))
+        widens = cache == "int8" and not decode
+        wide = widen_kv.fake(kv, scales, listed) if widens else None
+
+        def launch(kv: Any = kv, scales: Any = scales, wide: Any = wide) -> None:
+            if wide is not None:
+                widen_kv.launch(kv, scales, listed, out=(wide,))
+            paged_attention.launch(q, kv, scales, *tables, HEAD_DIM**-0.5, not decode, decode, wide, None if wide is None else plan, out=(out,))
 
         launches.append(launch)
     return time_launches(launches, max(1, 16 // copies) if decode else 1, repeats)

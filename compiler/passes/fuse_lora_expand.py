@@ -19,7 +19,7 @@ def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
     after   y = linear_8bit_lora(q, s, w, ws, planes, b, bs, adapter_index, active, slices, bf16); h = silu_mul(y, None, ...)
 
     `active` lists the adapters of each 128 tokens, once a step (`lora_active`). For graphs with static sizes, of many tokens, in int8. Leaves deltas that more
-    than one op reads, sizes that the kernel doesn't take, and everything without lora_lowering="one_launch": on a GPU the kernel is right, and not timed yet.
+    than one op reads, sizes that the kernel doesn't take, and everything with lora_lowering="serial" or "side_stream", which keep launches of their own.
     """
     report = PassReport(0)
     active: dict[fx.Node, fx.Node] = {}
@@ -51,7 +51,7 @@ def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
 def _joined(expand: fx.Node, lowering: str) -> tuple[fx.Node, fx.Node] | str:
     """(the linear that a delta joins, the op that adds it now), or why it stays."""
     _planes, b, order, _tiles, _tile, slices, _b_scale = args_of(expand)
-    if lowering != "one_launch":
+    if lowering not in ("auto", "one_launch"):
         return f"lora_lowering is {lowering}"
     if not is_call(args_of(order)[0], lora_plan):
         return "it is not planned here"

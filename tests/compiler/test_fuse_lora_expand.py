@@ -24,7 +24,7 @@ MANY = Bucket(300, 3, 12, 2, decode=False, lora=True)
 def program(bucket: Bucket, fields: dict[str, Any] = FIELDS, targets: tuple[str, ...] | None = None, **options: Any) -> Program:
     shape = LoraShape(2, 16) if targets is None else LoraShape(2, 16, targets)
     module = Llama(LlamaConfig.from_dict(fields), shape if bucket.lora else None, torch.bfloat16, "meta")
-    return sidestream.compile(module, CompileOptions(**{"lora_lowering": "one_launch", **options})).program(bucket)
+    return sidestream.compile(module, CompileOptions(**options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:
@@ -35,6 +35,7 @@ def test_no_delta_is_written() -> None:
     fused, apart = ops(program(MANY)), ops(program(MANY, disable=("fuse_lora_expand",)))
     assert fused["linear_8bit_lora"] == fused["lora_shrink"] == apart["lora_expand"] == 8 and fused["lora_active"] == 1 and not fused["lora_expand"]
     assert fused["linear_8bit"] == apart["linear_8bit"] - 8
+    assert ops(program(MANY, lora_lowering="one_launch")) == fused
     some = ops(program(MANY, targets=("q_proj", "v_proj", "down_proj")))
     assert some["linear_8bit_lora"] == 4 and not some["lora_expand"]
 
@@ -42,11 +43,14 @@ def test_no_delta_is_written() -> None:
 def test_what_is_left_alone() -> None:
     few = program(Bucket(256, 3, 12, 2, decode=False, lora=True))
     assert ops(few)["lora_expand"] == 8 and "256 tokens: LoRA gains by it from 257 on" in few.passes
-    assert "lora_lowering is serial" in program(MANY, lora_lowering="serial").passes
+    for lowering in ("serial", "side_stream"):
+        forced = program(MANY, lora_lowering=lowering)
+        assert ops(forced)["lora_expand"] == 8 and f"lora_lowering is {lowering}" in forced.passes
     assert "the launch takes int8" in program(MANY, precision="fp8").passes
     odd = program(MANY, {**FIELDS, "intermediate_size": 320})
     assert ops(odd)["lora_expand"] == 2 and "packed linears of 320, 320 rows" in odd.passes
-    assert not ops(program(STEP_LORA))["linear_8bit_lora"] and program(Bucket(300, 3, 12, 2, decode=False, lora=False)).passes == ""
+    assert not ops(program(STEP_LORA))["linear_8bit_lora"]
+    assert not ops(program(Bucket(300, 3, 12, 2, decode=False, lora=False)))["linear_8bit_lora"]
 
 
 def test_it_computes_what_separate_launches_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Paged attention: the reference against torch's own attention, the kernels against the reference."""
 import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Optional
 
 import pytest
@@ -12,76 +10,10 @@ from sidestream.ops.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE, kv_ca
 from sidestream.ops.paged_attention import gather_keys_values, paged_attention, paged_attention_quant, reference
 from sidestream.ops.quantize import quantize_rowwise_reference
 from sidestream.ops.triton_support import INTERPRETED
+from support.attention import Batch, make_batch, relative_error, spills_in_main_loop, tolerance
 from support.sm90 import MachineCode, compile_launch
 
 E4M3, INT8, BF16, FP32 = torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32
-
-
-@dataclass
-class Batch:
-    """Queries over a filled cache whose pages lie in random order; unwritten slots hold the largest finite values."""
-
-    q: torch.Tensor
-    kv_cache: torch.Tensor
-    kv_scales: Optional[torch.Tensor]
-    block_table: torch.Tensor
-    context_lens: torch.Tensor
-    query_start: torch.Tensor
-    contexts: list[int]
-    counts: list[int]
-
-    def args(self, quantize_q: bool = False, decode: bool = False) -> tuple[Any, ...]:
-        scale = 1.0 / math.sqrt(self.q.shape[2])
-        return (self.q, self.kv_cache, self.kv_scales, self.block_table, self.context_lens, self.query_start, scale, quantize_q, decode)
-
-
-def make_batch(
-    contexts: Sequence[int],
-    counts: Sequence[int],
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 64,
-    cache: torch.dtype = BF16,
-    dtype: torch.dtype = BF16,
-    padding: int = 0,
-    spare_blocks: int = 1,
-    device: str = "cpu",
-) -> Batch:
-    """Sequences with contexts[b] cached tokens whose last counts[b] are queries; `padding` rows of nobody follow."""
-    pages = [-(-context // PAGE_SIZE) for context in contexts]
-    blocks = max(pages) + spare_blocks
-    order = torch.randperm(sum(pages) + 1)
-    table = torch.full((len(contexts), blocks), -1, dtype=torch.int32)
-    kv_cache = torch.full(kv_cache_shape(len(order), kv_heads, dim), 448.0 if cache == E4M3 else 127.0, device=device).to(cache)
-    kv_scales = torch.full(kv_scales_shape(len(order), kv_heads), 3.0, device=device) if cache in QUANTIZED_MAX else None
-    used = 0
-    for sequence, (context, count) in enumerate(zip(contexts, pages, strict=True)):
-        own = order[used : used + count]
-        used += count
-        table[sequence, :count] = own.int()
-        position = torch.arange(context)
-        slots = (own[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE).to(device)
-        for which in (KEY, VALUE):
-            store(torch.randn(context, kv_heads, dim, device=device), which, kv_cache, kv_scales, slots)
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    q = torch.randn(sum(counts) + padding, heads, dim, device=device).to(dtype)
-    lens = torch.tensor(contexts, dtype=torch.int32)
-    return Batch(q, kv_cache, kv_scales, table.to(device), lens.to(device), starts.to(device), list(contexts), list(counts))
-
-
-def store(heads: torch.Tensor, which: int, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slots: torch.Tensor) -> None:
-    """heads [T, HK, D] to the slots as append_kv quantizes them; byte-wise, since CUDA lacks indexed stores of e4m3."""
-    page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
-    if kv_scales is None:
-        kv_cache[page, :, which, offset] = heads.to(kv_cache.dtype)
-        return
-    limit = QUANTIZED_MAX[kv_cache.dtype]
-    scale = heads.abs().amax(-1).clamp_min(1e-12) / limit
-    values = (heads / scale[..., None]).clamp(-limit, limit)
-    rounded = values.round().to(torch.int8) if kv_cache.dtype == INT8 else values.to(E4M3)
-    kv_scales[page, :, which, offset] = scale
-    kv_cache.view(torch.uint8)[page, :, which, offset] = rounded.view(torch.uint8)
 
 
 def sdpa(batch: Batch, quantize_q: bool = False) -> torch.Tensor:
@@ -106,10 +38,6 @@ def sdpa(batch: Batch, quantize_q: bool = False) -> torch.Tensor:
     return out.reshape(tokens, heads * dim)
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.float() - want.float()).norm() / want.float().norm())
-
-
 def check_launch(batch: Batch, quantize_q: bool, decode: bool, launch: Optional[Callable[..., None]] = None) -> float:
     """Launch twice into NaNs: same bits, no NaN left, zeros where promised; the relative error against the reference."""
     args = batch.args(quantize_q, decode)
@@ -128,11 +56,6 @@ def check_launch(batch: Batch, quantize_q: bool, decode: bool, launch: Optional[
     worst = max((relative_error(row, reference_row) for row, reference_row in zip(results[0], want, strict=True) if reference_row.any()), default=0.0)
     assert worst < 3 * tolerance(batch)
     return relative_error(results[0], want)
-
-
-def tolerance(batch: Batch) -> float:
-    """bf16 output rounds to 2^-9, P in bf16 likewise; the interpreter cuts off instead of rounding to nearest."""
-    return 1e-5 if batch.kv_cache.dtype == FP32 else 1e-2 if INTERPRETED else 4e-3
 
 
 def triton_decode(q: Any, kv_cache: Any, kv_scales: Any, table: Any, lens: Any, starts: Any, scale: float, quantize_q: bool, decode: bool, *, out: Any) -> None:
@@ -202,22 +125,6 @@ def compiled(tokens: int, sequences: int, cache: torch.dtype, launch: Callable[.
     q, out = meta(tokens, 32, dim, dtype=BF16), meta(tokens, 32 * dim, dtype=BF16)
     (code,) = compile_launch(launch, q, meta(*kv_cache_shape(1000, 8, dim), dtype=cache), scales, *tables, 0.1, quantize_q, decode, out=(out,))
     return code
-
-
-def spills_in_main_loop(code: MachineCode) -> int:
-    """Spill instructions of the shortest loop with tensor-core products: the one over steps without a mask."""
-    labels: dict[str, int] = {}
-    lines: list[str] = []
-    loops = []
-    for line in code.sass_text.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(lines)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            lines.append(instruction[1])
-            if (jump := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and jump[1] in labels:
-                loops.append(lines[labels[jump[1]] :])
-    main = min((loop for loop in loops if any("GMMA" in text for text in loop)), key=len)
-    return sum("STL" in text or "LDL" in text for text in main)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")

@@ -25,7 +25,12 @@ LIMIT = 100.0  # seconds after which a launch counts as hung
 
 
 class _Whole(int):
-    """A program id: an int whose comparisons convert like a kernel's."""
+    """A program id or a number from memory: an int whose sums and comparisons convert like a kernel's."""
+
+    def __add__(self, other: Any) -> Any:
+        return _Whole(int(self) + int(other)) if isinstance(other, int) else other + int(self)
+
+    __radd__ = __add__
 
     def __sub__(self, other: int) -> "_Whole":
         return _Whole(int(self) - int(other))
@@ -137,7 +142,9 @@ class _Machine:
             barrier.phase, barrier.pending = barrier.phase + 1, barrier.count
             self.changed.notify_all()
 
-    def wait(self, barrier: SimpleNamespace, parity: int) -> None:
+    def wait(self, barrier: SimpleNamespace, parity: int, pred: Any = True) -> None:
+        if not pred:
+            return
         with self.changed:
             while barrier.phase & 1 == int(parity) & 1:
                 self.changed.wait(0.2)
@@ -217,7 +224,7 @@ class _Machine:
 class _Language:
     """The part of gluon.language that the kernels use, on tensors; layouts mean nothing."""
 
-    float32, bfloat16, float8e4nv = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+    float32, bfloat16, float16, float8e4nv = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
     int8, int32, int64 = torch.int8, torch.int32, torch.int64
     convert_layout = staticmethod(lambda values, _layout, assert_trivial=False: values)
     reshape = staticmethod(lambda values, shape: values.reshape(*map(int, shape)))
@@ -231,6 +238,7 @@ class _Language:
     xor_sum = staticmethod(lambda values, axis, keep_dims: reduce(torch.bitwise_xor, values.split(1, axis)))
     abs = staticmethod(lambda values: values.abs())
     exp = staticmethod(lambda values: values.exp())
+    exp2 = staticmethod(lambda values: values.exp2())
     rsqrt = staticmethod(lambda values: values.rsqrt())
     zeros = staticmethod(lambda shape, dtype, _layout=None: _values(torch.zeros(shape, dtype=dtype)))
     full = staticmethod(lambda shape, value, dtype, _layout=None: _values(torch.full(shape, value, dtype=dtype)))
@@ -238,7 +246,7 @@ class _Language:
     arange = staticmethod(lambda start, end, _layout=None: torch.arange(start, end))
     where = staticmethod(lambda chosen, a, b: torch.where(chosen, a, b) if isinstance(chosen, torch.Tensor) else a if chosen else b)
     minimum = staticmethod(lambda a, b: torch.minimum(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else min(a, b))
-    maximum = staticmethod(lambda a, b: torch.maximum(a, torch.as_tensor(b).to(a.dtype)))
+    maximum = staticmethod(lambda a, b: torch.maximum(a, torch.as_tensor(b).to(a.dtype)) if isinstance(a, torch.Tensor) else max(a, b))
 
     def __init__(self, machine: _Machine) -> None:
         self.machine, self.warp_specialize = machine, machine.warp_specialize
@@ -260,7 +268,7 @@ class _Language:
         assert int(at.min()) >= 0 and int(at.max()) < pointer.memory.numel(), "a load out of bounds"
         found = pointer.raw()[at]
         found = _values(torch.where(mask, found, torch.tensor(other).to(found.dtype)))
-        return found if found.dim() else found.item()
+        return found if found.dim() else found.item() if found.is_floating_point() else _Whole(found.item())
 
     def store(self, pointer: _Pointer, values: Any, mask: Any = None) -> None:
         at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(True if mask is None else mask))

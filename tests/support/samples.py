@@ -266,6 +266,19 @@ def _sample() -> list[tuple[Any, ...]]:
     return [(normal(2, 50, dtype=dtype), row(0.0, 0.8), top_k, row(1.0, 0.9), row(0.0, 0.05), keys, keys) for dtype in (BF16, torch.float32)]
 
 
+@samples("widen_plan")
+def _widen_plan() -> list[tuple[Any, ...]]:
+    table = torch.arange(18, dtype=torch.int32).view(3, 6)
+    lens, starts = torch.tensor([300, 5, 190], dtype=torch.int32), torch.tensor([0, 40, 41, 180], dtype=torch.int32)
+    return [(table, lens, starts, 4, 8), (table, lens, starts, 32, 3)]
+
+
+@samples("widen_kv")
+def _widen_kv() -> list[tuple[Any, ...]]:
+    cache = torch.randint(-127, 128, (4, 2, 2, 64, 16), dtype=torch.int8)
+    return [(cache, torch.rand(4, 2, 2, 64), torch.tensor([[3, 1], [0, 0], [-1, -1]], dtype=torch.int32))]
+
+
 @samples("linear_8bit_lora")
 def _linear_8bit_lora() -> list[tuple[Any, ...]]:
     def case(tokens: int, k: int, slices: list[int], ranks: int, splits: int, out_dtype: torch.dtype) -> tuple[Any, ...]:

@@ -117,7 +117,7 @@ TASKS: dict[str, Task] = {
         Task("sorting", "sort the numbers, smallest first", task_numbers.sorting, (4, 6, 8, 10, 12, 14, 16), (14, 16, 18), 64),
         Task("strings", "transform the letters", task_text.strings, (4, 6, 8, 10, 12, 14), (12, 13, 14), 40),
         Task(
-            "programs", "run the program and give what it prints", task_numbers.programs_without_products, (1, 2, 3, 4), (1, 2, 3), 8,
+            "programs", "run the program and give what it prints", task_numbers.programs_without_products, (1, 2, 3, 4), (2, 3, 4, 5), 8,
             lesson=(task_numbers.programs, (2, 3, 4, 5, 6)),
         ),
         Task(

@@ -1,0 +1,121 @@
+"""Attention of query chunks over keys and values that `widen_kv` has made fp16, for Hopper in Gluon: attention_prefill_gluon without its converters.
+
+One warp copies steps of 128 keys and values by TMA; two groups of four warps own 64 rows each and take turns on the tensor cores: while one multiplies, the
+other weighs. The shared memory that the converters read from holds a third step. Every number is computed as there, so the result has the same bits.
+
+Serves the sequences that `widen_plan` has widened, and the rows of nobody; attention_prefill_gluon, launched behind it, serves the others.
+"""
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .attention_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
+from .attention_pieces import LOG2_E, multiprocessors
+from .attention_prefill_gluon import HEAD_DIM, tile_tokens
+from .attention_prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
+from .triton_support import next_power_of_2
+from .widen_plan import PLACES, WIDE_TILES
+
+REGISTERS = (240, 24)  # of a thread: the second group of rows (the first gets as many), the copier
+STAGES = 3
+HOLD_QUERIES = False
+TURNS = True
+
+
+@gluon.jit
+def produce(
+    boxes, places, batch, keys, keys_ready, keys_free, values, values_ready, values_free,
+    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that copies steps."""
+    step = 0
+    items, count = rounds(batch, HK)
+    for number in range(count):
+        item = item_of(number)
+        if item < items:
+            head, sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(item, batch, HK, TILE, SEQUENCES, True, 1)
+            place = gl.load(places + sequence)
+            for j in range(steps):
+                row = ((place + steps - 1 - j) * HK + head) * (2 * STEP)
+                slot = step % STAGES
+                phase = (step // STAGES & 1) ^ 1
+                mbarrier.wait(keys_free.index(slot), phase)
+                mbarrier.expect(keys_ready.index(slot), STEP * 256)
+                load_box(boxes, [row, 0], keys_ready.index(slot), keys.index(slot))
+                mbarrier.wait(values_free.index(slot), phase)
+                mbarrier.expect(values_ready.index(slot), STEP * 256)
+                load_box(boxes, [row + STEP, 0], values_ready.index(slot), values.index(slot))
+                step += 1
+
+
+@gluon.jit(do_not_specialize=["tokens", "sequences"])
+def prefill_wide_kernel(
+    boxes, q, plan, context_lens, query_start, out, scale_log2, tokens, sequences,
+    HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
+    TURNS: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """q, out [T, HK * GROUP, 128]; boxes [steps * HK * 256, 128] is a TMA descriptor of 128 x 128 fp16."""
+    WIDE: gl.constexpr = boxes.layout
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(keys_ready.index(i), count=1)
+        mbarrier.init(values_ready.index(i), count=1)
+        mbarrier.init(keys_free.index(i), count=2)
+        mbarrier.init(values_free.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, ROWS, 128], WIDE)  # a tile's queries, later its result on its way out
+    queries = view_shared(staged, gl.float16, [2, ROWS, 128], WIDE)
+    keys = gl.allocate_shared_memory(boxes.dtype, [STAGES, STEP, 128], WIDE)
+    values = gl.allocate_shared_memory(boxes.dtype, [STAGES, STEP, 128], WIDE)
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # only now: the kernel behind this one waits for nothing before it reads
+    begins = plan + WIDE_TILES * (sequences + 1)
+    idle = tokens - gl.load(query_start + sequences)  # rows of nobody
+    tiles = gl.load(begins + sequences) + (idle + TILE - 1) // TILE
+    batch = (query_start, context_lens, begins, tokens, sequences, tiles)
+    gl.warp_specialize([
+        (consume, (q, out, batch, scale_log2, queries, staged, keys, keys, keys_ready, keys_free, values, values_ready, values_free, turns,
+                   0, HK, GROUP, TILE, SEQUENCES, True, False, HOLD_QUERIES, STAGES, TURNS)),
+        (consume, (q, out, batch, scale_log2, queries, staged, keys, keys, keys_ready, keys_free, values, values_ready, values_free, turns,
+                   1, HK, GROUP, TILE, SEQUENCES, True, False, HOLD_QUERIES, STAGES, TURNS)),
+        (produce, (boxes, plan + PLACES * (sequences + 1), batch, keys, keys_ready, keys_free, values, values_ready, values_free, HK, TILE, SEQUENCES, STAGES)),
+    ], [4, 1], REGISTERS)  # fmt: skip
+
+
+def launch(
+    q: torch.Tensor,
+    wide: torch.Tensor,
+    plan: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """The rows of out [T, HQ * 128] that belong to widened sequences or to nobody; what `attention_prefill_gluon.fits` says must hold for the cache."""
+    tokens, heads, _ = q.shape
+    kv_heads, sequences = wide.shape[1], context_lens.shape[0]
+    tile = tile_tokens(heads, kv_heads)
+    tiles = tokens // tile + sequences + 1
+    prefill_wide_kernel[(min(tiles * kv_heads, multiprocessors(q.device)),)](
+        descriptor(wide), q, plan, context_lens, query_start, out, softmax_scale * LOG2_E, tokens, sequences,
+        HK=kv_heads, GROUP=heads // kv_heads, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), STAGES=STAGES, HOLD_QUERIES=HOLD_QUERIES,
+        TURNS=TURNS, REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def descriptor(wide: torch.Tensor) -> Any:
+    """TMA descriptor of the keys or values of a step and kv head: 128 tokens, 256 bytes."""
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(wide.view(-1, HEAD_DIM), [int(STEP), HEAD_DIM], swizzled)
