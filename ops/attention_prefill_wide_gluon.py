@@ -22,8 +22,8 @@ from .widen_plan import PLACES, WIDE_TILES
 
 REGISTERS = (240, 24)  # of a thread: the second group of rows (the first gets as many), the copier
 STAGES = 3
-HOLD_QUERIES = False
-TURNS = True
+HOLD_QUERIES = False  # in registers, where Triton 3.9 spills, instead of in shared memory
+TURNS = True  # on the tensor cores
 
 
 @gluon.jit
