@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import reduce
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -299,11 +300,17 @@ class _Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, maxnreg: int = 0, launch_pdl: bool = False, **constants: Any) -> None:
             given = [_Pointer(arg.view(-1)) if isinstance(arg, torch.Tensor) else _Boxes(arg) if hasattr(arg, "block_shape") else arg for arg in args]
+            if "num_warps" not in signature(self.function).parameters:
+                constants.pop("num_warps", None)
             self.machine.programs = grid[0]
             self.machine.together([(lambda: self.function(*given, **constants), (), program) for program in range(grid[0])])
             assert not self.machine.errors, self.machine.errors[0]
 
         return launch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """From another kernel."""
+        return self.function(*args, **kwargs)
 
 
 @contextmanager
@@ -329,6 +336,6 @@ def kernels_in_threads(*modules: ModuleType) -> Iterator[None]:
                 elif name in stand_ins and runs:
                     changed[name] = stand_ins[name]
                 elif callable(function):
-                    changed[name] = function if runs else _Launcher(function, machine)
+                    changed[name] = _Launcher(function, machine)
             stack.enter_context(patch.dict(vars(module), changed))
         yield
