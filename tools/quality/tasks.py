@@ -112,7 +112,7 @@ TASKS: dict[str, Task] = {
     for task in (
         Task(
             "arithmetic", "compute", task_numbers.long_arithmetic, (2, 3, 4, 5), (3, 4, 5), 12,
-            lesson=(task_numbers.arithmetic, (2, 3, 4, 5)),
+            lesson=(task_numbers.arithmetic, (1, 2, 2, 3, 4, 5)),
         ),
         Task("sorting", "sort the numbers, smallest first", task_numbers.sorting, (4, 6, 8, 10, 12, 14, 16), (14, 16, 18), 64),
         Task("strings", "transform the letters", task_text.strings, (4, 6, 8, 10, 12, 14), (12, 13, 14), 40),

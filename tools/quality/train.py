@@ -1,10 +1,13 @@
 """Trains the evaluation models: `python -m sidestream.tools.quality.train -o DIR [--minutes 8] [--smoke]`.
 
-Writes DIR/base (a checkpoint as transformers writes it), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed, accuracies). Seeded, with
-no download: the data are the standard library's sources and questions that `tasks` makes. It needs the `test` extra and, unless `--smoke`, a GPU.
+Writes DIR/base (a checkpoint as transformers writes it), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed, accuracies, digests). No download:
+the data are the standard library's sources and questions that `tasks` makes. It needs the `test` extra and, unless `--smoke`, a GPU.
+
+Seeded, and every sum in one order: on the same kind of GPU, with the same releases of Python and torch, the models are the same to the last bit.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import multiprocessing
@@ -12,12 +15,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from peft import get_peft_model
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -219,7 +224,8 @@ def main(arguments: list[str] | None = None) -> int:
     plan = SMOKE if options.smoke else Plan().scaled(options.minutes / NOMINAL_MINUTES)
     workshop = Workshop(1 if options.smoke else max(1, multiprocessing.cpu_count() - 1))
     try:
-        report = train(plan, workshop, options.output, options.smoke, options.seed, options.base, options.adapters)
+        with repeatable():
+            report = train(plan, workshop, options.output, options.smoke, options.seed, options.base, options.adapters)
     finally:
         workshop.close()
     report["python"], report["torch"] = sys.version.split()[0], torch.__version__
@@ -230,6 +236,25 @@ def main(arguments: list[str] | None = None) -> int:
         report = before | report | {"tasks": before.get("tasks", {}) | report["tasks"]}
     path.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Every kernel sums in an order that doesn't change; an operation that can't raises RuntimeError. To be entered before the GPU is used."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads such memory
+    try:
+        with torch._inductor.config.patch(deterministic=True):  # no choice of kernels by their measured time
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def digest(directory: Path) -> str:
+    """The first 16 digits of the SHA-256 of a model's or an adapter's weights."""
+    [path] = directory.glob("*.safetensors")
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, trained: Path | None, names: list[str]) -> dict[str, Any]:
@@ -256,6 +281,8 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
         model = LlamaForCausalLM(model_config(tokenizer, smoke)).to(device, torch.bfloat16)  # a fresh one: that one's layers are compiled
         model.load_state_dict(state)
         save_base(model, tokenizer, output / "base")
+        report["digest"] = digest(output / "base")
+        print(f"base: digest {report['digest']}", flush=True)
     report["base_s"] = time.monotonic() - started
     report["perplexity"] = perplexity(model, tokenizer, 4 if smoke else 200)
     print(f"base: perplexity {report['perplexity']:.3f} on held-out sources, {report['base_s']:.0f} s so far", flush=True)
@@ -267,10 +294,11 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
         adapted.to(device).eval()
         begun = time.monotonic()
         result = accuracy(adapted, tokenizer, name, plan.exam_items)
-        report["tasks"][name] = {"training": training, "base_instructed": alone, **result, "exam_s": time.monotonic() - begun}
+        weights = digest(output / "adapters" / name)
+        report["tasks"][name] = {"digest": weights, "training": training, "base_instructed": alone, **result, "exam_s": time.monotonic() - begun}
         levels = ", ".join(f"{level}: {share:.0%}" for level, share in result["levels"].items())
         print(f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}); the base alone, instructed {alone['right']:.1%}; "
-              f"{time.monotonic() - begun:.1f} s", flush=True)  # fmt: skip
+              f"{time.monotonic() - begun:.1f} s, digest {weights}", flush=True)  # fmt: skip
         if name == "retrieval":
             begun = time.monotonic()
             found = {bucket: needle_accuracy(adapted, order.rows()) for bucket, order in sorted(needles.items())}

@@ -22,7 +22,7 @@ from .tasks import TASKS
 BOS, EOS = 0, 1
 SHARP, FULL, HALF, LITTLE = 100, 20, 6, 1  # weights of a token's loss: in an answer, in the adapter's long texts and elsewhere, in running text, in a question
 # How often each task is met in the base model's mixture, by items; what is hard to learn more often.
-MIXTURE = {"arithmetic": 10, "sorting": 3, "strings": 6, "programs": 6, "json": 1}
+MIXTURE = {"arithmetic": 16, "sorting": 3, "strings": 6, "programs": 6, "json": 1}
 STOPS = (3, 6, 12, 24)  # how often a text with codes stops for questions, where it does
 AT_AN_END = 0.3  # share of the texts that begin, and of those that end, with a code
 TEXT_SHARE = (0.85, 0.95)  # of a row, for the base model and for the adapter, by a careful estimate of its tokens: the adapter's fill the row to its end
