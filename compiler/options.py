@@ -36,8 +36,8 @@ class CompileOptions:
     lm_head        `auto`: the output projection is quantized as the other linears are; `bf16`: it isn't
     disable        names of passes to leave out (`sidestream.compiler.pipeline.PASSES` lists them)
     lora_lowering  `serial`: LoRA on the main stream; `side_stream`: beside the base GEMMs; `auto`: on the side stream in decode programs, on the main stream in
-                   prompt programs, there in int8 with its second half at the linears' ends (pass fuse_lora_expand); `one_launch`: the same, but inside the
-                   whole-layer launch where that takes the sizes (decode programs, eight-bit adapters of rank 32 or 64)
+                   prompt programs, in int8 with its second half inside other launches where that gains (passes fuse_lora_silu_mul, fuse_lora_expand);
+                   `one_launch`: the same, but inside the whole-layer launch where that takes the sizes (decode programs, eight-bit adapters of rank 32 or 64)
     lora_dtype     what the adapter stacks hold: `bf16` (the model's dtype), or `int8` and `fp8` (in the mode of that name), one scale a row of A and B, which
                    is faster; `auto`: int8 in int8 mode, else bf16
     lora_input     what a LoRA shrink reads: `int8` and `fp8`, the same rows as the linear beside it (stacks of that dtype), or `bf16`, the rows before

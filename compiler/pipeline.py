@@ -16,6 +16,7 @@ from .passes.center_keys import center_keys
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse_decoder_block import fuse_decoder_block
 from .passes.fuse_lora_expand import fuse_lora_expand
+from .passes.fuse_lora_silu_mul import fuse_lora_silu_mul
 from .passes.fuse_quantize import fuse_quantize
 from .passes.fuse_rope_append import fuse_rope_append
 from .passes.fuse_silu_mul import fuse_linear_silu_mul, fuse_silu_mul
@@ -83,6 +84,7 @@ DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: behind the last norm no rows are selected any more
     Pass(fuse_decoder_block, "quantizes"),
     Pass(fuse_linear_silu_mul, "keeps"),
+    Pass(fuse_lora_silu_mul, "quantizes"),
     Pass(quantize_in_blocks, "quantizes"),
 )
 # On the static graph of a prompt program.

@@ -26,6 +26,7 @@ rope_append      RoPE, Hadamard and KV append of a packed qkv row in one launch
 sample           temperature, min-p, top-k, top-p, Gumbel-max; top_logprobs
 silu_mul         SiLU(gate) * up with delta and quantization
 silu_mul_blocks  the same, one scale per token and 128 columns
+silu_mul_lora    SiLU(gate) * up with the LoRA delta of gate and up made inside
 widen_kv         pages of an int8 KV cache in fp16, each once, for attention of many queries
 widen_plan       which sequences of a step are widened, and where they lie then
 """
@@ -56,6 +57,7 @@ from . import (  # noqa: F401
     sample,
     silu_mul,
     silu_mul_blocks,
+    silu_mul_lora,
     widen_kv,
     widen_plan,
 )

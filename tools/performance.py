@@ -88,8 +88,36 @@ def startup() -> str:
     return table(["seconds", "cold", "warm"], [[part.replace("_", " "), f"{rows['cold'][part]:.1f}", f"{rows['warm'][part]:.1f}"] for part in rows["cold"]])
 
 
+def kernels() -> str:
+    """Steps of a layer of Llama-3.1-8B's shape: as captured, and as the default's programs have them."""
+    import torch
+
+    from ..compiler.api import compile_model
+    from ..compiler.explain import describe_pass, explain_program
+    from ..compiler.program import Bucket
+    from ..graphs.config import LlamaConfig
+    from ..graphs.llama import Llama
+    from ..graphs.lora import LoraShape
+    from .bench_latency import LLAMA_8B
+
+    models, captured = {}, {}
+    for lora in (None, LoraShape(8, 32)):
+        for layers in (2, 3):
+            config = LlamaConfig.from_dict({**LLAMA_8B, "vocab_size": 4096, "num_hidden_layers": layers})
+            models[lora is not None] = compile_model(Llama(config, lora, torch.bfloat16, "meta"))
+            captured[lora is not None, layers] = describe_pass(models[lora is not None].records[0])["kernels_before"]
+    rows = [["ATen calls, as captured", *(str(captured[lora, 3] - captured[lora, 2]) for lora in (False, True)), ""]]
+    for tokens in (1, 8, 32, 64, 128, 256, 8192):
+        sequences = min(tokens, 256)
+        lanes = [explain_program(models[lora].program(Bucket(tokens, sequences, sequences * 32, 32, decode=tokens <= 256, lora=lora)))["kernels_of_a_layer"]
+                 for lora in (False, True)]  # fmt: skip
+        what = f"{tokens} requests that decode" if tokens <= 256 else f"prompts of {tokens:,} tokens"
+        rows.append([what, str(lanes[0]["main"]), str(lanes[1]["main"]), str(lanes[1]["side"])])
+    return table(["a layer's steps", "no adapters", "with adapters, main lane", "beside it"], rows)
+
+
 TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "startup": startup, "attention": attention,
-                    "ablation": ablation}
+                    "ablation": ablation, "kernels": kernels}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 

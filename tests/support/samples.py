@@ -10,9 +10,10 @@ import torch
 from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.lora_active import lora_active_reference
 from sidestream.ops.lora_groups import lora_groups_reference
+from sidestream.ops.lora_shrink import lora_shrink_reference
 from sidestream.ops.quantize_blocks import quantize_blocks_reference
 
-from support.lora import lora_case
+from support.lora import LoraCase, lora_case
 
 SAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {}
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -86,6 +87,12 @@ def decoder_block_inputs(
     )  # fmt: skip
 
 
+def silu_mul_lora_inputs(case: LoraCase, dtype: torch.dtype = BF16) -> tuple[Any, ...]:
+    """Arguments of `silu_mul_lora` for a case of two packed linears; gates and deltas are of the same size."""
+    planes, b, *plan, _slices, b_scale = case.quantized(False, torch.int8).expand(lora_shrink_reference(*case.shrink))
+    return torch.randn(len(case.x), sum(case.slices), device=case.x.device).to(dtype), planes, b, b_scale, *plan
+
+
 @samples("argmax")
 def _argmax() -> list[tuple[Any, ...]]:
     return [(normal(3, 50, dtype=dtype),) for dtype in (BF16, torch.float32)]
@@ -154,6 +161,11 @@ def _silu_mul_quant() -> list[tuple[Any, ...]]:
 @samples("silu_mul_blocks")
 def _silu_mul_blocks() -> list[tuple[Any, ...]]:
     return [(normal(3, 512), None), (normal(40, 256), normal(40, 256), torch.int8, 128)]
+
+
+@samples("silu_mul_lora")
+def _silu_mul_lora() -> list[tuple[Any, ...]]:
+    return [silu_mul_lora_inputs(lora_case(9, 64, 16, [48, 48], splits=2)), silu_mul_lora_inputs(lora_case(3, 64, 32, [20, 20]), torch.float32)]
 
 
 @samples("rope")

@@ -1,0 +1,62 @@
+"""A decode step's SiLU * mul makes the LoRA delta of gate and up itself, where that delta is megabytes."""
+import operator
+
+import torch
+from torch import fx
+
+from ...ops.lora_expand import lora_expand
+from ...ops.quantize import quantize_rowwise
+from ...ops.silu_mul import silu_mul_quant
+from ...ops.silu_mul_lora import fits, silu_mul_lora
+from ..nodes import args_of, insert_call, is_call, shape_of
+from .base import Context, PassReport
+
+FEWEST_TOKENS, MOST_TOKENS = 33, 256  # fewer wait for the rows that an expand would have fetched beside the projection (H200)
+
+
+def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
+    """No delta of gate and up is written: the op that adds it multiplies the shrunk rows with the adapters' rows, and the quantization is a launch of its own.
+
+    before  delta = lora_expand(planes, b, order, tiles, tile, [14336, 14336], bs); h, q, s = silu_mul_quant(gate_up, delta, keep, int8, rotate)
+    after   h = silu_mul_lora(gate_up, planes, b, bs, order, tiles, tile); q, s = quantize_rowwise(h, int8, rotate)
+
+    The expand would end behind the projection that it runs beside, and slow it down. For graphs with static sizes, with adapters in int8. Leaves deltas that
+    more than one op reads, other halves than gate and up, token counts for which nobody measured a gain, sizes that the kernel doesn't take, and everything
+    with lora_lowering="serial" or "side_stream", which keep launches of their own.
+    """
+    report = PassReport(0)
+    for node in list(graph.nodes):
+        if not is_call(node, silu_mul_quant):
+            continue
+        gate_up, delta, _keep, *form = args_of(node)
+        if not is_call(delta, lora_expand):
+            continue
+        reason = _stays(gate_up, delta, context.options.lora_lowering)
+        if reason is not None:
+            report.rejected.append(f"{node.name}: {reason}")
+            continue
+        planes, b, order, tiles, tile, _slices, b_scale = args_of(delta)
+        with graph.inserting_before(node):
+            h = insert_call(graph, silu_mul_lora, (gate_up, planes, b, b_scale, order, tiles, tile), like=node)
+            rounded = insert_call(graph, quantize_rowwise, (h, *form), like=node)
+            results = (h, *(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)))
+        for pick in list(node.users):
+            pick.replace_all_uses_with(results[args_of(pick)[1]])
+        report.matches += 1
+    return report
+
+
+def _stays(gate_up: fx.Node, delta: fx.Node, lowering: str) -> str | None:
+    _planes, b, _order, _tiles, _tile, slices, _b_scale = args_of(delta)
+    if lowering not in ("auto", "one_launch"):
+        return f"lora_lowering is {lowering}"
+    if len(delta.users) != 1:
+        return f"more than one op reads {delta.name}"
+    if b.meta["val"].dtype != torch.int8:
+        return f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8"
+    (tokens, columns), rank = shape_of(delta), shape_of(b)[2]
+    if shape_of(gate_up) != shape_of(delta) or list(slices) != [columns // 2] * 2:
+        return f"a delta {tuple(shape_of(delta))} of {', '.join(map(str, slices))} columns for {tuple(shape_of(gate_up))}: no gate and up"
+    if not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
+        return f"{tokens} tokens: LoRA gains by it from {FEWEST_TOKENS} to {MOST_TOKENS}"
+    return fits(int(rank))
