@@ -58,7 +58,7 @@ def lora_shrink_fake(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor
 
 @triton.jit
 def _start(PDL: tl.constexpr):
-    """Waits, and only then lets the expand launch: one that starts early has the guarantee that everything before the shrink (the plan) is complete."""
+    """Waits, then lets what reads the planes launch: it may start early, on either lane, and find complete what is older than the shrink (a plan)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     if not INTERP:

@@ -11,7 +11,7 @@ from ...ops.silu_mul_lora import fits, silu_mul_lora
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
-FEWEST_TOKENS, MOST_TOKENS = 33, 256  # fewer wait for the rows that an expand would have fetched beside the projection (H200)
+FEWEST_TOKENS, MOST_TOKENS = 33, 256  # at 8 an expand beside the projection is faster (H200); 17 to 32 are quantized in blocks
 
 
 def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
