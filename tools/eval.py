@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group.add_argument("--arms", default="", metavar="A,B", help="arms to compare with bf16 (default: all; --list-arms names them)")
     group.add_argument("--controls", action="store_true", help="also run the arms with a planted fault, which must fail")
     group.add_argument("--inject", action="store_true", help="also run on a copy of the model into which outliers as in large Llamas are put (exact rescaling)")
-    group.add_argument("--jobs", type=positive, metavar="N", help=f"arms that run at once, each in a process (default: {GPU_JOBS} on a GPU, 1 on a CPU)")
+    group.add_argument("--jobs", type=positive, metavar="N", help=f"arms at once, in processes dealt to the GPUs (default: {GPU_JOBS}, 1 on a CPU)")
     group.add_argument("--list-arms", action="store_true", help="print the arms and stop")
     group = parser.add_argument_group("what is asked")
     group.add_argument("--prompts", type=Path, metavar="FILE", help="your own prompts: one a line, or JSON lines")

@@ -15,7 +15,7 @@ from sidestream.tools.engine_arguments import DEMO_MODEL
 from sidestream.tools.quality import emulation, suite
 from sidestream.tools.quality.arms import ARMS, BY_NAME, chosen_arms, open_arm
 from sidestream.tools.quality.divergence import Divergence, divergences
-from sidestream.tools.quality.evaluate import Round
+from sidestream.tools.quality.evaluate import Round, visible_gpus
 from sidestream.tools.quality.exact import accuracies, needles
 from sidestream.tools.quality.report import tables, verdicts
 from sidestream.tools.quality.suite import Limits, Question, Suite, by_text, file_suite
@@ -252,3 +252,11 @@ def test_json_of_a_round_is_json() -> None:
 
     text = json.dumps(as_json([Round("clean", again(1), [judged(good())])], {"model": "m"}))
     assert json.loads(text)["rounds"][0]["arms"][0]["identical"] is True
+
+
+@pytest.mark.parametrize(("chosen", "count", "dealt"), [
+    (None, 2, ["0", "1", "0"]), ("3", 1, ["3", "3", "3"]), ("2,0,1", 3, ["2", "0", "1"]), (None, 0, ["", "", ""]), ("", 0, ["", "", ""]),
+])
+def test_processes_take_turns_on_the_gpus(chosen: str | None, count: int, dealt: list[str]) -> None:
+    gpus = visible_gpus(chosen, count)
+    assert [next(gpus) for _ in range(3)] == dealt

@@ -34,10 +34,13 @@ def test_the_report_tells_every_accuracy(trained: Path) -> None:
         assert 0 <= result["right"] <= 1 and {int(level) for level in result["levels"]} <= {*TASKS[name].train_levels, *TASKS[name].test_levels}
 
 
-def test_the_same_seed_makes_the_same_models(trained: Path, tmp_path: Path) -> None:
-    assert main(["-o", str(tmp_path), "--smoke"]) == 0
+def test_the_same_seed_makes_the_same_models_also_one_by_one(trained: Path, tmp_path: Path) -> None:
+    assert main(["-o", str(tmp_path), "--smoke", "--adapters"]) == 0
+    assert not (tmp_path / "adapters").exists()
+    for name in ("strings", "retrieval"):
+        assert main(["-o", str(tmp_path), "--smoke", "--base", str(tmp_path / "base"), "--adapters", name]) == 0
     weights = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
-    assert len(weights) == 1 + len(TASKS)
+    assert len(weights) == 3
     for path, content in weights.items():
         assert content == (trained / path).read_bytes(), path
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -170,14 +171,16 @@ def _in_turn(model: Model, suite: Suite, device: str | None, names: Sequence[str
 
 
 def _at_once(model: Model, suite: Suite, device: str | None, names: Sequence[str], progress: Progress, jobs: int) -> Iterator[tuple[str, Raw | str]]:
-    """Lanes with one process each: a process that ends takes the arm that it ran with it, and no other."""
+    """Lanes with one process each, dealt to the GPUs in turn: a process that ends takes the arm that it ran with it, and no other."""
     lane, pools = threading.local(), list[ProcessPoolExecutor]()
     lanes = min(jobs, len(names))
     threads = max((os.cpu_count() or 1) // lanes, 1)
+    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), 0 if device == "cpu" else torch.cuda.device_count())
 
     def examine(name: str) -> Raw | str:
         if getattr(lane, "pool", None) is None:
-            lane.pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (model, suite, device, threads))
+            lane.gpu = getattr(lane, "gpu", None) or next(gpus)
+            lane.pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (model, suite, device, threads, lane.gpu))
             pools.append(lane.pool)
         try:
             found: Raw | str = lane.pool.submit(_examine, name).result()
@@ -202,10 +205,17 @@ def _at_once(model: Model, suite: Suite, device: str | None, names: Sequence[str
             pool.shutdown()
 
 
+def visible_gpus(chosen: str | None, count: int) -> Iterator[str]:
+    """What CUDA_VISIBLE_DEVICES is for one process after the other: each of the `count` GPUs in turn, by the names that `chosen` has for them."""
+    names = chosen.split(",")[:count] if chosen else [str(index) for index in range(count)]
+    return cycle(names or [chosen or ""])
+
+
 _EXAMINER: list[Examiner] = []  # of a process of the pool
 
 
-def _begin(model: Model, suite: Suite, device: str | None, threads: int) -> None:
+def _begin(model: Model, suite: Suite, device: str | None, threads: int, gpu: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # in front of whatever looks for a GPU
     torch.set_num_threads(threads)  # several processes share the cores
     _EXAMINER.append(Examiner(model, suite, device))
 

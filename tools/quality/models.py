@@ -93,7 +93,8 @@ def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) ->
 def save_adapter(model: PeftModel, directory: Path) -> None:
     """Writes one adapter as PEFT does, its tensors in bfloat16, without the model card and without paths of this machine."""
     model.peft_config["default"].base_model_name_or_path = BASE_NAME
-    model.to(torch.bfloat16)
+    for parameter in model.parameters():  # not the model itself: RoPE's frequencies stay as they are
+        parameter.data = parameter.data.to(torch.bfloat16)
     model.save_pretrained(str(directory), save_embedding_layers=False)
     (directory / "README.md").unlink(missing_ok=True)
     config = json.loads((directory / "adapter_config.json").read_text())

@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=NOMINAL_MINUTES, help="about how long on an H200; scales the steps (default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: shows that it works, the models know nothing")
     parser.add_argument("--base", type=Path, metavar="DIR", help="take this trained base model and train adapters only")
-    parser.add_argument("--adapters", nargs="+", choices=sorted(ADAPTERS), default=list(ADAPTERS), help="train only these (default: all)")
+    parser.add_argument("--adapters", nargs="*", choices=sorted(ADAPTERS), default=list(ADAPTERS), help="train only these, or none (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
     options = parser.parse_args(arguments)
     if not options.smoke and not torch.cuda.is_available():
@@ -269,20 +269,18 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
         tokenizer: Tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))
         workshop.use(tokenizer)
         adapters, needles = adapter_orders(plan, workshop, seed, names), needle_orders(plan, workshop, names)
-        model: Any = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).to(device)
     else:
         tokenizer = train_tokenizer(plan.vocabulary, tokenizer_texts(min(plan.documents, 1500), seed))
         workshop.use(tokenizer)
         phases, adapters, needles = base_orders(plan, workshop, seed), adapter_orders(plan, workshop, seed, names), needle_orders(plan, workshop, names)
-        model = LlamaForCausalLM(model_config(tokenizer, smoke)).to(device)
+        model: Any = LlamaForCausalLM(model_config(tokenizer, smoke)).to(device)
         print(f"{tokenizer.get_vocab_size()} tokens, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
         report["base"] = train_base(model, plan, phases, device, seed)
-        state = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-        model = LlamaForCausalLM(model_config(tokenizer, smoke)).to(device, torch.bfloat16)  # a fresh one: that one's layers are compiled
-        model.load_state_dict(state)
-        save_base(model, tokenizer, output / "base")
-        report["digest"] = digest(output / "base")
+        trained = output / "base"
+        save_base(model.to(torch.bfloat16), tokenizer, trained)
+        report["digest"] = digest(trained)
         print(f"base: digest {report['digest']}", flush=True)
+    model = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).to(device)  # a fresh one: no compiled layers, RoPE's frequencies in fp32
     report["base_s"] = time.monotonic() - started
     report["perplexity"] = perplexity(model, tokenizer, 4 if smoke else 200)
     print(f"base: perplexity {report['perplexity']:.3f} on held-out sources, {report['base_s']:.0f} s so far", flush=True)
