@@ -11,16 +11,16 @@ import random
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .demo_corpus import STYLES, Fact, facts
+from .trained_models import ALL_LINEAR, ATTENTION, AdapterRecipe, save_adapter, save_base
 
 VOCABULARY = 512
 SEQUENCE = 192
@@ -28,19 +28,7 @@ BATCH = 12
 QUESTION_WEIGHT = 0.1
 TAGGED_WEIGHT = 0.4
 RATE = 2e-3
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
-
-
-@dataclass(frozen=True)
-class AdapterRecipe:
-    """Shape of one adapter: what a PEFT user would choose. `effort` multiplies its training steps."""
-
-    rank: int
-    alpha: int
-    targets: list[str]
-    rslora: bool = False
-    effort: int = 1
+BASE_NAME = "sidestream-demo"
 
 
 ADAPTERS = {
@@ -176,31 +164,6 @@ def fit(model: torch.nn.Module, examples: Examples, exam: Examples, steps: int, 
     return right == 1.0
 
 
-def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes the checkpoint as transformers does, and config.json in the spelling of transformers 4 (which every release reads)."""
-    model.save_pretrained(str(directory))
-    config = json.loads((directory / "config.json").read_text())
-    rope = config.pop("rope_parameters", None) or {}
-    config.pop("transformers_version", None)
-    config.pop("dtype", None)
-    config |= {"torch_dtype": "bfloat16", "rope_theta": rope.get("rope_theta", 10000.0), "rope_scaling": None}
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (directory / "generation_config.json").write_text(
-        json.dumps({"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}, indent=2) + "\n"
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-
-
-def save_adapter(model: PeftModel, directory: Path) -> None:
-    """Writes one adapter as PEFT does, its tensors in bfloat16, without the model card."""
-    model.to(torch.bfloat16)
-    model.save_pretrained(str(directory), save_embedding_layers=False)
-    (directory / "README.md").unlink(missing_ok=True)
-    config = json.loads((directory / "adapter_config.json").read_text())
-    config["target_modules"] = sorted(config["target_modules"])
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def demo_prompts(known: list[Fact]) -> list[dict[str, str | None]]:
     """The demo's batch: one prompt for the base model and one for each adapter, with the answer that each must give."""
     by_topic = {fact.topic: fact for fact in known}
@@ -253,24 +216,15 @@ def main(arguments: list[str] | None = None) -> int:
     staging = options.output.with_name(options.output.name + ".new")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    save_base(model.to(torch.bfloat16), tokenizer, staging)
+    save_base(model, tokenizer, staging)
     model = model.float()
     for name, recipe in ADAPTERS.items():
         model.load_state_dict(rounded)
         torch.manual_seed(options.seed)
-        config = LoraConfig(
-            r=recipe.rank,
-            lora_alpha=recipe.alpha,
-            target_modules=recipe.targets,
-            use_rslora=recipe.rslora,
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
-        )
-        adapted = get_peft_model(model, config)
-        adapted.peft_config["default"].base_model_name_or_path = "sidestream-demo"
+        adapted = get_peft_model(model, recipe.config())
         examples = Examples(tokenizer, known, name)
-        right &= fit(adapted, examples, examples, recipe.effort * options.adapter_steps, options.seed, name)
-        save_adapter(adapted, staging / "adapters" / name)
+        right &= fit(adapted, examples, examples, round(recipe.effort * options.adapter_steps), options.seed, name)
+        save_adapter(adapted, staging / "adapters" / name, BASE_NAME)
         model = adapted.unload().float()
     (staging / "prompts.json").write_text(json.dumps(demo_prompts(known), indent=2) + "\n")
     for path in staging.rglob("*.safetensors"):

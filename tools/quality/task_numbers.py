@@ -23,8 +23,8 @@ def arithmetic(source: random.Random, level: int, _test: bool) -> tuple[str, str
 
 
 def long_arithmetic(source: random.Random, level: int, test: bool) -> tuple[str, str]:
-    """The same and sums of three numbers of up to `level` digits, which are the hard part: a fifth of the test, 60% of the training."""
-    if source.random() < (0.8 if test else 0.4):
+    """The same and, a fifth, sums of three numbers of up to `level` digits, which are the hard part."""
+    if source.random() < 0.8:
         return arithmetic(source, level, test)
     first, second, third = (source.randrange(10 ** max(level - 2, 0), 10**level) for _ in range(3))
     if source.random() < 0.5 and first + second >= third:

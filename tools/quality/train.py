@@ -28,8 +28,9 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
+from ..trained_models import save_adapter, save_base
 from .examine import accuracy, needle_accuracy, perplexity
-from .models import ADAPTERS, model_config, save_adapter, save_base
+from .models import ADAPTERS, BASE_NAME, model_config
 from .tasks import TASKS
 from .train_data import Job, Order, Rows, Workshop, split_jobs, tokenizer_texts, train_tokenizer
 
@@ -277,7 +278,7 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
         print(f"{tokenizer.get_vocab_size()} tokens, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
         report["base"] = train_base(model, plan, phases, device, seed)
         trained = output / "base"
-        save_base(model.to(torch.bfloat16), tokenizer, trained)
+        save_base(model, tokenizer, trained)
         report["digest"] = digest(trained)
         print(f"base: digest {report['digest']}", flush=True)
     model = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).to(device)  # a fresh one: no compiled layers, RoPE's frequencies in fp32
@@ -288,7 +289,7 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
     for name, groups in adapters.items():
         alone = accuracy(model, tokenizer, name, max(plan.exam_items // 5, 1), instructed=True)
         adapted, training = train_adapter(model, name, [order.rows() for order in groups], plan, device, seed)
-        save_adapter(adapted, output / "adapters" / name)
+        save_adapter(adapted, output / "adapters" / name, BASE_NAME)
         adapted.to(device).eval()
         begun = time.monotonic()
         result = accuracy(adapted, tokenizer, name, plan.exam_items)
