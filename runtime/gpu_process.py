@@ -25,6 +25,7 @@ from .serve_settings import ServeSettings
 _log = logging.getLogger(__name__)
 POLL_LOADS_MS = 1
 HOST_MEMORY_SECONDS = 0.1
+END_SECONDS = 1.5
 STEP_FAULT = "a step failed on the device"
 
 
@@ -87,7 +88,7 @@ class _Loop:
         self._loads = 0
         self._in_host_memory: set[int] = set()
         self._look_again = 0.0
-        self._broken = threading.Event()
+        self._broken, self._ending = threading.Event(), threading.Event()
 
     def run(self) -> None:
         """Serve."""
@@ -116,9 +117,11 @@ class _Loop:
         except ChannelClosed:
             return
         finally:
+            self._ending.set()
             self._steps.put(None)
             self._errands.put(None)
-            threads[0].join(1.0)
+            for thread in threads:  # the interpreter must not end in the middle of their tensor operations: C++ would abort the process
+                thread.join(END_SECONDS)
         raise SystemExit(70)
 
     def _supervisor_gone(self) -> None:
@@ -181,7 +184,7 @@ class _Loop:
 
     def _read_adapters(self, reporter: Reporter) -> None:
         """The thread that reads adapters from disk."""
-        while (errand := self._errands.get()) is not None:
+        while (errand := self._errands.get()) is not None and not self._ending.is_set():
             try:
                 if isinstance(errand, Load):
                     answer = Answer(errand.ticket, self._served.add_adapter(errand.name, errand.path, errand.replace))

@@ -1,0 +1,53 @@
+"""The GPU process's end: nothing of it is still at work when the interpreter goes."""
+import threading
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+from sidestream.runtime.channel import Channel
+from sidestream.runtime.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
+from sidestream.runtime.gpu_process import run
+from sidestream.runtime.serve_settings import ServeSettings
+
+
+class SlowReader:
+    """A model whose adapters take a while to be read."""
+
+    ready = Ready(97, 8, 64, 512, 4, 512, 2, [1], [])
+    runner = SimpleNamespace(loaded=list, in_host_memory=list)
+
+    def __init__(self):
+        self.begun, self.ended, self.reading = [], [], threading.Event()
+
+    def add_adapter(self, name, path, replace):
+        self.begun.append(name)
+        self.reading.set()
+        time.sleep(0.4)
+        self.ended.append(name)
+        return LoadedAdapter(name, len(self.ended), 8, "hash")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_path):
+    served, codes = SlowReader(), []
+    channel, theirs = Channel.pair()
+    process = threading.Thread(target=lambda: codes.append(run(theirs.detach(), lambda settings: served)))
+    process.start()
+    channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
+    with zmq.Context() as context:
+        batcher = BatcherEnd(context, tmp_path, 0)
+        for ticket in range(3):
+            batcher.tell(Load(ticket, f"a{ticket}", "/adapters"))
+        deadline = time.monotonic() + 20
+        while not served.reading.wait(0.01) and time.monotonic() < deadline:
+            batcher.flush()
+        heard = [batcher.receive() for _ in range(100)]
+        assert not any(isinstance(message, Answer) for message in heard)  # it is still being read
+        channel.close()
+        process.join(10)
+        batcher.close()
+        context.destroy(linger=0)
+    assert codes == [0]
+    assert served.begun == served.ended == ["a0"]
