@@ -210,7 +210,8 @@ def run(options: argparse.Namespace) -> int:
     release = earlier["torch"] if earlier else torch.__version__
     title = (
         f"The cost model ({gpu.name}) against steps measured on: {on}; torch {release}\n{shape}, {fields['num_hidden_layers']} layers, "
-        f"random weights, FP8, {options.max_loras} adapters of rank {options.rank}, context {options.context}. Microseconds of all steps of an op together.\n"
+        f"random weights, {CompileOptions().precision}, {options.max_loras} adapters of rank {options.rank}, context {options.context}. "
+        "Microseconds of all steps of an op together.\n"
     )
     print(f"{title}compiled in {time.perf_counter() - begin:.1f} s", flush=True)
     results = []
