@@ -52,7 +52,7 @@ class Row:
 class Layers:
     """The compiled models of both depths and their tensors, shared by every program."""
 
-    def __init__(self, rank: int, slots: int, device: str = "cuda", options: Any = None) -> None:
+    def __init__(self, rank: int, slots: int, device: str = "cuda", options: Any = None, config: Mapping[str, Any] = LLAMA_8B) -> None:
         import torch
 
         from ..compiler.api import compile_model
@@ -65,8 +65,8 @@ class Layers:
         self.options = options or CompileOptions()
         self.models = {}
         for depth in DEPTHS:
-            config = LlamaConfig.from_dict({**LLAMA_8B, "vocab_size": VOCABULARY, "num_hidden_layers": depth})
-            self.models[depth] = compile_model(Llama(config, LoraShape(slots, rank), torch.bfloat16, "meta"), self.options)
+            fields = LlamaConfig.from_dict({**config, "vocab_size": VOCABULARY, "num_hidden_layers": depth})
+            self.models[depth] = compile_model(Llama(fields, LoraShape(slots, rank), torch.bfloat16, "meta"), self.options)
         self._constant: dict[str, Any] = {}
         self._generator = torch.Generator(device).manual_seed(0)
 

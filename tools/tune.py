@@ -36,7 +36,8 @@ examples:
   sidestream tune                                        measure it (a minute or two), and write the table inside the package
   sidestream tune --dtype fp8                            the same for --precision fp8
   sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
-  sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay"""
+  sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay
+  sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without, not alone"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS), metavar="T", help="tokens of a step (default: 16 32 64 128 256 512)")
     parser.add_argument("--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed replays of a configuration; the median counts (default: 5)")
+    parser.add_argument("--in-layers", action="store_true", help="of the best few keep what makes the fastest decode layers, with adapters and without; "
+                        "a minute an entry")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the table to write (default: this GPU's table inside the package)")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
     parser.set_defaults(run=run)
@@ -104,7 +107,13 @@ def run(options: argparse.Namespace) -> int:
     with tqdm(total=sum(len(_configs(job, sms)) for job in work), desc=f"Tuning {options.dtype}", unit="config", dynamic_ncols=True) as bar:
         for job in work:
             bar.set_postfix_str(f"{job.layer} x {job.tokens}")
-            best, fused = measure(job, sms, options.repeats, bar.update, bar.write)
+            best, fused, measured = measure(job, sms, options.repeats, bar.update, bar.write)
+            if options.in_layers and job.layer != "lm_head":
+                kept = in_layers(config, job, measured, sms, bar.write)
+                put(table, "linear_8bit", job, kept)
+                bar.write(f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} kept: {show(kept)}")
+                write(output, table)
+                continue
             put(table, "linear_8bit", job, best.config)
             line = f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {best.us:8.2f} us  {show(best.config)}"
             if job.layer == "gate_up":
@@ -226,8 +235,16 @@ def write(path: Path, table: dict[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join([*heads, *ops]) + "\n}\n")
 
 
-def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]) -> tuple[Timing, Timing | None]:
-    """The best configuration of `linear_8bit`, and of `linear_8bit_silu_mul` where that and a quantization are faster than the linear and `silu_mul_quant`.
+def in_layers(config: dict[str, Any], job: Job, measured: list[Timing], sms: int, say: Callable[[str], Any]) -> "LinearConfig":
+    """The configuration, of the best few alone, that makes the fastest decode layers."""
+    from .tune_layers import LayerBench, best_in_layers, finalists
+
+    return best_in_layers(LayerBench(config, job.dtype), job, finalists(measured, job, sms), say)
+
+
+def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]) -> tuple[Timing, Timing | None, list[Timing]]:
+    """(the best configuration of `linear_8bit`, that of `linear_8bit_silu_mul` where it and a quantization are faster than the linear and `silu_mul_quant`,
+    all of `linear_8bit` that gave right results).
 
     Raises ValueError where nothing gave right results.
     """
@@ -240,7 +257,7 @@ def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: C
         raise ValueError(f"no configuration of {job.layer} [{job.n}, {job.k}] in {job.dtype} gave right results for {job.tokens} tokens")
     best, fused = choose(measured), activation_configs(job, sms)
     if not fused:
-        return best, None
-    measured, separate = bench.activation(fused, best.config, sms, advance, say)
-    gains = measured and choose(measured).us <= GAIN * separate
-    return best, choose(measured) if gains else None
+        return best, None, measured
+    activations, separate = bench.activation(fused, best.config, sms, advance, say)
+    gains = activations and choose(activations).us <= GAIN * separate
+    return best, choose(activations) if gains else None, measured

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sidestream.ops import tuning
 from sidestream.ops.tuning import LinearConfig
-from sidestream.tools import cli, tune_bench
+from sidestream.tools import cli, tune_bench, tune_layers
 from sidestream.tools.engine_arguments import DEFAULT_PRECISION, DEMO_MODEL
 from sidestream.tools.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write
 
@@ -81,6 +81,52 @@ def test_each_dtype_has_its_sections(dtype: str, tmp_path: Path, monkeypatch: py
         table = json.loads(path.read_text())
         assert table[other] == kept and f"{other}_silu_mul" not in table and table["device"] == "NVIDIA H200"
     assert "with SiLU" in capsys.readouterr().out
+
+
+class FakeLayers:
+    """Layers are fastest with the fewest programs, whose linear is among the slower ones alone; with other registers than 72 they are a little slower."""
+
+    def __init__(self, config: dict[str, Any], dtype: str) -> None:
+        assert config["hidden_size"] == 4096 and dtype == "int8"
+
+    def us(self, job: Job, config: LinearConfig, lora: bool) -> float:
+        programs = tuning.work_split(config, job.tokens, job.n, job.k, tuning.H200_SMS).programs
+        return programs + (config.max_registers != 72) + (20.0 if lora else 0.0)
+
+
+def test_in_layers_another_configuration_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Even(FakeBench):
+        def linear(self, configs: list[LinearConfig], *rest: Any) -> list[Timing]:
+            return [Timing(config, 10.0 + 0.1 * i, 1.7e-3) for i, config in enumerate(configs)]
+
+    monkeypatch.setattr(FakeBench, "made", [], raising=False)
+    monkeypatch.setattr(tune_bench, "Bench", Even)
+    monkeypatch.setattr(tune_layers, "LayerBench", FakeLayers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=tuning.H200_SMS))
+    path = tmp_path / "table.json"
+    assert cli.main(["tune", "--in-layers", "--layers", "o", "--tokens", "32", "-o", str(path)]) == 0
+    tuning.read_table.cache_clear()
+    place, job = (4096, 4096, 32), Job("o", 4096, 4096, 32)
+    kept = tuning.read_table(path, "linear_int8")[place]
+    tried = tune_layers.finalists(Even(1, 1, 1, 1, torch.int8).linear(linear_configs(job, tuning.H200_SMS)), job, tuning.H200_SMS)
+    programs = {config: tuning.work_split(config, 32, 4096, 4096, tuning.H200_SMS).programs for config in tried}
+    assert kept.max_registers == 72 and programs[kept] == min(programs.values()) < max(programs.values())
+    assert tried[0] == tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True)
+    shown = capsys.readouterr().out
+    assert shown.count("us a layer with adapters") == len(tried) == len(set(tried)) > 4 and shown.count("(as it was)") == 1 and "kept: gluon" in shown
+
+
+def test_an_entry_on_trial_is_gone_afterwards() -> None:
+    place, config = (4096, 4096, 32), LinearConfig("gluon", 64, 32, stages=3)
+    before = tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True)
+    with tuning.instead("linear_int8", place, config):
+        assert tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True) == config
+        assert tuning.linear_config(64, 4096, 4096, tuning.H200_SMS, int8=True) != config
+    assert tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True) == before
 
 
 def test_replays_take_turns() -> None:
