@@ -14,6 +14,7 @@ lora_active      the adapters of each 128 tokens, for linear_8bit_lora
 lora_expand      LoRA's second half: summed planes times B
 lora_groups      the adapters of a decode step's tokens, for decoder_block_lora
 lora_plan        tokens sorted by adapter and cut into tiles
+lora_round       LoRA's first half added up and rounded to int8, for ops that make their delta themselves
 lora_shrink      LoRA's first half: split-K planes of x times A
 paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, both in _gluon, _prefill_wide_gluon)
 paged_attention_blocks  decode attention quantized for decoder_block
@@ -45,6 +46,7 @@ from . import (  # noqa: F401
     lora_expand,
     lora_groups,
     lora_plan,
+    lora_round,
     lora_shrink,
     paged_attention,
     paged_attention_blocks,

@@ -57,7 +57,7 @@ def lora_shrink_fake(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor
 
 
 @triton.jit
-def _start(PDL: tl.constexpr):
+def wait_then_launch(PDL: tl.constexpr):
     """Waits, then lets what reads the planes launch: it may start early, on either lane, and find complete what is older than the shrink (a plan)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -125,7 +125,7 @@ def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_t
 
     Beside a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
     """
-    _start(PDL)
+    wait_then_launch(PDL)
     place = tl.arange(0, ORDER)
     order = tl.load(token_order + place, mask=place < num_tokens, other=0)  # all of it, since the part that is needed is not known yet
     row = tiles + tl.program_id(0) // (splits * rank_blocks) * 3
@@ -164,7 +164,7 @@ def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens
     """The same pieces of work for any number of programs and columns: loads pipelined through shared memory, those of scales by block by hand."""
     PRODUCT: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = tl.float32 if SCALES else PRODUCT
-    _start(PDL)
+    wait_then_launch(PDL)
     per_tile = splits * rank_blocks
     work = num_tiles * per_tile
     item = tl.program_id(0)

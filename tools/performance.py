@@ -4,6 +4,7 @@
     python -m sidestream.tools.performance --write    put the measured tables in
 """
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,22 @@ def startup() -> str:
     return table(["seconds", "cold", "warm"], [[part.replace("_", " "), f"{rows['cold'][part]:.1f}", f"{rows['warm'][part]:.1f}"] for part in rows["cold"]])
 
 
+def steps() -> str:
+    """Where a decode layer's time goes: microseconds that each op adds to its lane."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    columns = []
+    for result in raw("steps_h200")["results"]:
+        name = re.fullmatch(r"decode_t(\d+)_.*_(lora|base)", result["program"])
+        if name is None:
+            raise ValueError(f"steps_h200.json: {result['program']!r} is no decode step")
+        columns.append(f"{name[1]} requests, {'adapters' if name[2] == 'lora' else 'base'}")
+        layers = max(row["count"] for row in result["rows"] if row["op"].startswith(("rope_append", "paged_attention")))
+        for row in result["rows"]:
+            if row["count"] >= layers - 1:  # what a step has once is no layer's
+                found.setdefault((row["op"], row["lane"]), {})[columns[-1]] = f"{row['measured'] / layers:.1f}"
+    return table(["op", "lane", *columns], [[op, lane, *(cells.get(column, "") for column in columns)] for (op, lane), cells in found.items()])
+
+
 def kernels() -> str:
     """Steps of a layer of Llama-3.1-8B's shape: as captured, and as the default's programs have them."""
     import torch
@@ -117,7 +134,7 @@ def kernels() -> str:
 
 
 TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "startup": startup, "attention": attention,
-                    "ablation": ablation, "kernels": kernels}
+                    "ablation": ablation, "kernels": kernels, "steps": steps}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 

@@ -19,8 +19,10 @@ def random_tensors(program: Program, device: torch.device, assume: Assumptions, 
             if buffer.dtype == torch.float32:
                 tensor.fill_(1.0 if buffer.name.startswith("key_balance") else 0.002)
             else:
-                spread = 1.0 if buffer.dtype.itemsize == 1 else 0.05
-                tensor.copy_(torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(0.0, spread, generator=source))
+                int8 = buffer.dtype == torch.int8  # as rows of a normal distribution are stored: small numbers would draw less power
+                spread = 36.0 if int8 else 1.0 if buffer.dtype.itemsize == 1 else 0.05
+                values = torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(0.0, spread, generator=source)
+                tensor.copy_(values.round_().clamp_(-127, 127) if int8 else values)
             known[buffer.name] = tensor
         result[buffer.name] = tensor
     return result

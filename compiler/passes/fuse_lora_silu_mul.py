@@ -5,6 +5,7 @@ import torch
 from torch import fx
 
 from ...ops.lora_expand import lora_expand
+from ...ops.lora_round import lora_round
 from ...ops.quantize import quantize_rowwise
 from ...ops.silu_mul import silu_mul_quant
 from ...ops.silu_mul_lora import fits, silu_mul_lora
@@ -18,11 +19,12 @@ def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     """No delta of gate and up is written: the op that adds it multiplies the shrunk rows with the adapters' rows, and the quantization is a launch of its own.
 
     before  delta = lora_expand(planes, b, order, tiles, tile, [14336, 14336], bs); h, q, s = silu_mul_quant(gate_up, delta, keep, int8, rotate)
-    after   h = silu_mul_lora(gate_up, planes, b, bs, order, tiles, tile); q, s = quantize_rowwise(h, int8, rotate)
+    after   ranks, step = lora_round(planes, 2)  # beside the projection
+            h = silu_mul_lora(gate_up, ranks, step, b, bs, order, tiles, tile); q, s = quantize_rowwise(h, int8, rotate)
 
-    The expand would end behind the projection that it runs beside, and slow it down. For graphs with static sizes, with adapters in int8. Leaves deltas that
-    more than one op reads, other halves than gate and up, token counts for which nobody measured a gain, sizes that the kernel doesn't take, and everything
-    with lora_lowering="serial" or "side_stream", which keep launches of their own.
+    The expand would end behind the projection that it runs beside, and slow it down; the rounding, on its lane, is small. For graphs with static sizes,
+    with adapters in int8. Leaves deltas that more than one op reads, other halves than gate and up, token counts for which nobody measured a gain, sizes that
+    the kernel doesn't take, and everything with lora_lowering="serial" or "side_stream", which keep launches of their own.
     """
     report = PassReport(0)
     for node in list(graph.nodes):
@@ -36,10 +38,15 @@ def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
             report.rejected.append(f"{node.name}: {reason}")
             continue
         planes, b, order, tiles, tile, _slices, b_scale = args_of(delta)
+        with graph.inserting_before(delta):
+            rounded = insert_call(graph, lora_round, (planes, 2), like=delta)
+            ranks, step = (insert_call(graph, operator.getitem, (rounded, place), like=delta) for place in (0, 1))
+        for new in (rounded, ranks, step):
+            new.meta.update({key: delta.meta[key] for key in ("stream", "sm_share") if key in delta.meta})
         with graph.inserting_before(node):
-            h = insert_call(graph, silu_mul_lora, (gate_up, planes, b, b_scale, order, tiles, tile), like=node)
-            rounded = insert_call(graph, quantize_rowwise, (h, *form), like=node)
-            results = (h, *(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)))
+            h = insert_call(graph, silu_mul_lora, (gate_up, ranks, step, b, b_scale, order, tiles, tile), like=node)
+            quantized = insert_call(graph, quantize_rowwise, (h, *form), like=node)
+            results = (h, *(insert_call(graph, operator.getitem, (quantized, place), like=node) for place in (0, 1)))
         for pick in list(node.users):
             pick.replace_all_uses_with(results[args_of(pick)[1]])
         report.matches += 1

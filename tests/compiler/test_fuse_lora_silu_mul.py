@@ -9,6 +9,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.cost import estimate, floor_seconds, total_seconds
+from sidestream.compiler.nodes import is_call
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_lora_silu_mul
 from sidestream.compiler.passes.base import Context
@@ -19,7 +20,9 @@ from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.lora_expand import lora_expand
 from sidestream.ops.lora_plan import lora_plan
+from sidestream.ops.lora_round import lora_round
 from sidestream.ops.silu_mul import silu_mul_quant
+from sidestream.ops.silu_mul_lora import silu_mul_lora
 from support.fx_graphs import GraphBuilder
 from support.three_tokens import STEP_LORA, logits, relative
 
@@ -54,19 +57,23 @@ def test_no_delta_of_gate_and_up_is_written(sequences: int) -> None:
     fused, apart = ops(program(step(sequences))), ops(program(step(sequences), disable=(PASS,)))
     assert fused["silu_mul_lora"] == apart["silu_mul_quant"] == 2 and not fused["silu_mul_quant"] and not apart["silu_mul_lora"]
     assert fused["quantize_rowwise"] == apart["quantize_rowwise"] + 2 and fused["lora_expand"] == apart["lora_expand"] - 2
-    assert fused["lora_shrink"] == apart["lora_shrink"] == 8
+    assert fused["lora_shrink"] == apart["lora_shrink"] == 8 and fused["lora_round"] == apart["lora_round"] + 2
     assert ops(program(step(sequences), lora_lowering="one_launch")) == fused
     assert ops(program(step(sequences), targets=("gate_proj",)))["silu_mul_lora"] == 2  # packed with an up of zeros
 
 
-def test_it_waits_for_the_shrink_and_follows_the_projection() -> None:
-    made = program(step(100))
+@pytest.mark.parametrize("share", [None, 0.2])
+def test_it_waits_for_the_rounded_ranks_and_follows_the_projection(share: float | None) -> None:
+    made = program(step(100), lora_sm_share=share)
     for index, each in enumerate(made.steps):
         if each.op != "sidestream.silu_mul_lora":
             continue
-        main = [other for other in made.steps[:index] if other.stream == "main"]
-        planes = next(other for other in made.steps if other.outs and other.outs[0] == each.args[1])
-        assert planes.op == "sidestream.lora_shrink" and planes.stream == "side" and each.waits == (planes.index,)
+        main, side = ([other for other in made.steps[:index] if other.stream == stream] for stream in ("main", "side"))
+        rounded = next(other for other in made.steps if other.outs and other.outs[0] == each.args[1])
+        assert rounded.op == "sidestream.lora_round" and rounded.outs[1] == each.args[2] and each.waits == (rounded.index,)
+        shrink = side[side.index(rounded) - 1]
+        assert shrink.op == "sidestream.lora_shrink" and shrink.outs[0] == rounded.args[0]
+        assert rounded.stream == "side" and rounded.pdl and not rounded.waits and rounded.sm_budget == shrink.sm_budget
         assert each.stream == "main" and each.pdl and main[-1].op == "sidestream.linear_8bit" and main[-1].outs[0] == each.args[0]
         quantized = next(other for other in made.steps[index + 1:] if other.stream == "main")
         assert quantized.op == "sidestream.quantize_rowwise" and quantized.pdl and not quantized.waits
@@ -99,10 +106,15 @@ def test_one_delta_of_two_halves(slices: list[int], readers: int, reason: str | 
     order, tiles = build.call(operator.getitem, plan, 0), build.call(operator.getitem, plan, 1)
     delta = build.call(lora_expand, planes, b, order, tiles, 16, slices, build.weight("b_scale", (3, 128), kind="adapter"))
     made = build.finish(*(build.call(operator.getitem, build.call(silu_mul_quant, gate_up, delta, False, torch.int8, 128), 1) for _ in range(readers)))
+    next(node for node in made.graph.nodes if is_call(node, lora_expand)).meta.update(stream="side", sm_share=0.25)
     report = fuse_lora_silu_mul.fuse_lora_silu_mul(made.graph, Context(CompileOptions()))
     made.graph.lint()
     assert report.matches == (reason is None) and len(report.rejected) == (readers if reason else 0)
     assert all(re.search(str(reason), refused) for refused in report.rejected)
+    for node in made.graph.nodes:
+        if is_call(node, lora_round, silu_mul_lora):
+            side = is_call(node, lora_round)
+            assert (node.meta.get("stream"), node.meta.get("sm_share")) == (("side", 0.25) if side else (None, None))
 
 
 def test_it_computes_what_separate_launches_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,5 +133,6 @@ def test_its_cost() -> None:
     fused = next(each for each in made.steps if each.op == "sidestream.silu_mul_lora")
     one, two = (work(made, fused, Assumptions(adapters=adapters)) for adapters in (1, 2))
     assert two.bytes - one.bytes == 1024 * (32 + 4) and one.flops == two.flops == {1: 2.0 * 128 * 1024 * 32}
-    assert one.bytes >= 128 * (1024 * 2 + 512 * 2) + 1024 * 36
+    plan = 4 * 128 + 12 * (128 // 16 + 3)  # the order of the tokens and their tiles
+    assert one.bytes == 128 * (1024 * 2 + 512 * 2) + 1024 * 36 + 128 * (2 * 32 + 2 * 4) + plan
     assert floor_seconds(made) < total_seconds(estimate(made))

@@ -10,6 +10,7 @@ import torch
 from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.lora_active import lora_active_reference
 from sidestream.ops.lora_groups import lora_groups_reference
+from sidestream.ops.lora_round import lora_round_reference
 from sidestream.ops.lora_shrink import lora_shrink_reference
 from sidestream.ops.quantize_blocks import quantize_blocks_reference
 
@@ -90,7 +91,7 @@ def decoder_block_inputs(
 def silu_mul_lora_inputs(case: LoraCase, dtype: torch.dtype = BF16) -> tuple[Any, ...]:
     """Arguments of `silu_mul_lora` for a case of two packed linears; gates and deltas are of the same size."""
     planes, b, *plan, _slices, b_scale = case.quantized(False, torch.int8).expand(lora_shrink_reference(*case.shrink))
-    return torch.randn(len(case.x), sum(case.slices), device=case.x.device).to(dtype), planes, b, b_scale, *plan
+    return torch.randn(len(case.x), sum(case.slices), device=case.x.device).to(dtype), *lora_round_reference(planes, 2), b, b_scale, *plan
 
 
 @samples("argmax")
@@ -161,6 +162,11 @@ def _silu_mul_quant() -> list[tuple[Any, ...]]:
 @samples("silu_mul_blocks")
 def _silu_mul_blocks() -> list[tuple[Any, ...]]:
     return [(normal(3, 512), None), (normal(40, 256), normal(40, 256), torch.int8, 128)]
+
+
+@samples("lora_round")
+def _lora_round() -> list[tuple[Any, ...]]:
+    return [(normal(2, 5, 48, dtype=torch.float32), 3), (normal(1, 3, 40, dtype=torch.float32), 1)]
 
 
 @samples("silu_mul_lora")
