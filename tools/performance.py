@@ -5,7 +5,7 @@
 """
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +62,46 @@ def fp8_latency() -> str:
 
 
 def layer() -> str:
-    """A decode layer without adapters, and with LoRA lowered in two ways."""
+    """A decode layer without adapters, and with LoRA lowered as the passes choose and by launches beside the base alone."""
     lowered: dict[int, dict[str, float]] = {}
     for row in raw("bench_layer_int8_h200")["rows"]:
         lowered.setdefault(row["tokens"], {})[row["variant"]] = row["us_per_layer"]
-    names = ("none", "side_stream", "one_launch")
-    return table(["requests at once", "no adapters, us", "LoRA on the side stream, us", "LoRA in one launch, us"],
+    names = ("none", "auto", "side_stream")
+    return table(["requests at once", "no adapters, us", "LoRA as chosen, us", "LoRA on the side stream alone, us"],
                  [[str(tokens), *(f"{times[name]:.1f}" for name in names)] for tokens, times in sorted(lowered.items())])
+
+
+Place = tuple[int, bool]  # requests at once, whether with adapters
 
 
 def ablation() -> str:
     """What each optimisation is worth: microseconds that a layer takes, and takes more without it."""
-    arms: dict[str, dict[tuple[int, bool], str]] = {}
-    rows = raw("bench_ablation_h200")["ablation"]
+    return ablation_table(ablation_cells("bench_ablation_h200"))
+
+
+def earlier_ablation() -> str:
+    """The same for what the last run had no time for."""
+    later = ablation_cells("bench_ablation_h200")
+    arms = {arm: {place: cell for place, cell in cells.items() if place not in later.get(arm, {})} for arm, cells in ablation_cells(EARLIER).items()}
+    everything = next(iter(ablation_cells(EARLIER)))
+    return ablation_table({everything: ablation_cells(EARLIER)[everything], **{arm: cells for arm, cells in arms.items() if cells}})
+
+
+EARLIER = "bench_ablation_earlier_h200"
+
+
+def ablation_cells(name: str) -> dict[str, dict[Place, str]]:
+    """An ablation's figures by arm."""
+    arms: dict[str, dict[Place, str]] = {}
+    rows = raw(name)["ablation"]
     for row in rows:
         added = "" if row["arm"] == rows[0]["arm"] else f" ({row['added_us']:+.1f})"
         arms.setdefault(row["arm"], {})[row["tokens"], bool(row["adapters"])] = f"{row['us_per_layer']:.1f}{added}"
+    return arms
+
+
+def ablation_table(arms: Mapping[str, Mapping[Place, str]]) -> str:
+    """A column for each number of requests, without and with adapters."""
     columns = sorted({place for cells in arms.values() for place in cells})
     head = [f"{tokens} requests, {'adapters' if lora else 'base'}" for tokens, lora in columns]
     return table(["turned off or exchanged", *head], [[arm, *(cells.get(place, "") for place in columns)] for arm, cells in arms.items()])
@@ -97,12 +121,14 @@ def steps() -> str:
         name = re.fullmatch(r"decode_t(\d+)_.*_(lora|base)", result["program"])
         if name is None:
             raise ValueError(f"steps_h200.json: {result['program']!r} is no decode step")
-        columns.append(f"{name[1]} requests, {'adapters' if name[2] == 'lora' else 'base'}")
+        columns.append(f"{name[1]}, {'adapters' if name[2] == 'lora' else 'base'}")
         layers = max(row["count"] for row in result["rows"] if row["op"].startswith(("rope_append", "paged_attention")))
         for row in result["rows"]:
             if row["count"] >= layers - 1:  # what a step has once is no layer's
                 found.setdefault((row["op"], row["lane"]), {})[columns[-1]] = f"{row['measured'] / layers:.1f}"
-    return table(["op", "lane", *columns], [[op, lane, *(cells.get(column, "") for column in columns)] for (op, lane), cells in found.items()])
+    rows = sorted(found.items(), key=lambda entry: entry[0][1] != "main")
+    lines = [[op, lane, *(cells.get(column, "") for column in columns)] for (op, lane), cells in rows]
+    return table(["us of a layer; requests at once", "lane", *columns], lines)
 
 
 def kernels() -> str:
@@ -134,7 +160,7 @@ def kernels() -> str:
 
 
 TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "startup": startup, "attention": attention,
-                    "ablation": ablation, "kernels": kernels, "steps": steps}
+                    "ablation": ablation, "earlier ablation": earlier_ablation, "kernels": kernels, "steps": steps}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 
