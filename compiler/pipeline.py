@@ -33,6 +33,7 @@ from .passes.quantize_kv import quantize_kv
 from .passes.quantize_linears import quantize_linears
 from .passes.quantize_lora import quantize_lora
 from .passes.rotate_values import rotate_values
+from .passes.round_lora_ranks import round_lora_ranks
 from .passes.widen_kv_once import widen_kv_once
 from .report import PassRecord, graph_lines, op_counts, text_of
 
@@ -85,6 +86,7 @@ DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_decoder_block, "quantizes"),
     Pass(fuse_linear_silu_mul, "keeps"),
     Pass(fuse_lora_silu_mul, "quantizes"),
+    Pass(round_lora_ranks, "quantizes"),
     Pass(quantize_in_blocks, "quantizes"),
 )
 # On the static graph of a prompt program.

@@ -181,8 +181,8 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
         elif kind == "adapter" and len(view.shape) == 3:
             tokens = program.bucket.tokens if program.bucket is not None else rows
             read = arguments.get("x", arguments.get("attention"))
-            narrow = "silu_mul_lora" in step.op or (read is not None and _itemsize(program, read) == 1)
-            width = width if narrow else max(2, width)  # an e4m3 stack alone is widened
+            narrow = "rank_step" in arguments or (read is not None and _itemsize(program, read) == 1)
+            width = width if narrow else max(2, width)  # an eight-bit stack alone is widened
             counted[width] = counted.get(width, 0.0) + 2.0 * tokens * prod(view.shape[1:])
     return counted
 

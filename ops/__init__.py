@@ -12,9 +12,10 @@ linear_8bit_silu_mul  y of gate and up, with SiLU(gate) * up as its result
 lora             low-rank deltas of a batch of mixed adapters (semantic)
 lora_active      the adapters of each 128 tokens, for linear_8bit_lora
 lora_expand      LoRA's second half: summed planes times B
+lora_expand_rounded  the same from ranks that lora_round has rounded
 lora_groups      the adapters of a decode step's tokens, for decoder_block_lora
 lora_plan        tokens sorted by adapter and cut into tiles
-lora_round       LoRA's first half added up and rounded to int8, for ops that make their delta themselves
+lora_round       LoRA's first half added up and rounded to int8, for lora_expand_rounded and ops that make their delta themselves
 lora_shrink      LoRA's first half: split-K planes of x times A
 paged_attention  causal attention over the paged KV cache, + quantization (kernels: attention_prefill, attention_decode, both in _gluon, _prefill_wide_gluon)
 paged_attention_blocks  decode attention quantized for decoder_block
@@ -44,6 +45,7 @@ from . import (  # noqa: F401
     lora,
     lora_active,
     lora_expand,
+    lora_expand_rounded,
     lora_groups,
     lora_plan,
     lora_round,

@@ -54,7 +54,7 @@ def lora_expand_fake(planes: torch.Tensor, b: torch.Tensor, token_order: torch.T
 
 
 @triton.jit
-def _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr):
+def place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr):
     """(tile, slice, first column, end of the slice) of a piece of work: blocks of COLUMNS columns are counted slice by slice, so that none straddles two."""
     block = item % blocks_per_tile
     blocks0 = tl.cdiv(WIDTH0, COLUMNS)
@@ -69,7 +69,7 @@ def _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr)
 @triton.jit
 def _load_b(b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr, RANKS: tl.constexpr):
     """B's rows for a piece of work and their scales (ones if it has none); zeros past the last one and for tokens without adapter."""
-    tile, _, begin, stop = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+    tile, _, begin, stop = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot = tl.load(tiles + tile * 3, mask=item < end, other=-1)
     stop = tl.where(slot >= 0, stop, 0)
     column = begin + tl.arange(0, COLUMNS)
@@ -122,7 +122,7 @@ def expand_once_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens
 
     It needs half the registers of a program that loops: more of them fit beside a base GEMM, and hide each other's latencies.
     """
-    tile, part, begin, stop = _place(tl.program_id(0), blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+    tile, part, begin, stop = place_of(tl.program_id(0), blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot, first, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     if count > 0:
         lane = tl.arange(0, TILE)
@@ -162,7 +162,7 @@ def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, 
     end = tl.minimum(item + share, work)
     # the plan and B are older than the shrink that is waited for
     b_rows, scale = _load_b(b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
-    tile, part, _, _ = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+    tile, part, _, _ = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     token, count, active = _load_tokens(token_order, tiles, tile, item < end, TILE)
     pdl_start(PDL)
     if item < end:
@@ -170,7 +170,7 @@ def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, 
         shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
         while item < end:
             next_rows, next_scale = _load_b(b, b_scale, tiles, item + 1, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
-            now_tile, now_part, begin, stop = _place(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
+            now_tile, now_part, begin, stop = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
             if (now_tile != tile) | (now_part != part):
                 tile, part = now_tile, now_part
                 token, count, active = _load_tokens(token_order, tiles, tile, True, TILE)

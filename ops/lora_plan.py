@@ -32,6 +32,16 @@ def lora_splits(k: int, num_tokens: int) -> int:
     return max(1, min(32, cdiv(k, chunk)))
 
 
+def rounded_splits(k: int, n: int, num_tokens: int) -> int:
+    """The same for planes that `lora_round` adds up, with n output features: their number costs little then.
+
+    From 65 tokens to 128, and for short projections to 256, a plane is what a program of the shrink loads at once (whole decode layers on an H200).
+    """
+    if 64 < num_tokens <= 128 or (64 < num_tokens <= 256 and max(k, n) <= 8192 and n <= k):
+        return max(1, min(32, cdiv(k, 512)))
+    return lora_splits(k, num_tokens)
+
+
 def num_tiles(num_tokens: int, num_slots: int, tile: int) -> int:
     """Rows of `tiles`: enough for the worst distribution of tokens over adapters."""
     return cdiv(num_tokens, tile) + torch.sym_min(num_slots + 1, num_tokens)

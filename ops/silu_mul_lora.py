@@ -9,20 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .lora_rounded_pieces import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
 from .lora_shrink import dequantized
 from .registry import register
 from .silu_mul import silu
-from .triton_support import INTERP, cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
+from .triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 
-MAX_RANK = 64
-MAGIC_BITS = tl.constexpr(0x4B400000)  # of 1.5 * 2**23: whole numbers below 2**22 added to these bits are added to that value
-MAGIC = tl.constexpr(12582912.0)
 BLOCKS = ((128, 4, 1, 1), (1 << 30, 4, 1, 2))  # (most tokens, warps, steps, parts): see `block`
-
-
-def fits(rank: int) -> Optional[str]:
-    """Why the kernel doesn't take stacks of this rank; None if it does."""
-    return None if 8 <= rank <= MAX_RANK and rank % 8 == 0 else f"LoRA stacks of rank {rank}; it takes multiples of 8 up to {MAX_RANK}"
 
 
 def silu_mul_lora_reference(gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
@@ -69,83 +62,14 @@ def check(gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b
         raise ValueError(f"silu_mul_lora: b_scale {tuple(b_scale.shape)}; for b {tuple(b.shape)} it must be {tuple(b.shape[:2])}")
 
 
-# Triton deals the rows of a matrix that is loaded by 8 or 16 bytes to the lanes first, then to the warps, then to the registers. The rows of the loads below
-# are such that a thread loads what it holds of the product's operands or result, and nothing goes through shared memory. A warp has a product of its own, of
-# 16 tokens and 32 columns: of these a thread has pairs of columns of blocks of 8, and pairs of four blocks are neighbours in memory here; of 32 ranks it has 4
-# in each half, and these are neighbours here.
 @triton.jit
-def _load_b(b, begin, slot, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
-    """B's rows for 32 * WARPS columns from `begin` as the products' operand, int8 [WARPS, RANKS, 32]; zeros where there are none."""
-    row = tl.arange(0, RANKS * WARPS * 4)[:, None]
-    place = row // 4 % 8
-    column = begin + row // 32 % WARPS * 32 + place // 2 * 8 + row // (32 * WARPS) % 4 * 2 + place % 2
-    rank = row // (128 * WARPS) * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
-    rows = tl.load(b + column * RANK + rank, mask=(column < tl.where(slot >= 0, WIDTH, 0)) & (rank < RANK), other=0)
-    rows = tl.permute(tl.reshape(rows, (RANKS // 32, 4, WARPS, 8, 4, 2, 4)), (2, 0, 5, 4, 6, 1, 3))
-    return tl.reshape(rows, (WARPS, RANKS, 32))
-
-
-@triton.jit
-def _load_scale(b_scale, begin, slot, WIDTH: tl.constexpr, WARPS: tl.constexpr):
-    """The scales of these columns, [1, WARPS, 8, 32] with the same in each of the 8; zeros where there are none."""
-    row = tl.arange(0, WARPS * 64)[:, None]
-    column = begin + row // 32 % WARPS * 32 + row % 4 * 8 + row // (32 * WARPS) * 4 + tl.arange(0, 4)[None, :]
-    scale = tl.load(b_scale + column, mask=column < tl.where(slot >= 0, WIDTH, 0), other=0.0)
-    return tl.reshape(tl.permute(tl.reshape(scale, (2, WARPS, 8, 4, 4)), (1, 2, 3, 0, 4)), (1, WARPS, 8, 32))
-
-
-@triton.jit
-def _tokens(token_order, first, count, WARPS: tl.constexpr):
-    """16 tokens, each where its gate, up, h and ranks lie: int64 [WARPS * 64, 1], -1 past the last one."""
-    row = tl.arange(0, WARPS * 64)[:, None]
-    lane = row // (32 * WARPS) * 8 + row // 4 % 8
-    return tl.load(token_order + first + lane, mask=lane < count, other=-1).to(tl.int64)
-
-
-@triton.jit
-def _columns(begin, WARPS: tl.constexpr):
-    """32 * WARPS columns beside them, [WARPS * 64, 8]."""
-    row = tl.arange(0, WARPS * 64)[:, None]
-    return begin + row // 32 % WARPS * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
-
-
-@triton.jit
-def _load_half_ranks(ranks, token, half, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
-    row = tl.arange(0, RANKS * WARPS * 2)[:, None]
-    rank = row // (64 * WARPS) * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
-    token = tl.reshape(tl.broadcast_to(token[None, :, :], (RANKS // 32, WARPS * 64, 1)), (RANKS * WARPS * 2, 1))
-    values = tl.load(ranks + token * (2 * RANK) + half * RANK + rank, mask=(token >= 0) & (rank < RANK), other=0)
-    values = tl.permute(tl.reshape(values, (RANKS // 32, 2, WARPS, 8, 4, 2, 4)), (2, 1, 3, 0, 5, 4, 6))
-    return tl.reshape(values, (WARPS, 16, RANKS))
-
-
-@triton.jit
-def _load_step(rank_step, token, slot, half):
-    step = tl.load(rank_step + token * 2 + half, mask=tl.where(slot >= 0, token, -1) >= 0, other=0.0)
-    return (step.to(tl.int32, bitcast=True) & -4).to(tl.float32, bitcast=True)  # 22 bits: its product with MAGIC is exact
-
-
-@triton.jit
-def _load_ranks(ranks, rank_step, token, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
+def _load_both(ranks, rank_step, token, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
     """Of 16 tokens the ranks of gate and of up as the products' other operand, int8 [WARPS, 16, RANKS] (every warp loads all of them), and their steps.
 
     The steps are fp32 [WARPS * 64, 1]; zeros where there is no adapter.
     """
-    gate_q, up_q = _load_half_ranks(ranks, token, 0, RANK, RANKS, WARPS), _load_half_ranks(ranks, token, 1, RANK, RANKS, WARPS)
-    return gate_q, up_q, _load_step(rank_step, token, slot, 0), _load_step(rank_step, token, slot, 1)
-
-
-@triton.jit
-def _product(q, step, rows, WARPS: tl.constexpr):
-    """q @ rows times the tokens' steps, fp32 [2, WARPS, 8, 32]."""
-    total = tl.dot(q, rows, tl.full([WARPS, 16, 32], MAGIC_BITS, tl.int32), out_dtype=tl.int32)
-    total = tl.permute(tl.reshape(total, (WARPS, 2, 8, 4, 4, 2)), (1, 0, 2, 4, 3, 5))
-    total = tl.reshape(total, (2, WARPS, 8, 32)).to(tl.float32, bitcast=True)  # converting whole numbers takes four times as long as this sum
-    step = tl.reshape(tl.broadcast_to(step, (WARPS * 64, 8)), (2, WARPS, 8, 32))
-    if INTERP:  # its multiply-add rounds twice
-        return (total - MAGIC) * step
-    else:
-        return tl.fma(total, step, step * -MAGIC)
+    gate_q, up_q = load_ranks(ranks, token, 0, 2, RANK, RANKS, WARPS), load_ranks(ranks, token, 1, 2, RANK, RANKS, WARPS)
+    return gate_q, up_q, load_step(rank_step, token, slot, 0, 2), load_step(rank_step, token, slot, 1, 2)
 
 
 @triton.jit
@@ -164,11 +88,11 @@ def _store(h, gate, up, gate_q, up_q, gate_step, up_step, gate_rows, up_rows, ga
     """
     gate_delta, up_delta = tl.zeros([2, WARPS, 8, 32], tl.float32), tl.zeros([2, WARPS, 8, 32], tl.float32)
     if slot >= 0:
-        gate_delta = _product(gate_q, gate_step, gate_rows, WARPS) * gate_scale
+        gate_delta = product(gate_q, gate_step, gate_rows, WARPS) * gate_scale
         if BOTH:
-            up_delta = _product(up_q, up_step, up_rows, WARPS) * up_scale
+            up_delta = product(up_q, up_step, up_rows, WARPS) * up_scale
     if not BOTH:
-        up_delta = _product(up_q, up_step, up_rows, WARPS) * up_scale
+        up_delta = product(up_q, up_step, up_rows, WARPS) * up_scale
     gate, up = in_fp32(tl.reshape(gate, (2, WARPS, 8, 32))) + gate_delta, in_fp32(tl.reshape(up, (2, WARPS, 8, 32))) + up_delta
     values = tl.reshape(round_to(silu(gate) * up, h.dtype.element_ty), (WARPS * 64, 8))
     tl.store(h + token * WIDTH + column, values, mask=(token >= 0) & (column < WIDTH))
@@ -189,28 +113,28 @@ def silu_mul_lora_kernel(gate_up, ranks, rank_step, b, b_scale, token_order, til
         gate_b = b + slot.to(tl.int64) * (2 * WIDTH) * RANK
         scales = b_scale + slot.to(tl.int64) * (2 * WIDTH)
         for step in tl.static_range(STEPS):
-            gate_rows = _load_b(gate_b, begin, slot, WIDTH, RANK, RANKS, WARPS)
-            up_rows = _load_b(gate_b + WIDTH * RANK, begin, slot, WIDTH, RANK, RANKS, WARPS)
-            gate_scale = _load_scale(scales, begin, slot, WIDTH, WARPS)
-            up_scale = _load_scale(scales + WIDTH, begin, slot, WIDTH, WARPS)
-            column = _columns(begin, WARPS)
-            token = _tokens(token_order, first, count, WARPS)
+            gate_rows = load_b(gate_b, begin, WIDTH, slot, RANK, RANKS, WARPS)
+            up_rows = load_b(gate_b + WIDTH * RANK, begin, WIDTH, slot, RANK, RANKS, WARPS)
+            gate_scale = load_scale(scales, begin, WIDTH, slot, WARPS)
+            up_scale = load_scale(scales + WIDTH, begin, WIDTH, slot, WARPS)
+            column = columns_of(begin, WARPS)
+            token = load_tokens(token_order, first, count, WARPS)
             if PARTS > 1:
-                next_token = _tokens(token_order, first + 16, count - 16, WARPS)
+                next_token = load_tokens(token_order, first + 16, count - 16, WARPS)
             if step == 0:
                 pdl_start(PDL)
             gate, up = _load_halves(gate_up, token, column, WIDTH)
             if PARTS > 1 or step == 0:
-                gate_q, up_q, gate_step, up_step = _load_ranks(ranks, rank_step, token, slot, RANK, RANKS, WARPS)
+                gate_q, up_q, gate_step, up_step = _load_both(ranks, rank_step, token, slot, RANK, RANKS, WARPS)
             for part in tl.static_range(PARTS):
                 now, gate_now, up_now = token, gate, up
                 gate_q_now, up_q_now, gate_step_now, up_step_now = gate_q, up_q, gate_step, up_step
                 if part + 1 < PARTS:
                     token = next_token
                     gate, up = _load_halves(gate_up, token, column, WIDTH)
-                    gate_q, up_q, gate_step, up_step = _load_ranks(ranks, rank_step, token, slot, RANK, RANKS, WARPS)
+                    gate_q, up_q, gate_step, up_step = _load_both(ranks, rank_step, token, slot, RANK, RANKS, WARPS)
                 if part + 2 < PARTS:
-                    next_token = _tokens(token_order, first + 16 * (part + 2), count - 16 * (part + 2), WARPS)
+                    next_token = load_tokens(token_order, first + 16 * (part + 2), count - 16 * (part + 2), WARPS)
                 if count > 16 * part:
                     _store(h, gate_now, up_now, gate_q_now, up_q_now, gate_step_now, up_step_now, gate_rows, up_rows, gate_scale, up_scale, now, slot,
                            column, WIDTH, WARPS, PARTS > 1)

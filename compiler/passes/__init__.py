@@ -15,6 +15,7 @@ fuse_quantize       the quantization of an activation moves into the op that mak
 fuse_decoder_block  the linears between two attentions of a decode step become one launch, on request with their LoRA
 fuse_lora_expand    a prompt step's linears add their LoRA deltas themselves
 fuse_lora_silu_mul  a decode step's SiLU * mul makes the LoRA delta of gate and up itself
+round_lora_ranks    a decode step's other LoRA branches add up and round their ranks once
 widen_kv_once       a prompt step's attention reads keys and values that were made fp16 once
 quantize_in_blocks  attention and SiLU * mul of a decode step of 17 to 32 tokens quantize by 128 columns, so that nothing waits for a row's maximum
 lower_lora          LoRA -> plan, shrink, expand, marked for the side stream

@@ -5,12 +5,13 @@ import torch
 from torch import fx
 
 from ...ops.lora_expand import lora_expand
-from ...ops.lora_round import lora_round
+from ...ops.lora_rounded_pieces import fits
 from ...ops.quantize import quantize_rowwise
 from ...ops.silu_mul import silu_mul_quant
-from ...ops.silu_mul_lora import fits, silu_mul_lora
+from ...ops.silu_mul_lora import silu_mul_lora
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
+from .round_lora_ranks import insert_rounded
 
 FEWEST_TOKENS, MOST_TOKENS = 33, 256  # at 8 an expand beside the projection is faster (H200); 17 to 32 are quantized in blocks
 
@@ -37,12 +38,8 @@ def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
         if reason is not None:
             report.rejected.append(f"{node.name}: {reason}")
             continue
-        planes, b, order, tiles, tile, _slices, b_scale = args_of(delta)
-        with graph.inserting_before(delta):
-            rounded = insert_call(graph, lora_round, (planes, 2), like=delta)
-            ranks, step = (insert_call(graph, operator.getitem, (rounded, place), like=delta) for place in (0, 1))
-        for new in (rounded, ranks, step):
-            new.meta.update({key: delta.meta[key] for key in ("stream", "sm_share") if key in delta.meta})
+        _planes, b, order, tiles, tile, _slices, b_scale = args_of(delta)
+        ranks, step = insert_rounded(graph, delta)
         with graph.inserting_before(node):
             h = insert_call(graph, silu_mul_lora, (gate_up, ranks, step, b, b_scale, order, tiles, tile), like=node)
             quantized = insert_call(graph, quantize_rowwise, (h, *form), like=node)

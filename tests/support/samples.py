@@ -94,6 +94,12 @@ def silu_mul_lora_inputs(case: LoraCase, dtype: torch.dtype = BF16) -> tuple[Any
     return torch.randn(len(case.x), sum(case.slices), device=case.x.device).to(dtype), *lora_round_reference(planes, 2), b, b_scale, *plan
 
 
+def lora_expand_rounded_inputs(case: LoraCase) -> tuple[Any, ...]:
+    """Arguments of `lora_expand_rounded`."""
+    planes, b, *plan, slices, b_scale = case.quantized(False, torch.int8).expand(lora_shrink_reference(*case.shrink))
+    return *lora_round_reference(planes, len(slices)), b, b_scale, *plan, slices
+
+
 @samples("argmax")
 def _argmax() -> list[tuple[Any, ...]]:
     return [(normal(3, 50, dtype=dtype),) for dtype in (BF16, torch.float32)]
@@ -167,6 +173,11 @@ def _silu_mul_blocks() -> list[tuple[Any, ...]]:
 @samples("lora_round")
 def _lora_round() -> list[tuple[Any, ...]]:
     return [(normal(2, 5, 48, dtype=torch.float32), 3), (normal(1, 3, 40, dtype=torch.float32), 1)]
+
+
+@samples("lora_expand_rounded")
+def _lora_expand_rounded() -> list[tuple[Any, ...]]:
+    return [lora_expand_rounded_inputs(lora_case(9, 64, 16, [48, 16, 16], splits=2)), lora_expand_rounded_inputs(lora_case(3, 64, 32, [20]))]
 
 
 @samples("silu_mul_lora")

@@ -292,12 +292,12 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
         save_adapter(adapted, output / "adapters" / name, BASE_NAME)
         adapted.to(device).eval()
         begun = time.monotonic()
-        result = accuracy(adapted, tokenizer, name, plan.exam_items)
+        result = accuracy(adapted, tokenizer, name, plan.exam_items) | {"perplexity": perplexity(adapted, tokenizer, 4 if smoke else 200)}
         weights = digest(output / "adapters" / name)
         report["tasks"][name] = {"digest": weights, "training": training, "base_instructed": alone, **result, "exam_s": time.monotonic() - begun}
         levels = ", ".join(f"{level}: {share:.0%}" for level, share in result["levels"].items())
         print(f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}); the base alone, instructed {alone['right']:.1%}; "
-              f"{time.monotonic() - begun:.1f} s, digest {weights}", flush=True)  # fmt: skip
+              f"perplexity {result['perplexity']:.3f}; {time.monotonic() - begun:.1f} s, digest {weights}", flush=True)  # fmt: skip
         if name == "retrieval":
             begun = time.monotonic()
             found = {bucket: needle_accuracy(adapted, order.rows()) for bucket, order in sorted(needles.items())}

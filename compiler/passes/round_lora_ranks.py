@@ -1,0 +1,91 @@
+"""A decode step's LoRA branches add up and round their ranks once, not in every program of the expand."""
+import operator
+
+import torch
+from torch import fx
+
+from ...ops.lora_expand import lora_expand
+from ...ops.lora_expand_rounded import lora_expand_rounded
+from ...ops.lora_plan import rounded_splits
+from ...ops.lora_round import lora_round
+from ...ops.lora_rounded_pieces import fits
+from ...ops.lora_shrink import lora_shrink
+from ..nodes import args_of, insert_call, is_call, shape_of
+from .base import Context, PassReport
+
+WIDE = 8192  # a branch of more input or output features than this is a wide one
+WIDE_TOKENS, ALL_TOKENS = (8, 32), (65, 256)  # where wide branches gain, where all do (H200, whole layers)
+
+
+def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
+    """An expand of few registers, no shared memory and one short load behind its wait, which finds room beside the projection; a small launch before it.
+
+    before  planes = lora_shrink(x, a, order, tiles, tile, 4); delta = lora_expand(planes, b, order, tiles, tile, [4096], bs)
+    after   planes = lora_shrink(x, a, order, tiles, tile, 8); ranks, step = lora_round(planes, 1)  # planes are cheap now: more of them where that gains
+            delta = lora_expand_rounded(ranks, step, b, bs, order, tiles, tile, [4096])
+
+    For graphs with static sizes, with adapters in int8. Leaves sizes for which nobody measured a gain (of few tokens the branches that are not wide: the launch
+    in between costs more than it saves), sizes that the kernel doesn't take, and everything with lora_lowering="serial" or "side_stream".
+    """
+    report = PassReport(0)
+    for node in list(graph.nodes):
+        if not is_call(node, lora_expand):
+            continue
+        reason = _stays(node, context.options.lora_lowering)
+        if reason is not None:
+            report.rejected.append(f"{node.name}: {reason}")
+            continue
+        _planes, b, order, tiles, tile, slices, b_scale = args_of(node)
+        ranks, step = insert_rounded(graph, node)
+        with graph.inserting_before(node):
+            delta = insert_call(graph, lora_expand_rounded, (ranks, step, b, b_scale, order, tiles, tile, slices), like=node)
+        copy_marks(node, delta)
+        node.replace_all_uses_with(delta)
+        report.matches += 1
+    return report
+
+
+def insert_rounded(graph: fx.Graph, expand: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(ranks, step) of what `expand` reads, made in its lane; the shrink before it makes as many planes as are best then."""
+    _split_for_rounding(graph, expand)
+    planes, *_, slices, _b_scale = args_of(expand)
+    with graph.inserting_before(expand):
+        rounded = insert_call(graph, lora_round, (planes, len(slices)), like=expand)
+        ranks, step = (insert_call(graph, operator.getitem, (rounded, place), like=expand) for place in (0, 1))
+    copy_marks(expand, rounded, ranks, step)
+    return ranks, step
+
+
+def copy_marks(source: fx.Node, *nodes: fx.Node) -> None:
+    """The lane and the SM share of `source` for new nodes."""
+    for node in nodes:
+        node.meta.update({key: source.meta[key] for key in ("stream", "sm_share") if key in source.meta})
+
+
+def _split_for_rounding(graph: fx.Graph, expand: fx.Node) -> None:
+    """As many planes as are best when an op of its own adds them up."""
+    shrink = args_of(expand)[0]
+    if not is_call(shrink, lora_shrink) or len(shrink.users) != 1:
+        return
+    x, a, order, tiles, tile, splits, *scales = args_of(shrink)
+    best = rounded_splits(int(shape_of(x)[1]), int(shape_of(expand)[1]), int(shape_of(x)[0]))
+    if best != splits:
+        with graph.inserting_before(shrink):
+            planes = insert_call(graph, lora_shrink, (x, a, order, tiles, tile, best, *scales), like=shrink)
+        copy_marks(shrink, planes)
+        shrink.replace_all_uses_with(planes)
+
+
+def _stays(expand: fx.Node, lowering: str) -> str | None:
+    planes, b, *_ = args_of(expand)
+    tokens, columns = shape_of(expand)
+    features = shape_of(args_of(planes)[0])[1] if is_call(planes, lora_shrink) else 0
+    if lowering not in ("auto", "one_launch"):
+        return f"lora_lowering is {lowering}"
+    if b.meta["val"].dtype != torch.int8:
+        return f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8"
+    wide = max(features, columns) > WIDE
+    if not (wide and WIDE_TOKENS[0] <= tokens <= WIDE_TOKENS[1]) and not ALL_TOKENS[0] <= tokens <= ALL_TOKENS[1]:
+        ranges = f"from {ALL_TOKENS[0]} to {ALL_TOKENS[1]}, branches of more than {WIDE} features from {WIDE_TOKENS[0]} to {WIDE_TOKENS[1]} too"
+        return f"{tokens} tokens, {features} to {columns} features: LoRA gains by it {ranges}"
+    return fits(int(shape_of(b)[2]))
