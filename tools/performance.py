@@ -45,6 +45,16 @@ def prefill() -> str:
     return table(["adapters", "prompt tokens/s", "of the FP8 peak", "first token, p50 / p99 ms"], lines)
 
 
+def balanced() -> str:
+    """Workload B, prompts and answers."""
+    rows = [row for row in raw("bench_throughput_h200")["rows"] if row["workload"] == "B"]
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["concurrency"], row["lora"] != "none")):
+        ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}"
+        lines.append([str(row["concurrency"]), "none" if row["lora"] == "none" else "8, Zipf", f"{row['output_tokens_per_second']:,.0f}", ttft])
+    return table(["requests at once", "adapters", "output tokens/s", "first token, p50 / p99 ms"], lines)
+
+
 def attention() -> str:
     """The share of the memory's bandwidth (decode) and the rate (prefill) of attention alone."""
     rows = raw("bench_attention_h200")["attention"]
@@ -159,8 +169,8 @@ def kernels() -> str:
     return table(["a layer's steps", "no adapters", "with adapters, main lane", "beside it"], rows)
 
 
-TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "startup": startup, "attention": attention,
-                    "ablation": ablation, "earlier ablation": earlier_ablation, "kernels": kernels, "steps": steps}
+TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "balanced": balanced, "startup": startup,
+                    "attention": attention, "ablation": ablation, "earlier ablation": earlier_ablation, "kernels": kernels, "steps": steps}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 
