@@ -20,7 +20,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_task_has_its_adapter_and_together_they_differ_in_all_that_matters(trained: Path) -> None:
     configs = {path.parent.name: json.loads(path.read_text()) for path in trained.glob("adapters/*/adapter_config.json")}
     assert set(configs) == set(TASKS) == set(ADAPTERS) and len(configs) >= 6
-    assert {config["r"] for config in configs.values()} >= {8, 16, 32, 64}
+    assert {rank for config in configs.values() for rank in (config["r"], *config["rank_pattern"].values())} >= {8, 16, 32, 64}
     assert [config["use_rslora"] for config in configs.values()].count(True) == 1
     assert any(config["rank_pattern"] and config["alpha_pattern"] for config in configs.values())
     assert {len(config["target_modules"]) for config in configs.values()} >= {4, 7}
