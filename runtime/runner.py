@@ -16,6 +16,7 @@ from .adapter_stacks import AdapterStacks, Report
 from .buckets import Buckets
 from .plan import StepPlan, StepResult
 from .sampler import DeviceSamples, Sampler
+from .staging import copy_stream
 from .step_inputs import StepInputs
 
 CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it
@@ -167,12 +168,16 @@ class ModelRunner:
     def _send_back(self, step: int, samples: DeviceSamples) -> Handle:
         if self.device.type != "cuda":
             return Handle(step, samples)
-        copies = DeviceSamples(*(None if tensor is None else _to_pinned(tensor) for tensor in vars(samples).values()))  # type: ignore[arg-type]
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
+        stream, sampled, done = copy_stream(self.device, "out"), torch.cuda.Event(), torch.cuda.Event()
+        sampled.record(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):  # the next step does not wait for what goes to the host
+            sampled.wait(stream)
+            copies = DeviceSamples(*(None if tensor is None else _to_pinned(tensor, stream) for tensor in vars(samples).values()))  # type: ignore[arg-type]
+            done.record(stream)
         return Handle(step, copies, done)
 
 
-def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _to_pinned(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    """A copy in pinned memory, made on `stream`, the current one; the tensor is another stream's."""
+    tensor.record_stream(stream)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-

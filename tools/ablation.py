@@ -33,7 +33,7 @@ def arms() -> list[Arm]:
     from ..compiler.options import LoraLowering
     from ..compiler.pipeline import PASSES, STATIC_PASSES
 
-    fusions = [each.name for each in (*PASSES, *STATIC_PASSES) if each.name.startswith(("fuse_", "pack_", "lift_rope_angles", "quantize_in_"))]
+    fusions = [each.name for each in (*PASSES, *STATIC_PASSES) if each.name.startswith(("fuse_", "pack_", "lift_rope_angles", "quantize_in_", "round_"))]
     lowerings = [name for name in get_args(LoraLowering) if name != "auto"]
     return [
         Arm("everything on"),

@@ -5,7 +5,7 @@
 """
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +85,12 @@ Place = tuple[int, bool]  # requests at once, whether with adapters
 
 
 def ablation() -> str:
-    """What each optimisation is worth: microseconds that a layer takes, and takes more without it."""
-    return ablation_table(ablation_cells("bench_ablation_h200"))
-
-
-def earlier_ablation() -> str:
-    """The same for what the last run had no time for."""
-    later = ablation_cells("bench_ablation_h200")
-    arms = {arm: {place: cell for place, cell in cells.items() if place not in later.get(arm, {})} for arm, cells in ablation_cells(EARLIER).items()}
-    everything = next(iter(ablation_cells(EARLIER)))
-    return ablation_table({everything: ablation_cells(EARLIER)[everything], **{arm: cells for arm, cells in arms.items() if cells}})
-
-
-EARLIER = "bench_ablation_earlier_h200"
-
-
-def ablation_cells(name: str) -> dict[str, dict[Place, str]]:
-    """An ablation's figures by arm."""
+    """What each optimisation is worth: microseconds that a layer takes, and takes more without it; a column for each number of requests."""
     arms: dict[str, dict[Place, str]] = {}
-    rows = raw(name)["ablation"]
+    rows = raw("bench_ablation_h200")["ablation"]
     for row in rows:
         added = "" if row["arm"] == rows[0]["arm"] else f" ({row['added_us']:+.1f})"
         arms.setdefault(row["arm"], {})[row["tokens"], bool(row["adapters"])] = f"{row['us_per_layer']:.1f}{added}"
-    return arms
-
-
-def ablation_table(arms: Mapping[str, Mapping[Place, str]]) -> str:
-    """A column for each number of requests, without and with adapters."""
     columns = sorted({place for cells in arms.values() for place in cells})
     head = [f"{tokens} requests, {'adapters' if lora else 'base'}" for tokens, lora in columns]
     return table(["turned off or exchanged", *head], [[arm, *(cells.get(place, "") for place in columns)] for arm, cells in arms.items()])
@@ -170,7 +149,7 @@ def kernels() -> str:
 
 
 TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "balanced": balanced, "startup": startup,
-                    "attention": attention, "ablation": ablation, "earlier ablation": earlier_ablation, "kernels": kernels, "steps": steps}
+                    "attention": attention, "ablation": ablation, "kernels": kernels, "steps": steps}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 

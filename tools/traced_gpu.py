@@ -56,7 +56,7 @@ class Trace:
         return self._timed(plan, submit) if self._profiler is None else self._profiled(plan, submit)
 
     def _timed(self, plan: StepPlan, submit: Callable[[StepPlan], Any]) -> Any:
-        """Between two events, the last of which comes behind everything that the step launches."""
+        """Between two events on the stream that computes; what travels to and from the host beside it is not between them."""
         import torch
 
         if not torch.cuda.is_available():
