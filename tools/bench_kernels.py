@@ -8,9 +8,9 @@ A second table is attention alone: decode by sequences and context beside the by
 """
 import argparse
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from .bench_latency import pick_adapters
 from .bench_layer import CONTEXT, DEPTHS, Layers, Variant
 from .engine_arguments import DEFAULT_PRECISION, positive
 from .floors import BANDWIDTH
+from .gpu_time import launch_us
 
+ROUNDS = 8  # times that a graph has all layers' launches of a step
 CHOICES = (1, 16, 64, 256)
 
 EXAMPLES = """\
@@ -115,7 +117,8 @@ def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) 
         step = program.steps[indices[0]]
         floor = step_bytes(program, step, assume) / BANDWIDTH * 1e6
         shape = "x".join(map(str, next((out.shape for out in step.outs if 0 not in out.shape), ())))  # what nobody reads is empty
-        rows.append(Row(tokens, place, step.op, shape, round(time_steps(bound, indices, repeats), 3), round(floor, 3)))
+        us = launch_us([partial(bound.run_step, index) for index in indices], ROUNDS, repeats)
+        rows.append(Row(tokens, place, step.op, shape, round(us, 3), round(floor, 3)))
     return rows
 
 
@@ -129,25 +132,3 @@ def repeated_steps(program: Any, depth: int) -> list[list[int]]:
             by_layer[layer].append(index)
     middle = by_layer[1:-1]  # the first and the last layer may begin or end otherwise
     return [list(group) for group in zip(*middle, strict=True)]
-
-
-def time_steps(bound: Any, indices: Sequence[int], repeats: int, rounds: int = 8) -> float:
-    """Microseconds of one launch: a CUDA graph of `rounds` times these steps in a row, the median of its replays."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for index in indices:
-                bound.run_step(index)
-    times = []
-    for _ in range(repeats + 2):  # the first two warm up
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / (rounds * len(indices)))
-    return statistics.median(times[2:])

@@ -6,12 +6,12 @@ random order. A row's launches follow each other in a CUDA graph, over copies of
 
 Prefill over an int8 cache is measured as prompt programs run it, with widen_kv in front; "int8 by tile" is attention alone, which converts what it reads.
 """
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .floors import BANDWIDTH
+from .gpu_time import launch_us
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PEAK_16_BIT, PEAK_8_BIT = 989e12, 1979e12  # operations a second, an H200's data sheet
@@ -124,27 +124,6 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
             paged_attention.launch(q, kv, scales, *tables, HEAD_DIM**-0.5, not decode, decode, wide, None if wide is None else plan, out=(out,))
 
         launches.append(launch)
-    return time_launches(launches, max(1, 16 // copies) if decode else 1, repeats)
-
-
-def time_launches(launches: Sequence[Callable[[], None]], rounds: int, repeats: int) -> float:
-    """Microseconds of one launch: a CUDA graph of `rounds` times all of them, the median of its replays."""
-    import torch
-
-    for launch in launches:
-        launch()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        for _ in range(rounds):
-            for launch in launches:
-                launch()
-    times = []
-    for _ in range(repeats + 2):  # the first two warm up
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / (rounds * len(launches)))
-    return statistics.median(times[2:])
+    for run in launches:
+        run()  # compiles
+    return launch_us(launches, max(1, 16 // copies) if decode else 1, repeats)

@@ -16,6 +16,7 @@ from typing import Any
 from . import collect_env
 from .bench_latency import LLAMA_8B, pick_adapters
 from .engine_arguments import DEFAULT_PRECISION, positive, share
+from .gpu_time import elapsed_us
 
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence
@@ -136,19 +137,8 @@ class Layers:
 
 
 def replay_us(bound: Any, repeats: int, inner: int = 10) -> float:
-    """Microseconds of one replay: the median of `repeats` rows of `inner` replays."""
-    import torch
-
-    times = []
-    for _ in range(repeats + 1):  # the first row warms up
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(inner):
-            bound.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / inner)
-    return statistics.median(times[1:])
+    """Microseconds of one replay: the median of `repeats` rows of `inner` replays, behind one that warms up."""
+    return statistics.median([elapsed_us(bound.replay, inner) for _ in range(repeats + 1)][1:])
 
 
 def layer_us(programs: Mapping[int, Any], tensors: Mapping[int, Mapping[str, Any]], repeats: int) -> float:

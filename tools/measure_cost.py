@@ -30,10 +30,12 @@ from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama
 from ..graphs.lora import LoraShape
 from .bench_latency import LLAMA_8B, SHORT_OUTPUT
+from .gpu_time import elapsed_us
 from .random_tensors import random_tensors
 
 BLOCKS = 8
 REPLAYS = 5
+BACK_TO_BACK = 20  # replays of the whole program, without a profiler
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,7 @@ def measure(bound: BoundProgram, replays: int = REPLAYS) -> tuple[list[float], f
         return seconds, sum(seconds)
     found = capture_profile(bound, replays)
     each = [advances(bound.program, placed) for placed in found]
-    return [statistics.median(values) for values in zip(*each, strict=True)], _whole(bound)
-
-
-def _whole(bound: BoundProgram, repeats: int = 20) -> float:
-    """Seconds of a replay, back to back, without a profiler."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    bound.replay()
-    begin.record()
-    for _ in range(repeats):
-        bound.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e-3 / repeats
+    return [statistics.median(values) for values in zip(*each, strict=True)], 1e-6 * elapsed_us(bound.replay, BACK_TO_BACK)
 
 
 def compare(program: Program, seconds: Sequence[float], whole: float, assume: Assumptions, gpu: Gpu) -> Measured:

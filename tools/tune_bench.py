@@ -19,6 +19,7 @@ from ..ops.linear_8bit_wide import launch_wide
 from ..ops.quantize import SILU_ROTATES, quantize_rowwise
 from ..ops.silu_mul import silu_mul_quant
 from ..ops.tuning import LinearConfig, work_split
+from .gpu_time import captured, elapsed_us
 from .tune import Timing, show
 
 COLD_BYTES = 240e6  # weights that take turns; several times the L2 cache
@@ -148,19 +149,12 @@ class Bench:
     def _capture(self, run: Run) -> torch.cuda.CUDAGraph:
         """The quantization and `run` behind it, over all copies of the weights."""
         run(*self.weights[0])
-        torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(self.rounds):
-                for weight in self.weights:
-                    self._quantize()
-                    run(*weight)
-        return graph
+        return captured([launch for weight in self.weights for launch in (self._quantize, partial(run, *weight))], self.rounds)
 
     def _times(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
         """Microseconds of what each graph runs for one weight; the quantization's own time is subtracted."""
         alone = self._capture(lambda weight, weight_scale: None)
-        first, *others = take_turns([partial(replay_us, graph) for graph in (alone, *graphs)], self.repeats)
+        first, *others = take_turns([partial(elapsed_us, graph.replay) for graph in (alone, *graphs)], self.repeats)
         return [(us - first) / (self.rounds * len(self.weights)) for us in others]
 
 
@@ -168,16 +162,6 @@ def take_turns(replays: Sequence[Callable[[], float]], repeats: int) -> list[flo
     """The median of what each replay returns; every turn has one of each, and the first turn warms up."""
     turns = [[replay() for replay in replays] for _ in range(repeats + 1)]
     return [statistics.median(times) for times in zip(*turns[1:], strict=True)]
-
-
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of one replay."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end)
 
 
 def _random_weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:

@@ -44,7 +44,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The selection of steps on a small model; the clock is a GPU's."""
     monkeypatch.setattr(bench_layer, "LLAMA_8B", {**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1})
-    monkeypatch.setattr(bench_kernels, "time_steps", lambda bound, indices, repeats: float(len(indices)))
+    monkeypatch.setattr(bench_kernels, "launch_us", lambda launches, rounds, repeats: float(len(launches)))
 
     def measure(precision: Precision) -> list[bench_kernels.Row]:
         return bench_kernels.measure(bench_layer.Layers(16, 2, "cpu", CompileOptions(precision=precision)), 4, [0, 1, 0, 1], repeats=1)
