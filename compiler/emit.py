@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..ops.registry import as_outputs
+from ..ops.core.registry import as_outputs
 from .buffers import Buffer, ProgramError, View
 from .calls import out_overload, overload_of, own_op
 from .first_runs import first_runs

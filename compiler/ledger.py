@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..ops.kv_layout import PAGE_SIZE
+from ..ops.core.kv_layout import PAGE_SIZE
 from ..ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from .accounting import Expectation, model_shape
 from .api import ATTENTION_OPS

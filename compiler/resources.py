@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from ..ops.registry import Op
-from ..ops.triton_support import INTERPRETED
+from ..ops.core.registry import Op
+from ..ops.core.triton_support import INTERPRETED
 from .buffers import View
 from .calls import own_op
 from .machine_code import MachineCode, compile_launch, target_here

@@ -6,7 +6,7 @@ many steps of each stream have certainly finished before it starts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..ops.registry import NAMESPACE
+from ..ops.core.registry import NAMESPACE
 from .lower import Operation
 from .program import Step, Stream
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops.core.registry import NAMESPACE, OPS
 from ..ops.lora_plan import lora_splits, lora_tile
-from ..ops.registry import NAMESPACE, OPS
 from .buffers import contiguous_strides
 from .nodes import CASTS, VIEWS, aten, is_call, op_name
 from .program import Bucket

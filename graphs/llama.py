@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
-from ..ops.kv_layout import kv_cache_shape  # importing the package registers torch.ops.sidestream.*
+from ..ops.core.kv_layout import kv_cache_shape  # importing the package registers torch.ops.sidestream.*
 from .config import LlamaConfig
 from .lora import LoRALinear, LoraShape
 from .rotary import apply_rotary, inverse_frequencies

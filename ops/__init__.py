@@ -65,4 +65,4 @@ from . import (  # noqa: F401
     widen_kv,
     widen_plan,
 )
-from .kv_layout import PAGE_SIZE  # noqa: F401
+from .core.kv_layout import PAGE_SIZE  # noqa: F401

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from .attention_pieces import multiprocessors
-from .registry import register
-from .triton_support import cdiv, pdl_options, pdl_start, require_contiguous
-from .workspace import workspace
+from .core.registry import register
+from .core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
+from .core.workspace import workspace
 
 BLOCK = 4096
 MAX_PIECES = 64

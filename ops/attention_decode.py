@@ -13,8 +13,8 @@ import triton.language as tl
 
 from . import attention_decode_gluon
 from .attention_pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, multiprocessors, operand_type, split_workspace
-from .kv_layout import PAGE_SIZE
-from .triton_support import INTERPRETED, next_power_of_2, pdl_start
+from .core.kv_layout import PAGE_SIZE
+from .core.triton_support import INTERPRETED, next_power_of_2, pdl_start
 
 MAX_SPLITS = 64
 MIN_SPLIT_PAGES = tl.constexpr(2)

@@ -43,8 +43,8 @@ from .attention_gluon_pieces import (
     view_shared,
 )
 from .attention_pieces import LOG2_E, multiprocessors, split_workspace
-from .kv_layout import PAGE_SIZE
-from .triton_support import INTERPRETED, next_power_of_2
+from .core.kv_layout import PAGE_SIZE
+from .core.triton_support import INTERPRETED, next_power_of_2
 
 HEAD_DIM = 128
 HEADS = 8  # columns of S^T and O^T

@@ -19,8 +19,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .attention_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
 from .attention_pieces import LOG2_E, multiprocessors
 from .attention_prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
-from .kv_layout import PAGE_SIZE, QUANTIZED_MAX
-from .triton_support import INTERPRETED, next_power_of_2
+from .core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
+from .core.triton_support import INTERPRETED, next_power_of_2
 from .widen_kv import WIDENED
 from .widen_plan import NARROW_TILES
 

@@ -17,7 +17,7 @@ from .attention_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, v
 from .attention_pieces import LOG2_E, multiprocessors
 from .attention_prefill_gluon import HEAD_DIM, tile_tokens
 from .attention_prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
-from .triton_support import next_power_of_2
+from .core.triton_support import next_power_of_2
 from .widen_plan import PLACES, WIDE_TILES
 
 REGISTERS = (240, 24)  # of a thread: the second group of rows (the first gets as many), the copier

@@ -13,14 +13,14 @@ from typing import Optional
 
 import torch
 
+from .core.registry import register
+from .core.triton_support import INTERPRETED
 from .linear_8bit_decode import launch_triton
 from .linear_8bit_gluon import launch_gluon
 from .linear_8bit_large import launch_large
 from .linear_8bit_prefill import launch_scaled_mm, scaled_mm_takes
 from .linear_8bit_wide import launch_wide
 from .quantize_blocks import BLOCK
-from .registry import register
-from .triton_support import INTERPRETED
 from .tuning import H200_SMS, LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)

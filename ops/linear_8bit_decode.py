@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_support import INTERP, INTERPRETED, dot_f32
+from .core.triton_support import INTERP, INTERPRETED, dot_f32
+from .core.workspace import workspace
 from .tuning import BLOCK_K, MAX_TILES, LinearConfig, WorkSplit
-from .workspace import workspace
 
 
 @triton.jit

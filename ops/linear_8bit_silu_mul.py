@@ -6,12 +6,12 @@ from typing import Optional
 
 import torch
 
+from .core.registry import register
+from .core.triton_support import INTERPRETED
 from .linear_8bit import check_shapes, matmul_fp32, multiprocessors
 from .linear_8bit import launch as launch_linear
 from .linear_8bit_wide import launch_wide
-from .registry import register
 from .silu_mul import silu_mul_launch
-from .triton_support import INTERPRETED
 from .tuning import activation_config, work_split
 
 

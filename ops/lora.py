@@ -5,8 +5,8 @@ from typing import Optional
 import torch
 
 from . import lora_expand, lora_plan, lora_shrink
+from .core.registry import register
 from .lora_shrink import dequantized
-from .registry import register
 
 
 def lora_reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],

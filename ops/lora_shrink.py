@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from .attention_pieces import dot_ieee, multiprocessors
-from .kv_layout import QUANTIZED_MAX
+from .core.kv_layout import QUANTIZED_MAX
+from .core.registry import register
+from .core.triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
 from .quantize_blocks import BLOCK, dequantize_blocks, padded_scales
-from .registry import register
-from .triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
 
 EIGHT_BIT = tuple(QUANTIZED_MAX)  # dtypes of quantized tensors
 CTAS_PER_SM = 16  # programs for each SM, at most

@@ -17,12 +17,12 @@ from typing import Optional
 import torch
 
 from . import attention_decode, attention_prefill, attention_prefill_gluon
-from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from .core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from .core.registry import OPS, register
+from .core.triton_support import cdiv
+from .core.workspace import workspace
 from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
-from .registry import OPS, register
-from .triton_support import cdiv
 from .widen_plan import STEP_TOKENS
-from .workspace import workspace
 
 HEAD_DIMS = (64, 128)
 

@@ -7,12 +7,12 @@ from typing import Optional
 import torch
 
 from . import attention_decode, attention_decode_gluon
+from .core.registry import register
+from .core.workspace import workspace
 from .paged_attention import HEAD_DIMS, check_arguments
 from .paged_attention import reference as paged_attention_reference
 from .quantize import E4M3
 from .quantize_blocks import quantize_blocks_fake, quantize_blocks_launch, quantize_blocks_reference
-from .registry import register
-from .workspace import workspace
 
 
 def reference(

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .core.registry import register
+from .core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference, rotated_width, row_block, store_quantized_row
-from .registry import register
-from .triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
+from .core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from .core.registry import register
+from .core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 from .hadamard import fht_halves, hadamard_reference
-from .kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
-from .registry import register
 from .rope import rope_reference, rotate_halves
-from .triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 
 PROGRAMS = ((16, 1, 1), (512, 8, 4), (math.inf, 4, 1))  # up to so many tokens, heads of a program and its warps: the fastest on an H200
 MOST_PDL_TOKENS = 512  # beyond, the wait that a dependent launch puts into each of very many short programs costs more than the launch that it hides

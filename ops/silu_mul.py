@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .quantize import E4M3, quantize_rowwise_reference, quarter_columns, rotated_width, row_block, store_quantized_quarters, store_quantized_row
-from .registry import register
-from .triton_support import (
+from .core.registry import register
+from .core.triton_support import (
     INTERP,
     cdiv,
     in_fp32,
@@ -24,8 +23,9 @@ from .triton_support import (
     row_scale,
     to_eight_bits,
 )
+from .core.workspace import workspace
+from .quantize import E4M3, quantize_rowwise_reference, quarter_columns, rotated_width, row_block, store_quantized_quarters, store_quantized_row
 from .tuning import H200_SMS
-from .workspace import workspace
 
 SHARED_ROWS = 64
 SHARED_WIDTH = 8192  # narrower rows: one CTA is as fast as two launches

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from .attention_pieces import multiprocessors
-from .kv_layout import PAGE_SIZE, QUANTIZED_MAX
-from .registry import register
-from .triton_support import INTERP, pdl_options, pdl_start, require_contiguous
+from .core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
+from .core.registry import register
+from .core.triton_support import INTERP, pdl_options, pdl_start, require_contiguous
 from .widen_plan import STEP_TOKENS
 
 WIDENED = tl.constexpr(16.0)  # on every fp16 scale, so that small ones keep their bits; attention takes it out again

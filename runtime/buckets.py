@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 
 from ..compiler.program import Bucket
-from ..ops.triton_support import next_power_of_2
+from ..ops.core.triton_support import next_power_of_2
 from .plan import StepPlan
 
 FINE_DECODE = 64

@@ -1,7 +1,7 @@
 """Per-row tables of the running sequences, so that a step's arrays are gathered by numpy and not by a Python loop."""
 import numpy as np
 
-from ..ops.kv_layout import PAGE_SIZE
+from ..ops.core.kv_layout import PAGE_SIZE
 from .plan import Int32, Int64, SamplingPlan
 from .request import Sequence
 

@@ -2,7 +2,7 @@
 from bisect import insort
 from collections.abc import Mapping
 
-from ..ops.kv_layout import PAGE_SIZE
+from ..ops.core.kv_layout import PAGE_SIZE
 from .pages import PageAllocator, pages_for
 from .prefix_cache import PrefixCache
 from .request import Sequence, Status

@@ -1,5 +1,5 @@
 """What the GPU process of `sidestream serve` serves: an `LLM`'s runner and its adapters. Its own scheduler stays idle, for the batcher has one."""
-from ..ops.kv_layout import PAGE_SIZE
+from ..ops.core.kv_layout import PAGE_SIZE
 from .gpu_link import LoadedAdapter, Ready
 from .llm import LLM
 from .runner import ModelRunner

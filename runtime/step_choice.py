@@ -2,7 +2,7 @@
 from collections.abc import Mapping
 from heapq import heappop, heappush
 
-from ..ops.kv_layout import PAGE_SIZE
+from ..ops.core.kv_layout import PAGE_SIZE
 from .request import Sequence, Status
 from .scheduler_limits import SchedulerLimits
 from .sequence_states import SequenceStates

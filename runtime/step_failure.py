@@ -1,5 +1,5 @@
 """What a failed step takes with it."""
-from ..ops.kv_layout import PAGE_SIZE
+from ..ops.core.kv_layout import PAGE_SIZE
 from .plan import StepPlan
 from .request import Sequence
 

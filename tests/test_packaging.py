@@ -79,7 +79,7 @@ def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
 
 def test_an_editable_install_needs_no_network(sources: Path, tmp_path: Path) -> None:
     pip("install", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--target", str(tmp_path), "-e", ".", cwd=sources)
-    code = f"import site; site.addsitedir({str(tmp_path)!r}); import sidestream.ops.kv_layout as layout; print(layout.__file__)"
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); import sidestream.ops.core.kv_layout as layout; print(layout.__file__)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, *{sys.path[1:]!r}]; {code}"],
@@ -89,7 +89,7 @@ def test_an_editable_install_needs_no_network(sources: Path, tmp_path: Path) -> 
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr
-    assert Path(found.stdout.strip()) == sources / "ops" / "kv_layout.py"
+    assert Path(found.stdout.strip()) == sources / "ops" / "core" / "kv_layout.py"
 
 
 def test_import_is_quick_and_brings_no_torch() -> None:

@@ -87,7 +87,7 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
     import torch
 
     from ..ops.attention_prefill_gluon import tile_tokens
-    from ..ops.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
+    from ..ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
     from ..ops.paged_attention import paged_attention
     from ..ops.widen_kv import widen_kv
     from ..ops.widen_plan import widen_plan

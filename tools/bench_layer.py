@@ -74,7 +74,7 @@ class Layers:
     def bucket(self, tokens: int, lora: bool) -> Any:
         """A decode step of `tokens` sequences."""
         from ..compiler.program import Bucket
-        from ..ops.kv_layout import PAGE_SIZE
+        from ..ops.core.kv_layout import PAGE_SIZE
 
         blocks = CONTEXT // PAGE_SIZE + 1
         return Bucket(tokens, tokens, tokens * blocks, blocks, decode=True, lora=lora)

@@ -221,7 +221,7 @@ def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> 
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from ..ops.append_kv import append_kv
-    from ..ops.kv_layout import kv_cache_shape
+    from ..ops.core.kv_layout import kv_cache_shape
     from ..ops.paged_attention import paged_attention
 
     appended: list[tuple[Any, Any]] = []

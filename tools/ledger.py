@@ -99,7 +99,7 @@ def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
     """The inputs of one prefill of (token ids, adapter slot) each, but for the KV caches; logits of every token. Page 0 belongs to nobody."""
     import torch
 
-    from ..ops.kv_layout import PAGE_SIZE
+    from ..ops.core.kv_layout import PAGE_SIZE
 
     lengths = [len(ids) for ids, _ in batch]
     blocks = max(-(-length // PAGE_SIZE) for length in lengths)
@@ -146,7 +146,7 @@ def reference_logits(model: Any, inputs: dict[str, Any]) -> Any:
     """Logits of the model itself, uncompiled."""
     import torch
 
-    from ..ops.kv_layout import kv_cache_shape
+    from ..ops.core.kv_layout import kv_cache_shape
 
     config, pages = model.config, int(inputs["block_table"].max()) + 1
     shape = kv_cache_shape(pages, config.num_key_value_heads, config.head_dim)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..ops.kv_layout import PAGE_SIZE
+from ..ops.core.kv_layout import PAGE_SIZE
 from ..runtime import gpu_process
 from ..runtime.gpu_link import LoadedAdapter, Ready
 from ..runtime.plan import StepPlan, StepResult

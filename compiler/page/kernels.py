@@ -6,7 +6,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from ...ops.registry import OPS
+from ...ops.core.registry import OPS
 from ..calls import own_op
 
 PACKAGE = __name__.partition(".compiler.")[0]

@@ -4,7 +4,7 @@ import operator
 import torch
 from torch import fx
 
-from ...ops.kv_layout import QUANTIZED_MAX
+from ...ops.core.kv_layout import QUANTIZED_MAX
 from ...ops.rms_norm import add_rms_norm, rms_norm
 from ...ops.rope_append import rope_append
 from ..layers import layer_of_name

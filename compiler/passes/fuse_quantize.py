@@ -3,9 +3,9 @@ import operator
 
 from torch import fx
 
+from ...ops.core.registry import Op
 from ...ops.paged_attention import paged_attention, paged_attention_quant
 from ...ops.quantize import quantize_rowwise
-from ...ops.registry import Op
 from ...ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.silu_mul import silu_mul, silu_mul_quant
 from ..nodes import args_of, insert_call, is_call

@@ -3,12 +3,12 @@ import operator
 
 from torch import fx
 
+from ...ops.core.registry import Op
 from ...ops.linear_8bit import linear_8bit
 from ...ops.lora_shrink import lora_shrink
 from ...ops.paged_attention import paged_attention_quant
 from ...ops.paged_attention_blocks import paged_attention_blocks
 from ...ops.quantize_blocks import BLOCK
-from ...ops.registry import Op
 from ...ops.silu_mul import silu_mul_quant
 from ...ops.silu_mul_blocks import silu_mul_blocks
 from ..nodes import args_of, insert_call, is_call

@@ -12,7 +12,7 @@ from sidestream.compiler.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program import Bucket, Program, Step
 from sidestream.compiler.work import Assumptions, Work, work
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from support import two_lanes
 from support.meta_model import DECODE, DECODE_BASE, FIELDS, MIXED, compiled_llama
 

@@ -10,7 +10,7 @@ from sidestream.compiler.dump import dump
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program import Bucket, Program
 from sidestream.compiler.report import PassRecord, graph_text, op_counts, pass_table
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
 from torch import fx
 

@@ -12,7 +12,7 @@ from sidestream.compiler.memory import find_races
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program import Bucket, Program
 from sidestream.compiler.sizes import static_inputs
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder, random_tensors
 from support.two_lanes import reachable
 from torch import fx

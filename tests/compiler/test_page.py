@@ -13,7 +13,7 @@ from sidestream.compiler.page.kernels import kernel_sources
 from sidestream.compiler.page.render import SCRIPTS, part, render
 from sidestream.compiler.resources import Resources
 from sidestream.compiler.timings import Timings, TimingsError
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
 from support.meta import FIELDS
 

@@ -12,7 +12,7 @@ from sidestream.compiler.build import ProgramStore, build_program, program_key
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program import Bucket, Program, Step
 from sidestream.compiler.recipe import cat, item, param, quantize
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
 
 BUCKET = Bucket(tokens=4, sequences=4, pages=8, blocks=2, decode=True)

@@ -7,8 +7,8 @@ import pytest
 from sidestream.compiler.machine_code import HOPPER, compile_launch, target_here
 from sidestream.compiler.program import Program
 from sidestream.compiler.resources import Resources, program_resources
-from sidestream.ops.registry import OPS
-from sidestream.ops.triton_support import INTERPRETED
+from sidestream.ops.core.registry import OPS
+from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.tools import cli
 from support.dumped import data_of
 from support.meta_model import DECODE, compiled_llama, config_directory

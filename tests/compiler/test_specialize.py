@@ -10,7 +10,7 @@ from sidestream.compiler.report import graph_text
 from sidestream.compiler.sizes import SpecializeError, bucket_inputs, static_inputs
 from sidestream.compiler.specialize import specialize
 from sidestream.ops import linear_8bit
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
 from torch import fx
 

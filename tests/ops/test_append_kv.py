@@ -2,7 +2,7 @@
 import pytest
 import torch
 from sidestream.ops.append_kv import append_kv
-from sidestream.ops.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
+from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
 from support.checks import check_kernel, poison, stored_tolerances
 from support.samples import normal
 from support.sm90 import launched

@@ -1,8 +1,8 @@
 """Tokens sorted by adapter and cut into tiles."""
 import pytest
 import torch
+from sidestream.ops.core.registry import OPS
 from sidestream.ops.lora_plan import lora_plan, lora_splits, lora_tile, num_tiles
-from sidestream.ops.registry import OPS
 from support.checks import check_kernel
 from support.sm90 import launched
 

@@ -1,8 +1,8 @@
 """lora_round: the specification against loops, the kernel against it, its machine code."""
 import pytest
 import torch
+from sidestream.ops.core.registry import OPS
 from sidestream.ops.lora_round import lora_round
-from sidestream.ops.registry import OPS
 from support.checks import assert_near, check_kernel, poison
 from support.lora import lora_case
 from support.sm90 import launched

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import sidestream.ops  # noqa: F401  registers the ops
 import torch
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from support.samples import SAMPLES
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

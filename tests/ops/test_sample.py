@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from sidestream.ops.sample import gumbel_noise, perturbed_scores, sample, top_logprobs
 from support.checks import bits, poison
 from support.sm90 import launched

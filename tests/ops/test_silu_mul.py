@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import sidestream.ops.silu_mul
 import torch
-from sidestream.ops.registry import OPS
+from sidestream.ops.core.registry import OPS
 from sidestream.ops.silu_mul import silu_mul, silu_mul_quant
 from support.checks import Tolerance, check_kernel
 from support.sm90 import launched

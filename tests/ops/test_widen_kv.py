@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from sidestream.ops import attention_gluon_pieces, attention_prefill_gluon, attention_prefill_gluon_pieces, attention_prefill_wide_gluon
-from sidestream.ops.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
+from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.paged_attention import paged_attention, paged_attention_quant, reference
 from sidestream.ops.widen_kv import widen_kv
 from sidestream.ops.widen_plan import FEWEST_TILES, widen_plan

@@ -11,7 +11,7 @@ from sidestream.compiler.program import Bucket, Step
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.ops.registry import OPS, as_outputs
+from sidestream.ops.core.registry import OPS, as_outputs
 from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, tiny_llama
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.engine import Request
 from sidestream.runtime.pages import PageAllocator
 from sidestream.runtime.prefix_cache import next_key, root_key

@@ -2,7 +2,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.engine import Engine, Request
 from sidestream.runtime.errors import RequestError
 from sidestream.runtime.outputs import RequestOutput

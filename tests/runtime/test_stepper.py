@@ -3,7 +3,7 @@ from collections import deque
 from typing import Any
 
 import pytest
-from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime import stepper as module
 from sidestream.runtime.engine import Request
 from sidestream.runtime.gpu_link import Ready, Timing

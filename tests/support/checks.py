@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sidestream.ops.kv_layout import PAGE_SIZE
-from sidestream.ops.registry import Op, as_outputs
+from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.ops.core.registry import Op, as_outputs
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -7,7 +7,7 @@ import torch
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.llama import Llama
-from sidestream.ops.kv_layout import kv_scales_shape
+from sidestream.ops.core.kv_layout import kv_scales_shape
 
 from .paged import Chunk, PagedRunner
 

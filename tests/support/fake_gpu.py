@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime import gpu_process
 from sidestream.runtime.gpu_link import LoadedAdapter, Ready
 from sidestream.runtime.plan import AHEAD, StepPlan, StepResult

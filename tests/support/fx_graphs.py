@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from sidestream.compiler.recipe import param
-from sidestream.ops.registry import Op
+from sidestream.ops.core.registry import Op
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext

@@ -3,8 +3,8 @@ from typing import Any
 
 import torch
 from sidestream.ops import tuning
+from sidestream.ops.core.registry import Op
 from sidestream.ops.linear_8bit import launch_config, linear_8bit
-from sidestream.ops.registry import Op
 from sidestream.ops.tuning import LinearConfig
 
 from support.checks import Tolerance, poison

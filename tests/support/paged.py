@@ -13,7 +13,7 @@ from sidestream.graphs.checkpoint import Checkpoint, load_weights
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.stack import fill_slot, lora_shape_for, slot_tensors
-from sidestream.ops.kv_layout import PAGE_SIZE, kv_cache_shape
+from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape
 
 from .tiny import TinyBase
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sidestream.ops.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.lora_active import lora_active_reference
 from sidestream.ops.lora_groups import lora_groups_reference
 from sidestream.ops.lora_round import lora_round_reference

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from sidestream.compiler import machine_code
 from sidestream.compiler.machine_code import MachineCode
-from sidestream.ops.registry import Op, as_outputs
-from sidestream.ops.triton_support import INTERPRETED
+from sidestream.ops.core.registry import Op, as_outputs
+from sidestream.ops.core.triton_support import INTERPRETED
 
 __all__ = ["MachineCode", "compile_launch", "launched"]
 

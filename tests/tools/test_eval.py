@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.graphs.config import LlamaConfig
-from sidestream.ops.kv_layout import PAGE_SIZE
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.tools.cli import main
 from sidestream.tools.engine_arguments import DEMO_MODEL
 from sidestream.tools.quality import emulation, suite

@@ -12,13 +12,13 @@ from ...compiler.nodes import args_of, is_call
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
 from ...compiler.recipe import Recipe, materialize
+from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.registry import as_outputs, register
+from ...ops.core.triton_support import cdiv
 from ...ops.hadamard import hadamard
-from ...ops.kv_layout import PAGE_SIZE
 from ...ops.paged_attention import check_arguments, gather_keys_values, paged_attention
 from ...ops.paged_attention import fake as attention_fake
 from ...ops.quantize import quantize_rowwise, quantize_rowwise_fake
-from ...ops.registry import as_outputs, register
-from ...ops.triton_support import cdiv
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 KEPT_BITS = -1 << 10  # of fp32's 23 mantissa bits the FP8 tensor cores of Hopper keep 13 in their sums

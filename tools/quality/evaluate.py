@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...graphs.config import LlamaConfig
-from ...ops.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE
 from .arms import BY_NAME, DEFAULT, REFERENCE, WHOLE, Arm, open_arm
 from .divergence import Divergence, divergences
 from .exact import accuracies, ask, needles

@@ -11,7 +11,7 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-from ...ops.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE
 from .teacher_forced import ANSWER, DRAWN, TEXT, Document
 
 SEED = 2026

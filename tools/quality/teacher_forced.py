@@ -10,7 +10,7 @@ from ...compiler.build import build_program
 from ...compiler.emit import BoundProgram
 from ...compiler.nodes import args_of, aten, is_call
 from ...compiler.program import Bucket
-from ...ops.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE
 
 LOGIT_ELEMENTS = 1 << 26  # of one step and engine: 256 MiB in fp32
 MOST_TOKENS, FEWEST_TOKENS = 8192, 64

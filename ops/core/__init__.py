@@ -1,0 +1,7 @@
+"""What every op needs; nothing in here knows an op.
+
+registry        one name, a reference for the CPU, a launch for CUDA
+kv_layout       where a token's keys and values lie in the paged cache
+workspace       scratch memory that outlives a launch
+triton_support  what makes a Triton kernel right on the GPU and in the interpreter
+"""
