@@ -32,8 +32,7 @@ silu_mul_lora    SiLU(gate) * up with the LoRA delta of gate and up made inside
 widen_kv         pages of an int8 KV cache in fp16, each once, for attention of many queries
 widen_plan       which sequences of a step are widened, and where they lie then
 """
-from . import (  # noqa: F401
-    append_kv,
+from . import (
     argmax,
     decoder_block,
     decoder_block_lora,
@@ -50,19 +49,13 @@ from . import (  # noqa: F401
     lora_plan,
     lora_round,
     lora_shrink,
-    paged_attention,
-    paged_attention_blocks,
     quantize,
     quantize_blocks,
     rms_norm,
-    rope,
-    rope_angles,
-    rope_append,
     sample,
     silu_mul,
     silu_mul_blocks,
     silu_mul_lora,
-    widen_kv,
-    widen_plan,
 )
-from .core.kv_layout import PAGE_SIZE  # noqa: F401
+from .attention import append_kv, paged_attention, paged_attention_blocks, rope, rope_angles, rope_append, widen_kv, widen_plan
+from .core.kv_layout import PAGE_SIZE

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .attention_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
+from .attention.decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
 from .decoder_block_streams import DOWN_DONE, GATE_UP_DONE, O_DONE, SPLIT, await_count, bring, bring_rows, fence_before_tma, stream
 
 COUNTS = gl.constexpr(10 * 64)  # of lora_groups' result: the lists' lengths

@@ -4,7 +4,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from . import quantize
-from .attention_gluon_pieces import cta_barrier
+from .attention.decode_gluon_pieces import cta_barrier
 from .decoder_block_streams import SPLIT, await_count
 
 NORM_ROTATES = gl.constexpr(quantize.NORM_ROTATES)

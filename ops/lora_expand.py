@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_pieces import dot_ieee, multiprocessors
+from .attention.pieces import dot_ieee, multiprocessors
 from .core.registry import register
 from .core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .lora_shrink import EIGHT_BIT, dequantized, widened

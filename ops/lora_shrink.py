@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_pieces import dot_ieee, multiprocessors
+from .attention.pieces import dot_ieee, multiprocessors
 from .core.kv_layout import QUANTIZED_MAX
 from .core.registry import register
 from .core.triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous

@@ -220,9 +220,9 @@ def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> 
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from ..ops.append_kv import append_kv
+    from ..ops.attention.append_kv import append_kv
+    from ..ops.attention.paged_attention import paged_attention
     from ..ops.core.kv_layout import kv_cache_shape
-    from ..ops.paged_attention import paged_attention
 
     appended: list[tuple[Any, Any]] = []
     queries: list[Any] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops.append_kv import store_kv_reference
+from ..ops.attention.append_kv import store_kv_reference
 from ..ops.core.kv_layout import KEY, PAGE_SIZE, kv_cache_shape, kv_scales_shape
 from ..ops.hadamard import hadamard_reference
 

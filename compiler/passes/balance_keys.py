@@ -4,9 +4,9 @@ import operator
 import torch
 from torch import fx
 
+from ...ops.attention.rope_append import rope_append
 from ...ops.core.kv_layout import QUANTIZED_MAX
 from ...ops.rms_norm import add_rms_norm, rms_norm
-from ...ops.rope_append import rope_append
 from ..layers import layer_of_name
 from ..nodes import args_of, aten, insert_placeholder, is_call, shape_of, through_views
 from ..recipe import Recipe, cat, key_balance, multiply

@@ -2,7 +2,7 @@
 import torch
 from torch import fx
 
-from ...ops.append_kv import append_kv
+from ...ops.attention.append_kv import append_kv
 from ...ops.core.kv_layout import QUANTIZED_MAX
 from ..layers import layer_of_name
 from ..nodes import args_of, insert_placeholder, is_call, shape_of

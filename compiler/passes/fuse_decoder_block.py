@@ -7,6 +7,9 @@ import torch
 from torch import fx
 
 from ...ops import decoder_block_lora as with_lora
+from ...ops.attention.paged_attention import paged_attention_quant
+from ...ops.attention.paged_attention_blocks import paged_attention_blocks
+from ...ops.attention.rope_append import rope_append
 from ...ops.decoder_block import decoder_block, fits
 from ...ops.decoder_block_lora import decoder_block_lora
 from ...ops.linear_8bit import linear_8bit
@@ -14,11 +17,8 @@ from ...ops.lora_expand import lora_expand
 from ...ops.lora_groups import lora_groups
 from ...ops.lora_plan import lora_plan
 from ...ops.lora_shrink import lora_shrink
-from ...ops.paged_attention import paged_attention_quant
-from ...ops.paged_attention_blocks import paged_attention_blocks
 from ...ops.quantize import NORM_ROTATES, SILU_ROTATES
 from ...ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from ...ops.rope_append import rope_append
 from ...ops.silu_mul import silu_mul_quant
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport

@@ -3,8 +3,8 @@ import operator
 
 from torch import fx
 
+from ...ops.attention.paged_attention import paged_attention, paged_attention_quant
 from ...ops.core.registry import Op
-from ...ops.paged_attention import paged_attention, paged_attention_quant
 from ...ops.quantize import quantize_rowwise
 from ...ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.silu_mul import silu_mul, silu_mul_quant

@@ -3,11 +3,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...ops.append_kv import append_kv
+from ...ops.attention.append_kv import append_kv
+from ...ops.attention.paged_attention import paged_attention
+from ...ops.attention.rope import rope
+from ...ops.attention.rope_append import rope_append
 from ...ops.hadamard import hadamard
-from ...ops.paged_attention import paged_attention
-from ...ops.rope import rope
-from ...ops.rope_append import rope_append
 from ..nodes import args_of, insert_call, is_call, shape_of, slice_range, through_views
 from .base import Context, PassReport
 from .joins import split_delta

@@ -1,7 +1,7 @@
 """Rotary position embedding -> `sidestream.rope`."""
 from torch import fx
 
-from ...ops.rope import rope
+from ...ops.attention.rope import rope
 from ..matcher import Match, any_, call, cast, find
 from ..nodes import aten, insert_call, shape_of, slice_range
 from .base import Context, PassReport

@@ -3,7 +3,7 @@ import operator
 
 from torch import fx
 
-from ...ops.rope_angles import rope_angles
+from ...ops.attention.rope_angles import rope_angles
 from ..matcher import Match, any_, call, cast, find
 from ..nodes import args_of, aten, insert_call, is_call, shape_of
 from .base import Context, PassReport

@@ -4,11 +4,11 @@ import operator
 import torch
 from torch import fx
 
-from ...ops.attention_prefill_gluon import takes_heads, tile_tokens
+from ...ops.attention.paged_attention import paged_attention, paged_attention_quant
+from ...ops.attention.prefill_gluon import takes_heads, tile_tokens
+from ...ops.attention.widen_kv import widen_kv
+from ...ops.attention.widen_plan import STEP_TOKENS, widen_plan
 from ...ops.core.triton_support import cdiv
-from ...ops.paged_attention import paged_attention, paged_attention_quant
-from ...ops.widen_kv import widen_kv
-from ...ops.widen_plan import STEP_TOKENS, widen_plan
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sidestream.compiler.options import DEFAULT_PRECISION, EIGHT_BITS, CompileOptions, OptionError
-from sidestream.ops.append_kv import append_kv
+from sidestream.ops.attention.append_kv import append_kv
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.hadamard import hadamard
 from sidestream.runtime.calibration import FILE_NAME, KEY, KV_DTYPES, TREATMENTS, Calibration, CalibrationError, LayerFigures, load_calibration

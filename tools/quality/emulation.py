@@ -12,12 +12,12 @@ from ...compiler.nodes import args_of, is_call
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
 from ...compiler.recipe import Recipe, materialize
+from ...ops.attention.paged_attention import check_arguments, gather_keys_values, paged_attention
+from ...ops.attention.paged_attention import fake as attention_fake
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
 from ...ops.core.triton_support import cdiv
 from ...ops.hadamard import hadamard
-from ...ops.paged_attention import check_arguments, gather_keys_values, paged_attention
-from ...ops.paged_attention import fake as attention_fake
 from ...ops.quantize import quantize_rowwise, quantize_rowwise_fake
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import attention_prefill_gluon, attention_prefill_wide_gluon
-from .attention_pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, operand_type
-from .core.kv_layout import PAGE_SIZE
-from .core.triton_support import INTERPRETED, next_power_of_2, pdl_start, row_scale, to_e4m3
+from ..core.kv_layout import PAGE_SIZE
+from ..core.triton_support import INTERPRETED, next_power_of_2, pdl_start, row_scale, to_e4m3
+from . import prefill_gluon, prefill_wide_gluon
+from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, operand_type
 
 TILE_ROWS = 64  # measured on an H200, 4096 causal tokens, e4m3: 410 us against 452 us with 128 rows and eight warps
 
@@ -128,10 +128,10 @@ def launch(
     plan: Optional[torch.Tensor] = None,
 ) -> None:
     """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernels where those fit."""
-    if kv_scales is not None and attention_prefill_gluon.fits(q, kv_cache):
+    if kv_scales is not None and prefill_gluon.fits(q, kv_cache):
         if wide is not None and plan is not None:
-            attention_prefill_wide_gluon.launch(q, wide, plan, context_lens, query_start, softmax_scale, out, pdl)
-        attention_prefill_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, plan)
+            prefill_wide_gluon.launch(q, wide, plan, context_lens, query_start, softmax_scale, out, pdl)
+        prefill_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, plan)
     else:
         launch_triton(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
 

@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import attention_decode_gluon
-from .attention_pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, multiprocessors, operand_type, split_workspace
-from .core.kv_layout import PAGE_SIZE
-from .core.triton_support import INTERPRETED, next_power_of_2, pdl_start
+from ..core.kv_layout import PAGE_SIZE
+from ..core.triton_support import INTERPRETED, next_power_of_2, pdl_start
+from . import decode_gluon
+from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, multiprocessors, operand_type, split_workspace
 
 MAX_SPLITS = 64
 MIN_SPLIT_PAGES = tl.constexpr(2)
@@ -136,8 +136,8 @@ def launch(
     pdl: bool,
 ) -> None:
     """Fill out [B, HQ * D] from q [B, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernel where that one fits."""
-    if attention_decode_gluon.fits(q, kv_cache):
-        attention_decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl)
+    if decode_gluon.fits(q, kv_cache):
+        decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl)
     else:
         launch_triton(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl)
 

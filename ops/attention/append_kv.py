@@ -5,9 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
-from .core.registry import register
-from .core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, to_e4m3, to_int8
+from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from ..core.registry import register
+from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, to_e4m3, to_int8
 
 
 def store_kv_reference(

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import pdl_options, pdl_start
+from ..core.registry import register
+from ..core.triton_support import pdl_options, pdl_start
 
 
 def rope_angles_reference(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,26 +2,28 @@
 
 `paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 or int8 form that the o projection reads. This file holds the
 specification and picks a kernel:
-  attention_decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
-  attention_decode.py         every other decode
-  attention_prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, e4m3 or int8 cache
-  attention_prefill_wide_gluon.py  of these, what widen_kv has made fp16
-  attention_prefill.py        everything else
+  decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
+  decode.py         every other decode
+  prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, e4m3 or int8 cache
+  prefill_wide_gluon.py  of these, what widen_kv has made fp16
+  prefill.py        everything else
 
 Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is finite; the scales of V
-stay below 255 (a token's largest |V| below 114000 in e4m3; where attention_prefill_gluon reads them, scales end at a largest |V| of 4090).
+stay below 255 (a token's largest |V| below 114000 in e4m3; where prefill_gluon reads them, scales end at a largest |V| of 4090).
 """
 import math
 from typing import Optional
 
 import torch
 
-from . import attention_decode, attention_prefill, attention_prefill_gluon
-from .core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
-from .core.registry import OPS, register
-from .core.triton_support import cdiv
-from .core.workspace import workspace
-from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
+from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from ..core.registry import OPS, register
+from ..core.triton_support import cdiv
+from ..core.workspace import workspace
+from ..quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
+from . import decode as attention_decode
+from . import prefill as attention_prefill
+from . import prefill_gluon
 from .widen_plan import STEP_TOKENS
 
 HEAD_DIMS = (64, 128)
@@ -48,7 +50,7 @@ def check_widened(
     if wide is None or plan is None:
         raise ValueError(f"wide and plan belong together; {'wide' if wide is None else 'plan'} is missing")
     (_, heads, dim), kv_heads = q.shape, kv_cache.shape[1]
-    if decode or kv_cache.dtype != torch.int8 or not attention_prefill_gluon.takes_heads(heads, kv_heads, dim):
+    if decode or kv_cache.dtype != torch.int8 or not prefill_gluon.takes_heads(heads, kv_heads, dim):
         raise ValueError(f"wide is for chunks over an int8 cache with head_dim 128 and a power of two of query heads a KV head, at most 32, not for "
                          f"{'decode over ' if decode else ''}{kv_cache.dtype}, head_dim {dim} and {heads} heads on {kv_heads}")
     if wide.dtype != torch.float16 or tuple(wide.shape[1:]) != (kv_heads, 2, STEP_TOKENS, dim) or plan.shape != (3, block_table.shape[0] + 1):

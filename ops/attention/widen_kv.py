@@ -1,16 +1,16 @@
 """Pages of an int8 KV cache in fp16, each once, for an attention that reads them many times.
 
-The numbers are those that attention_prefill_gluon makes of a page on its way through shared memory, to the bit: a value times its scale, which is first
+The numbers are those that prefill_gluon makes of a page on its way through shared memory, to the bit: a value times its scale, which is first
 multiplied by 16, held below what fp16 can hold, and rounded to fp16.
 """
 import torch
 import triton
 import triton.language as tl
 
-from .attention_pieces import multiprocessors
-from .core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
-from .core.registry import register
-from .core.triton_support import INTERP, pdl_options, pdl_start, require_contiguous
+from ..core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
+from ..core.registry import register
+from ..core.triton_support import INTERP, pdl_options, pdl_start, require_contiguous
+from .pieces import multiprocessors
 from .widen_plan import STEP_TOKENS
 
 WIDENED = tl.constexpr(16.0)  # on every fp16 scale, so that small ones keep their bits; attention takes it out again

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.kv_layout import QUANTIZED_MAX
-from .core.triton_support import INTERP
-from .core.workspace import workspace
+from ..core.kv_layout import QUANTIZED_MAX
+from ..core.triton_support import INTERP
+from ..core.workspace import workspace
 
 LOG2_E = 1.4426950408889634
 PROBABILITY_SCALE = tl.constexpr(256.0)

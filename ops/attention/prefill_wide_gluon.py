@@ -1,9 +1,9 @@
-"""Attention of query chunks over keys and values that `widen_kv` has made fp16, for Hopper in Gluon: attention_prefill_gluon without its converters.
+"""Attention of query chunks over keys and values that `widen_kv` has made fp16, for Hopper in Gluon: prefill_gluon without its converters.
 
 One warp copies steps of 128 keys and values by TMA; two groups of four warps own 64 rows each and take turns on the tensor cores: while one multiplies, the
 other weighs. The shared memory that the converters read from holds a third step. Every number is computed as there, so the result has the same bits.
 
-Serves the sequences that `widen_plan` has widened, and the rows of nobody; attention_prefill_gluon, launched behind it, serves the others.
+Serves the sequences that `widen_plan` has widened, and the rows of nobody; prefill_gluon, launched behind it, serves the others.
 """
 from typing import Any
 
@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .attention_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
-from .attention_pieces import LOG2_E, multiprocessors
-from .attention_prefill_gluon import HEAD_DIM, tile_tokens
-from .attention_prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
-from .core.triton_support import next_power_of_2
+from ..core.triton_support import next_power_of_2
+from .decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
+from .pieces import LOG2_E, multiprocessors
+from .prefill_gluon import HEAD_DIM, tile_tokens
+from .prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
 from .widen_plan import PLACES, WIDE_TILES
 
 REGISTERS = (240, 24)  # of a thread: the second group of rows (the first gets as many), the copier
@@ -103,7 +103,7 @@ def launch(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """The rows of out [T, HQ * 128] that belong to widened sequences or to nobody; what `attention_prefill_gluon.fits` says must hold for the cache."""
+    """The rows of out [T, HQ * 128] that belong to widened sequences or to nobody; what `prefill_gluon.fits` says must hold for the cache."""
     tokens, heads, _ = q.shape
     kv_heads, sequences = wide.shape[1], context_lens.shape[0]
     tile = tile_tokens(heads, kv_heads)

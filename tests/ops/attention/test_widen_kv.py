@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sidestream.ops import attention_gluon_pieces, attention_prefill_gluon, attention_prefill_gluon_pieces, attention_prefill_wide_gluon
+from sidestream.ops.attention import decode_gluon_pieces, prefill_gluon, prefill_gluon_pieces, prefill_wide_gluon
+from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, reference
+from sidestream.ops.attention.widen_kv import widen_kv
+from sidestream.ops.attention.widen_plan import FEWEST_TILES, widen_plan
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
-from sidestream.ops.paged_attention import paged_attention, paged_attention_quant, reference
-from sidestream.ops.widen_kv import widen_kv
-from sidestream.ops.widen_plan import FEWEST_TILES, widen_plan
 from support.attention import BF16, FP32, INT8, Batch, make_batch, relative_error, spills_in_main_loop, tolerance
 from support.checks import EXACT, bits, check_kernel, poison
 from support.gluon_threads import kernels_in_threads
@@ -135,7 +135,7 @@ def test_kernels_compile_without_spills() -> None:
 def widened(batch: Batch, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(wide full of NaN behind the last page, plan, pages)."""
     heads, kv_heads = batch.q.shape[1], batch.kv_cache.shape[1]
-    tile = attention_prefill_gluon.tile_tokens(heads, kv_heads)
+    tile = prefill_gluon.tile_tokens(heads, kv_heads)
     plan, pages = widen_plan(batch.block_table, batch.context_lens, batch.query_start, tile, steps)
     assert batch.kv_scales is not None
     wide = poison(widen_kv.fake(batch.kv_cache, batch.kv_scales, pages))
@@ -170,14 +170,14 @@ def test_arguments_that_do_not_belong_together_are_named() -> None:
 @contextmanager
 def in_threads(programs: int) -> Iterator[None]:
     """Both Gluon kernels in threads, on a GPU of `programs` SMs; what is inline assembly there is spelled in torch here."""
-    pieces, narrow, wide = attention_prefill_gluon_pieces, attention_prefill_gluon, attention_prefill_wide_gluon
+    pieces, narrow, wide = prefill_gluon_pieces, prefill_gluon, prefill_wide_gluon
 
     def boxes(memory: torch.Tensor, *shape: int) -> SimpleNamespace:
         return SimpleNamespace(base=memory.view(-1, shape[1]), block_shape=shape)
 
-    with kernels_in_threads(attention_gluon_pieces, pieces, narrow, wide):
+    with kernels_in_threads(decode_gluon_pieces, pieces, narrow, wide):
         known: dict[str, Any] = {name: getattr(module, name) for module, names in (
-            (pieces, ("gl", "mbarrier", "fence_async_shared")), (attention_gluon_pieces, ("load_box", "view_shared", "gdc_wait", "gdc_launch_dependents")),
+            (pieces, ("gl", "mbarrier", "fence_async_shared")), (decode_gluon_pieces, ("load_box", "view_shared", "gdc_wait", "gdc_launch_dependents")),
         ) for name in names} | {"multiprocessors": lambda _device: programs}  # fmt: skip
         known["gl"].inline_asm_elementwise = lambda _text, _constraints, values, **_: values[0].half()
         with (
@@ -198,9 +198,9 @@ def test_kernels_in_threads(name: str, heads: int, kv_heads: int, steps: int, pr
     q, cache, scales, table, lens, starts, scale, *_ = batch.args()
     wide, plan, _ = widened(batch, max(steps, 1))
     out = poison(q.new_empty(q.shape[0], heads * 128))
-    with in_threads(programs), patch.object(attention_prefill_wide_gluon, "TURNS", turns):
-        attention_prefill_wide_gluon.launch(q, wide, plan, lens, starts, scale, out, False)
-        attention_prefill_gluon.launch(q, cache, scales, table, lens, starts, scale, False, out, False, plan)
+    with in_threads(programs), patch.object(prefill_wide_gluon, "TURNS", turns):
+        prefill_wide_gluon.launch(q, wide, plan, lens, starts, scale, out, False)
+        prefill_gluon.launch(q, cache, scales, table, lens, starts, scale, False, out, False, plan)
     assert not out.isnan().any()
     assert relative_error(out, reference(*batch.args())) < tolerance(batch) or not out.any()
 
@@ -211,7 +211,7 @@ def test_each_kernel_writes_its_own_rows() -> None:
     wide, plan, _ = widened(batch, 30)
     out = poison(q.new_empty(q.shape[0], 4 * 128))
     with in_threads(3):
-        attention_prefill_wide_gluon.launch(q, wide, plan, lens, starts, scale, out, False)
+        prefill_wide_gluon.launch(q, wide, plan, lens, starts, scale, out, False)
     mine = [(plan[0, :-1] >= 0)[b].item() for b, (_, count) in enumerate(BATCHES["mixed"]) for _ in range(count)] + [True] * 40
     assert torch.equal(~out.isnan().any(1), torch.tensor(mine)) and torch.equal(~out.isnan().all(1), torch.tensor(mine))
 

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream.ops.attention.paged_attention import paged_attention
+from sidestream.ops.attention.paged_attention_blocks import paged_attention_blocks
 from sidestream.ops.core.kv_layout import QUANTIZED_MAX, kv_cache_shape, kv_scales_shape
-from sidestream.ops.paged_attention import paged_attention
-from sidestream.ops.paged_attention_blocks import paged_attention_blocks
 from sidestream.ops.quantize_blocks import dequantize_blocks, quantize_blocks
 from support.checks import bits, poison
 

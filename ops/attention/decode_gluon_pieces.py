@@ -1,4 +1,4 @@
-"""The steps of attention_decode_gluon's loop: register layouts, operands, the online softmax of one page, the merges.
+"""The steps of decode_gluon's loop: register layouts, operands, the online softmax of one page, the merges.
 
   S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile. K goes from shared memory to
           registers 16 bytes a lane, two e4m3 values to fp16 by one instruction. What a lane then holds is not what the tensor core wants in

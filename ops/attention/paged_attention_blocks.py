@@ -6,13 +6,14 @@ from typing import Optional
 
 import torch
 
-from . import attention_decode, attention_decode_gluon
-from .core.registry import register
-from .core.workspace import workspace
+from ..core.registry import register
+from ..core.workspace import workspace
+from ..quantize import E4M3
+from ..quantize_blocks import quantize_blocks_fake, quantize_blocks_launch, quantize_blocks_reference
+from . import decode as attention_decode
+from . import decode_gluon
 from .paged_attention import HEAD_DIMS, check_arguments
 from .paged_attention import reference as paged_attention_reference
-from .quantize import E4M3
-from .quantize_blocks import quantize_blocks_fake, quantize_blocks_launch, quantize_blocks_reference
 
 
 def reference(
@@ -50,8 +51,8 @@ def launch(
     tokens, width = out[0].shape
     if tokens == 0:
         return
-    if attention_decode_gluon.fits(q, kv_cache):
-        attention_decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl, out[1])
+    if decode_gluon.fits(q, kv_cache):
+        decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl, out[1])
         return
     nbytes = tokens * width * q.element_size()
     rows = workspace(q.device, "paged_attention_blocks", nbytes)[:nbytes].view(q.dtype).view(tokens, width)

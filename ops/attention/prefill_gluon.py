@@ -16,11 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .attention_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
-from .attention_pieces import LOG2_E, multiprocessors
-from .attention_prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
-from .core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
-from .core.triton_support import INTERPRETED, next_power_of_2
+from ..core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
+from ..core.triton_support import INTERPRETED, next_power_of_2
+from .decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
+from .pieces import LOG2_E, multiprocessors
+from .prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
 from .widen_kv import WIDENED
 from .widen_plan import NARROW_TILES
 
@@ -122,7 +122,7 @@ def prefill_kernel(
 ):  # fmt: skip
     """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of 64 x 128 bytes and 1 x 64.
 
-    PLANNED: only the sequences that `plan` leaves in eight bits, right behind attention_prefill_wide_gluon. With PDL that kernel lets this one begin when all
+    PLANNED: only the sequences that `plan` leaves in eight bits, right behind prefill_wide_gluon. With PDL that kernel lets this one begin when all
     before it is done, and this one waits for it at its end: it runs beside its last tiles.
     """
     STORED: gl.constexpr = boxes.dtype

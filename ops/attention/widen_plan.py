@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.kv_layout import PAGE_SIZE
-from .core.registry import register
-from .core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
+from ..core.kv_layout import PAGE_SIZE
+from ..core.registry import register
+from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
 STEP_TOKENS = 128  # of two pages: what attention multiplies at once
 # A sequence with fewer tiles of queries is left: writing fp16 and reading it again takes about as long as four tiles gain, by bytes and by the kernels' rates.

@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.ops.append_kv import append_kv
+from sidestream.ops.attention.append_kv import append_kv
+from sidestream.ops.attention.rope import rope
+from sidestream.ops.attention.rope_append import rope_append
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.hadamard import hadamard
-from sidestream.ops.rope import rope
-from sidestream.ops.rope_append import rope_append
 from support.checks import Tolerance, check_kernel, poison, stored_tolerances
 from support.samples import angles, normal
 from support.sm90 import launched

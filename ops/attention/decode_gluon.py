@@ -3,7 +3,7 @@
 What bounds a plain decode kernel is not memory but instructions: conversions, reductions across warps, barriers. So here every warp works for
 itself. It owns 64 / WARPS tokens of each page and keeps its own running maximum, sum and output (mma.sync with the warps as a batch
 dimension); the loop's only barrier is the one that frees a page's buffer. Warps are merged once, at the end. One TMA box of 128 rows brings K
-and V of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in attention_gluon_pieces.
+and V of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in decode_gluon_pieces.
 
 Splits as in attention_decode. Under PDL every page but a sequence's newest is fetched before the wait, since earlier steps wrote it; lengths and
 block table are read before it as well.
@@ -20,7 +20,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .attention_gluon_pieces import (
+from ..core.kv_layout import PAGE_SIZE
+from ..core.triton_support import INTERPRETED, next_power_of_2
+from .decode_gluon_pieces import (
     LOWEST,
     attend,
     cta_barrier,
@@ -42,9 +44,7 @@ from .attention_gluon_pieces import (
     value_layout,
     view_shared,
 )
-from .attention_pieces import LOG2_E, multiprocessors, split_workspace
-from .core.kv_layout import PAGE_SIZE
-from .core.triton_support import INTERPRETED, next_power_of_2
+from .pieces import LOG2_E, multiprocessors, split_workspace
 
 HEAD_DIM = 128
 HEADS = 8  # columns of S^T and O^T

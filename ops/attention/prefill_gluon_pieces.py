@@ -1,11 +1,11 @@
-"""The pieces of attention_prefill_gluon and attention_prefill_wide_gluon: layouts, which tile an item is, conversion to fp16, the softmax of one step, and the
+"""The pieces of prefill_gluon and prefill_wide_gluon: layouts, which tile an item is, conversion to fp16, the softmax of one step, and the
 warps that own rows.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .attention_gluon_pieces import LOWEST, load_box
+from .decode_gluon_pieces import LOWEST, load_box
 from .widen_kv import WIDEN_INT8, WIDENED
 
 ROWS = gl.constexpr(64)  # of a group of four warps; a tile has twice as many

@@ -1,7 +1,7 @@
 """`append_kv`: what is stored can be read back; padding and other slots stay untouched."""
 import pytest
 import torch
-from sidestream.ops.append_kv import append_kv
+from sidestream.ops.attention.append_kv import append_kv
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
 from support.checks import check_kernel, poison, stored_tolerances
 from support.samples import normal

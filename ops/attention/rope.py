@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, round_to
+from ..core.registry import register
+from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, round_to
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """`rope_angles` against transformers, and its kernel against the reference at long contexts."""
 import pytest
 import torch
-from sidestream.ops.rope_angles import rope_angles
+from sidestream.ops.attention.rope_angles import rope_angles
 from support.checks import Tolerance, check_kernel
 from support.sm90 import launched
 

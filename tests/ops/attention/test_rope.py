@@ -1,7 +1,7 @@
 """`rope` against transformers, and its kernel against the reference."""
 import pytest
 import torch
-from sidestream.ops.rope import rope
+from sidestream.ops.attention.rope import rope
 from support.checks import check_kernel
 from support.samples import angles, normal
 from support.sm90 import launched

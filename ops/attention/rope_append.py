@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from ..core.registry import register
+from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
+from ..hadamard import fht_halves, hadamard_reference
 from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
-from .core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
-from .core.registry import register
-from .core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
-from .hadamard import fht_halves, hadamard_reference
 from .rope import rope_reference, rotate_halves
 
 PROGRAMS = ((16, 1, 1), (512, 8, 4), (math.inf, 4, 1))  # up to so many tokens, heads of a program and its warps: the fastest on an H200

@@ -1,0 +1,12 @@
+"""Attention over the paged KV cache, and every op that writes or reads the cache.
+
+paged_attention         the semantic op and its quantized form; picks a kernel
+paged_attention_blocks  decode attention quantized by blocks of 128 columns, for `decoder_block`
+decode, decode_gluon    kernels for one query row a sequence: Triton, and Gluon for Hopper (parts: decode_gluon_pieces)
+prefill, prefill_gluon, prefill_wide_gluon  kernels for many query rows (parts: prefill_gluon_pieces)
+pieces                  what both Triton kernels share
+widen_kv, widen_plan    pages of an int8 cache made fp16 once a layer
+append_kv               k and v into the cache
+rope, rope_angles       rotary position embedding
+rope_append             RoPE, Hadamard transform, quantization and append in one launch
+"""
