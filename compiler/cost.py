@@ -15,8 +15,8 @@ from math import cbrt, prod
 
 import torch
 
-from ..ops.linear_8bit_prefill import scaled_mm_takes
-from ..ops.tuning import linear_config
+from ..ops.linear.scaled_mm import scaled_mm_takes
+from ..ops.linear.tuning import linear_config
 from .buffers import View
 from .hardware import H200, Gpu
 from .program import Program, Step

@@ -6,8 +6,8 @@ decoder_block    o -> gate_up -> down -> the next q/k/v of a decode step as one 
 decoder_block_lora  the same with the LoRA branches of its linears inside (kernel: decoder_block_lora_gluon)
 embedding        rows of the embedding table
 hadamard         Walsh-Hadamard transform of each head
-linear_8bit       y = x W^T, rowwise e4m3 or int8, + delta and residual (kernels: linear_8bit_gluon, linear_8bit_decode, _wide, _large, _prefill)
-linear_8bit_lora  y of a prompt step with its LoRA branch added by the tiles (kernel: linear_8bit_lora_large)
+linear_8bit       y = x W^T, rowwise e4m3 or int8, + delta and residual (kernels: kernel_gluon, kernel_triton, _wide, _large, _prefill)
+linear_8bit_lora  y of a prompt step with its LoRA branch added by the tiles (kernel: kernel_lora_large)
 linear_8bit_silu_mul  y of gate and up, with SiLU(gate) * up as its result
 lora             low-rank deltas of a batch of mixed adapters (semantic)
 lora_active      the adapters of each 128 tokens, for linear_8bit_lora
@@ -38,9 +38,6 @@ from . import (
     decoder_block_lora,
     embedding,
     hadamard,
-    linear_8bit,
-    linear_8bit_lora,
-    linear_8bit_silu_mul,
     lora,
     lora_active,
     lora_expand,
@@ -59,3 +56,4 @@ from . import (
 )
 from .attention import append_kv, paged_attention, paged_attention_blocks, rope, rope_angles, rope_append, widen_kv, widen_plan
 from .core.kv_layout import PAGE_SIZE
+from .linear import linear_8bit, linear_8bit_lora, linear_8bit_silu_mul

@@ -25,7 +25,7 @@ from .core.triton_support import INTERPRETED, next_power_of_2
 from .core.workspace import workspace
 from .decoder_block_gluon import decoder_block_kernel
 from .decoder_block_streams import COUNTERS
-from .linear_8bit import matmul_fp32, multiprocessors
+from .linear.linear_8bit import matmul_fp32, multiprocessors
 from .quantize import NORM_ROTATES, SILU_ROTATES
 from .quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
 

@@ -18,7 +18,7 @@ from .core.triton_support import INTERPRETED
 from .core.workspace import workspace
 from .decoder_block import BLOCK, CONFIGS, SPLIT, BlockConfig
 from .decoder_block_lora_gluon import decoder_block_lora_kernel
-from .linear_8bit import matmul_fp32, multiprocessors
+from .linear.linear_8bit import matmul_fp32, multiprocessors
 from .lora_groups import MAX_TOKENS, POSITIONS, lora_groups, tile_tokens
 from .quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise_reference
 from .quantize_blocks import dequantize_blocks, padded_scales

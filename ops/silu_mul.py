@@ -24,8 +24,8 @@ from .core.triton_support import (
     to_eight_bits,
 )
 from .core.workspace import workspace
+from .linear.tuning import H200_SMS
 from .quantize import E4M3, quantize_rowwise_reference, quarter_columns, rotated_width, row_block, store_quantized_quarters, store_quantized_row
-from .tuning import H200_SMS
 
 SHARED_ROWS = 64
 SHARED_WIDTH = 8192  # narrower rows: one CTA is as fast as two launches

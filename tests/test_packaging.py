@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_holds_the_demo_model_tuned_settings_and_the_page(wheel: zipfile.ZipFile) -> None:
     data = [
         path
-        for folder in ("tools/demo_model", "ops/tuned", "compiler/page")
+        for folder in ("tools/demo_model", "ops/linear/tuned", "compiler/page")
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix in (".json", ".safetensors", ".html", ".css", ".js")
     ]

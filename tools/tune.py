@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .engine_arguments import DEFAULT_PRECISION, positive
 
 if TYPE_CHECKING:
-    from ..ops.tuning import LinearConfig
+    from ..ops.linear.tuning import LinearConfig
 
 TOKENS = (16, 32, 64, 128, 256, 512)
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -85,7 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures and writes, or lists. Raises ValueError for a model that is none, and without a GPU unless it is a dry run."""
-    from ..ops.tuning import H200_SMS
+    from ..ops.linear.tuning import H200_SMS
 
     name, config = _model(options.model)
     work = list(jobs(config, options.layers, options.tokens, options.dtype))
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ValueError("tune times CUDA kernels, and this machine has no GPU; --dry-run lists what would be measured")
-    from ..ops import tuning
+    from ..ops.linear import tuning
 
     device = torch.cuda.get_device_name(0)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -140,7 +140,7 @@ def _model(path: str | None) -> tuple[str, dict[str, Any]]:
 def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: str = DEFAULT_PRECISION) -> Iterator[Job]:
     """The entries to measure for a model; token counts are rounded up to those of the table."""
     from ..graphs.config import LlamaConfig
-    from ..ops.tuning import padded_tokens
+    from ..ops.linear.tuning import padded_tokens
 
     c = LlamaConfig.from_dict(config)
     heads = c.num_attention_heads * c.head_dim
@@ -155,14 +155,14 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
 
 def linear_configs(job: Job, sms: int) -> "list[LinearConfig]":
     """What to measure of `linear_8bit`."""
-    from ..ops.tuning import candidates
+    from ..ops.linear.tuning import candidates
 
     return candidates(job.tokens, job.n, job.k, sms, int8=job.int8)
 
 
 def activation_configs(job: Job, sms: int) -> "list[LinearConfig]":
     """What to measure of `linear_8bit_silu_mul`; few tokens keep two launches."""
-    from ..ops.tuning import wide_candidates
+    from ..ops.linear.tuning import wide_candidates
 
     if job.layer != "gate_up" or job.tokens <= 64:
         return []
@@ -196,7 +196,7 @@ def show(config: "LinearConfig") -> str:
 
 def sparse(config: "LinearConfig") -> dict[str, Any]:
     """The fields that the table needs."""
-    from ..ops.tuning import LinearConfig
+    from ..ops.linear.tuning import LinearConfig
 
     if config.kernel == "scaled_mm":
         return {"kernel": "scaled_mm"}
@@ -206,7 +206,7 @@ def sparse(config: "LinearConfig") -> dict[str, Any]:
 
 def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
     """Sets one entry of `op` in the section of the job's dtype, or removes it."""
-    from ..ops.tuning import table_op
+    from ..ops.linear.tuning import table_op
 
     shapes = table.setdefault(table_op(op, job.int8), [])
     shape = next((shape for shape in shapes if (shape["n"], shape["k"]) == (job.n, job.k)), None)

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..compiler.options import CompileOptions
 from ..compiler.program import Program
-from ..ops import tuning
-from ..ops.tuning import LinearConfig, instead, table_op, work_split
+from ..ops.linear import tuning
+from ..ops.linear.tuning import LinearConfig, instead, table_op, work_split
 from .bench_latency import pick_adapters
 from .bench_layer import DEPTHS, Layers, Variant, layer_us
 from .tune import Job, Timing, show

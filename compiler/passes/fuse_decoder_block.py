@@ -12,7 +12,7 @@ from ...ops.attention.paged_attention_blocks import paged_attention_blocks
 from ...ops.attention.rope_append import rope_append
 from ...ops.decoder_block import decoder_block, fits
 from ...ops.decoder_block_lora import decoder_block_lora
-from ...ops.linear_8bit import linear_8bit
+from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.lora_expand import lora_expand
 from ...ops.lora_groups import lora_groups
 from ...ops.lora_plan import lora_plan

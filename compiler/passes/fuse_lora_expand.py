@@ -2,8 +2,8 @@
 import torch
 from torch import fx
 
-from ...ops.linear_8bit import linear_8bit
-from ...ops.linear_8bit_lora import fits, linear_8bit_lora
+from ...ops.linear.linear_8bit import linear_8bit
+from ...ops.linear.linear_8bit_lora import fits, linear_8bit_lora
 from ...ops.lora_active import lora_active
 from ...ops.lora_expand import lora_expand
 from ...ops.lora_plan import lora_plan

@@ -12,7 +12,7 @@ from sidestream.compiler.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.ops import tuning
+from sidestream.ops.linear import tuning
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -9,8 +9,8 @@ from sidestream.compiler.program import Bucket
 from sidestream.compiler.report import graph_text
 from sidestream.compiler.sizes import SpecializeError, bucket_inputs, static_inputs
 from sidestream.compiler.specialize import specialize
-from sidestream.ops import linear_8bit
 from sidestream.ops.core.registry import OPS
+from sidestream.ops.linear import linear_8bit
 from support.fx_graphs import GraphBuilder
 from torch import fx
 

@@ -2,10 +2,10 @@
 from typing import Any
 
 import torch
-from sidestream.ops import tuning
 from sidestream.ops.core.registry import Op
-from sidestream.ops.linear_8bit import launch_config, linear_8bit
-from sidestream.ops.tuning import LinearConfig
+from sidestream.ops.linear import tuning
+from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit
+from sidestream.ops.linear.tuning import LinearConfig
 
 from support.checks import Tolerance, poison
 

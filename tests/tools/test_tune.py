@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.ops import tuning
-from sidestream.ops.tuning import LinearConfig
+from sidestream.ops.linear import tuning
+from sidestream.ops.linear.tuning import LinearConfig
 from sidestream.tools import cli, tune_bench, tune_layers
 from sidestream.tools.engine_arguments import DEFAULT_PRECISION, DEMO_MODEL
 from sidestream.tools.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.triton_support import cdiv
+from ..core.triton_support import cdiv
 
 ADD_BLOCK = 2048
 

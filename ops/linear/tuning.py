@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from .core.triton_support import cdiv, next_power_of_2
+from ..core.triton_support import cdiv, next_power_of_2
 
 Kernel = Literal["triton", "gluon", "wide", "large", "scaled_mm"]
 TABLES = Path(__file__).parent / "tuned"

@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .linear_8bit_decode import split_buffers
-from .linear_8bit_gluon import PRODUCER_REGISTERS, barrier, gdc_launch_dependents, gdc_wait, multiply, tma_load
+from .kernel_gluon import PRODUCER_REGISTERS, barrier, gdc_launch_dependents, gdc_wait, multiply, tma_load
+from .kernel_triton import split_buffers
 from .tuning import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # Triton >= 3.7, before

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.triton_support import INTERP, INTERPRETED, dot_f32
-from .core.workspace import workspace
+from ..core.triton_support import INTERP, INTERPRETED, dot_f32
+from ..core.workspace import workspace
 from .tuning import BLOCK_K, MAX_TILES, LinearConfig, WorkSplit
 
 

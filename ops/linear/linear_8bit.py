@@ -1,10 +1,10 @@
 """linear_8bit: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token and per output channel.
 
 Activations may also have one scale per token and 128 columns (`quantize_blocks`): then no kernel before it needs the maximum of a whole row. That is made for
-few tokens; many run on `linear_8bit_gluon.py` as well, and slower than with one scale a token.
+few tokens; many run on `kernel_gluon.py` as well, and slower than with one scale a token.
 
-Few tokens are bound by the bytes of the weights and run on our own kernels (`linear_8bit_decode.py`, `linear_8bit_gluon.py`), from 65 tokens on those with
-few output tiles on `linear_8bit_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`, in int8 to `linear_8bit_large.py`. `tuning.py`
+Few tokens are bound by the bytes of the weights and run on our own kernels (`kernel_triton.py`, `kernel_gluon.py`), from 65 tokens on those with
+few output tiles on `kernel_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`, in int8 to `kernel_large.py`. `tuning.py`
 says which kernel and which tiles. Products of int8 are summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
 """
 from dataclasses import replace
@@ -13,14 +13,14 @@ from typing import Optional
 
 import torch
 
-from .core.registry import register
-from .core.triton_support import INTERPRETED
-from .linear_8bit_decode import launch_triton
-from .linear_8bit_gluon import launch_gluon
-from .linear_8bit_large import launch_large
-from .linear_8bit_prefill import launch_scaled_mm, scaled_mm_takes
-from .linear_8bit_wide import launch_wide
-from .quantize_blocks import BLOCK
+from ..core.registry import register
+from ..core.triton_support import INTERPRETED
+from ..quantize_blocks import BLOCK
+from .kernel_gluon import launch_gluon
+from .kernel_large import launch_large
+from .kernel_triton import launch_triton
+from .kernel_wide import launch_wide
+from .scaled_mm import launch_scaled_mm, scaled_mm_takes
 from .tuning import H200_SMS, LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)

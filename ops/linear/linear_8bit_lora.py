@@ -1,7 +1,7 @@
 """linear_8bit_lora: a linear in int8 for prompt steps whose tiles add their tokens' adapters themselves, so that no delta goes through memory.
 
 `lora_shrink` has run before: what is left of LoRA is a product of few ranks, added to a tile's sums before they are rounded. The kernel is in
-`linear_8bit_lora_large.py`; here are the specification and the launch.
+`kernel_lora_large.py`; here are the specification and the launch.
 """
 from collections.abc import Sequence
 from typing import Optional
@@ -10,12 +10,12 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .core.registry import register
-from .core.triton_support import INTERPRETED, cdiv, require_contiguous
+from ..core.registry import register
+from ..core.triton_support import INTERPRETED, cdiv, require_contiguous
+from ..lora_plan import lora_splits
+from .kernel_large import GROUP, PRODUCER_REGISTERS
+from .kernel_lora_large import linear_8bit_lora_large_kernel
 from .linear_8bit import MAX_INT8_K, matmul_fp32, multiprocessors
-from .linear_8bit_large import GROUP, PRODUCER_REGISTERS
-from .linear_8bit_lora_large import linear_8bit_lora_large_kernel
-from .lora_plan import lora_splits
 from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, int8_cost, large_candidates, linear_config, work_split
 
 RANKS = (16, 32, 64)

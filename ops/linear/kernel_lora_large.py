@@ -11,10 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .attention.decode_gluon_pieces import view_shared
-from .decoder_block_lora_streams import plain_layout
-from .linear_8bit_gluon import barrier, gdc_wait
-from .linear_8bit_large import _corner, _halves, _multiply_step, _produce, _store
+from ..attention.decode_gluon_pieces import view_shared
+from ..decoder_block_lora_streams import plain_layout
+from .kernel_gluon import barrier, gdc_wait
+from .kernel_large import _corner, _halves, _multiply_step, _produce, _store
 
 LIST_TOKENS = gl.constexpr(128)  # that share a list of `lora_active`
 

@@ -3,14 +3,14 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.ops import tuning
 from sidestream.ops.core.triton_support import INTERPRETED
-from sidestream.ops.linear_8bit import launch_config, linear_8bit, reference
-from sidestream.ops.linear_8bit_silu_mul import linear_8bit_silu_mul
-from sidestream.ops.linear_8bit_wide import launch_wide
+from sidestream.ops.linear import tuning
+from sidestream.ops.linear.kernel_wide import launch_wide
+from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
+from sidestream.ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
+from sidestream.ops.linear.tuning import LinearConfig, activation_config, large_candidates, linear_config, wide_config, work_split
 from sidestream.ops.quantize import quantize_rowwise
 from sidestream.ops.silu_mul import silu_mul
-from sidestream.ops.tuning import LinearConfig, activation_config, large_candidates, linear_config, wide_config, work_split
 from support.checks import Tolerance, assert_near, check_kernel
 from support.linears import BF16, NEAR, SHAPES, inputs, run
 from support.sm90 import compile_launch

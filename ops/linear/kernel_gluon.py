@@ -1,6 +1,6 @@
 """linear_8bit in Gluon: one producer warp streams weights and activations through a shared-memory ring by TMA, consumer warps multiply.
 
-The work is divided as in `linear_8bit_decode.py`. The ring runs on across tile boundaries, so the next tile streams in while one is scaled
+The work is divided as in `kernel_triton.py`. The ring runs on across tile boundaries, so the next tile streams in while one is scaled
 and stored. Weights depend on no earlier kernel: under PDL the producer fills the whole ring with them before it waits, and only the
 activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
 
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .linear_8bit_decode import split_buffers
+from .kernel_triton import split_buffers
 from .tuning import BLOCK_K, LinearConfig, WorkSplit
 
 PRODUCER_REGISTERS = 40

@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .linear_8bit_gluon import barrier, gdc_launch_dependents, gdc_wait, tma_load
-from .linear_8bit_wide import tma_store
+from .kernel_gluon import barrier, gdc_launch_dependents, gdc_wait, tma_load
+from .kernel_wide import tma_store
 from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
 
 GROUP = 16  # token tiles whose activations are used against all weights before the next ones
