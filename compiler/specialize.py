@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..ops.core.registry import NAMESPACE, OPS
-from ..ops.lora_plan import lora_splits, lora_tile
+from ..ops.lora.plan import lora_splits, lora_tile
 from .buffers import contiguous_strides
 from .nodes import CASTS, VIEWS, aten, is_call, op_name
 from .program import Bucket

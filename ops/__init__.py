@@ -38,22 +38,21 @@ from . import (
     decoder_block_lora,
     embedding,
     hadamard,
-    lora,
-    lora_active,
-    lora_expand,
-    lora_expand_rounded,
     lora_groups,
-    lora_plan,
-    lora_round,
-    lora_shrink,
     quantize,
     quantize_blocks,
     rms_norm,
     sample,
     silu_mul,
     silu_mul_blocks,
-    silu_mul_lora,
 )
 from .attention import append_kv, paged_attention, paged_attention_blocks, rope, rope_angles, rope_append, widen_kv, widen_plan
 from .core.kv_layout import PAGE_SIZE
 from .linear import linear_8bit, linear_8bit_lora, linear_8bit_silu_mul
+from .lora import active as lora_active
+from .lora import expand as lora_expand
+from .lora import expand_rounded as lora_expand_rounded
+from .lora import lora, silu_mul_lora
+from .lora import plan as lora_plan
+from .lora import rounded as lora_round
+from .lora import shrink as lora_shrink

@@ -13,10 +13,10 @@ from ...ops.attention.rope_append import rope_append
 from ...ops.decoder_block import decoder_block, fits
 from ...ops.decoder_block_lora import decoder_block_lora
 from ...ops.linear.linear_8bit import linear_8bit
-from ...ops.lora_expand import lora_expand
+from ...ops.lora.expand import lora_expand
+from ...ops.lora.plan import lora_plan
+from ...ops.lora.shrink import lora_shrink
 from ...ops.lora_groups import lora_groups
-from ...ops.lora_plan import lora_plan
-from ...ops.lora_shrink import lora_shrink
 from ...ops.quantize import NORM_ROTATES, SILU_ROTATES
 from ...ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.silu_mul import silu_mul_quant

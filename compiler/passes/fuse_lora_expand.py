@@ -4,9 +4,9 @@ from torch import fx
 
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.linear.linear_8bit_lora import fits, linear_8bit_lora
-from ...ops.lora_active import lora_active
-from ...ops.lora_expand import lora_expand
-from ...ops.lora_plan import lora_plan
+from ...ops.lora.active import lora_active
+from ...ops.lora.expand import lora_expand
+from ...ops.lora.plan import lora_plan
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 

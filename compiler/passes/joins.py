@@ -1,7 +1,7 @@
 """Where a LoRA delta joins its linear: consumers take the pair, so that the base GEMM never waits for the side stream."""
 from torch import fx
 
-from ...ops.lora import lora
+from ...ops.lora.lora import lora
 from ..nodes import args_of, aten, is_call, through_views
 
 

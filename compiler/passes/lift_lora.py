@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ...ops.lora import lora
+from ...ops.lora.lora import lora
 from ..matcher import Match, any_, call, cast, const, find
 from ..nodes import aten, insert_call, insert_placeholder, is_call, shape_of
 from ..recipe import Recipe, pad, scale, unsqueeze

@@ -3,10 +3,10 @@ import operator
 
 from torch import fx
 
-from ...ops.lora import lora
-from ...ops.lora_expand import lora_expand
-from ...ops.lora_plan import lora_plan, lora_splits, lora_tile
-from ...ops.lora_shrink import lora_shrink
+from ...ops.lora.expand import lora_expand
+from ...ops.lora.lora import lora
+from ...ops.lora.plan import lora_plan, lora_splits, lora_tile
+from ...ops.lora.shrink import lora_shrink
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 

@@ -7,7 +7,7 @@ from ...ops.attention.paged_attention import paged_attention_quant
 from ...ops.attention.paged_attention_blocks import paged_attention_blocks
 from ...ops.core.registry import Op
 from ...ops.linear.linear_8bit import linear_8bit
-from ...ops.lora_shrink import lora_shrink
+from ...ops.lora.shrink import lora_shrink
 from ...ops.quantize_blocks import BLOCK
 from ...ops.silu_mul import silu_mul_quant
 from ...ops.silu_mul_blocks import silu_mul_blocks

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ops.lora import lora
+from ...ops.lora.lora import lora
 from ...ops.quantize import quantize_rowwise
 from ..nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
 from ..options import EIGHT_BITS

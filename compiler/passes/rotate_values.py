@@ -5,7 +5,7 @@ from torch import fx
 
 from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import paged_attention
-from ...ops.lora import lora
+from ...ops.lora.lora import lora
 from ..layers import layer_of_name
 from ..nodes import args_of, aten, is_call, shape_of, through_views
 from ..recipe import hadamard

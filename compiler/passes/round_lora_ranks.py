@@ -4,12 +4,12 @@ import operator
 import torch
 from torch import fx
 
-from ...ops.lora_expand import lora_expand
-from ...ops.lora_expand_rounded import lora_expand_rounded
-from ...ops.lora_plan import rounded_splits
-from ...ops.lora_round import lora_round
-from ...ops.lora_rounded_pieces import fits
-from ...ops.lora_shrink import lora_shrink
+from ...ops.lora.expand import lora_expand
+from ...ops.lora.expand_rounded import lora_expand_rounded
+from ...ops.lora.plan import rounded_splits
+from ...ops.lora.rounded import lora_round
+from ...ops.lora.rounded_pieces import fits
+from ...ops.lora.shrink import lora_shrink
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED, cdiv, require_contiguous
-from ..lora_plan import lora_splits
+from ..lora.plan import lora_splits
 from .kernel_large import GROUP, PRODUCER_REGISTERS
 from .kernel_lora_large import linear_8bit_lora_large_kernel
 from .linear_8bit import MAX_INT8_K, matmul_fp32, multiprocessors

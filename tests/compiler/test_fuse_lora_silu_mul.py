@@ -18,11 +18,11 @@ from sidestream.compiler.work import Assumptions, work
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.ops.lora_expand import lora_expand
-from sidestream.ops.lora_plan import lora_plan
-from sidestream.ops.lora_round import lora_round
+from sidestream.ops.lora.expand import lora_expand
+from sidestream.ops.lora.plan import lora_plan
+from sidestream.ops.lora.rounded import lora_round
+from sidestream.ops.lora.silu_mul_lora import silu_mul_lora
 from sidestream.ops.silu_mul import silu_mul_quant
-from sidestream.ops.silu_mul_lora import silu_mul_lora
 from support.fx_graphs import GraphBuilder
 from support.three_tokens import STEP_LORA, logits, relative
 

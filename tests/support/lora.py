@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sidestream.ops.lora_plan import lora_plan_reference, lora_splits, lora_tile
+from sidestream.ops.lora.plan import lora_plan_reference, lora_splits, lora_tile
 from sidestream.ops.quantize import quantize_rowwise_reference
 
 

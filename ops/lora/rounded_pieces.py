@@ -5,7 +5,7 @@ The ranks are `lora_round`'s. A product is one of whole numbers: widening B's in
 import triton
 import triton.language as tl
 
-from .core.triton_support import INTERP
+from ..core.triton_support import INTERP
 
 MAX_RANK = 64
 MAGIC_BITS = tl.constexpr(0x4B400000)  # of 1.5 * 2**23: whole numbers below 2**22 added to these bits are added to that value

@@ -1,7 +1,7 @@
 """lora_active: the adapters of each 128 tokens of a step."""
 import pytest
 import torch
-from sidestream.ops.lora_active import lora_active
+from sidestream.ops.lora.active import lora_active
 from support.checks import EXACT, check_kernel
 
 

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
-from .lora_expand import place_of
-from .lora_rounded_pieces import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
-from .lora_shrink import dequantized
+from ..core.registry import register
+from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
+from .expand import place_of
+from .rounded_pieces import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
+from .shrink import dequantized
 
 WARPS = 4  # of a program, 32 columns each
 TOKENS = 16  # of a program

@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.ops.lora_expand import lora_expand
-from sidestream.ops.lora_expand_rounded import lora_expand_rounded
-from sidestream.ops.lora_plan import lora_plan_fake, lora_tile
-from sidestream.ops.lora_round import lora_round
-from sidestream.ops.lora_shrink import lora_shrink_reference
+from sidestream.ops.lora.expand import lora_expand
+from sidestream.ops.lora.expand_rounded import lora_expand_rounded
+from sidestream.ops.lora.plan import lora_plan_fake, lora_tile
+from sidestream.ops.lora.rounded import lora_round
+from sidestream.ops.lora.shrink import lora_shrink_reference
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.lora import LoraCase, lora_case
 from support.samples import lora_expand_rounded_inputs

@@ -4,9 +4,11 @@ from typing import Optional
 
 import torch
 
-from . import lora_expand, lora_plan, lora_shrink
-from .core.registry import register
-from .lora_shrink import dequantized
+from ..core.registry import register
+from . import expand as lora_expand
+from . import plan as lora_plan
+from . import shrink as lora_shrink
+from .shrink import dequantized
 
 
 def lora_reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import cdiv, next_power_of_2, pdl_options, require_contiguous, row_scale, to_int8
-from .lora_shrink import wait_then_launch
-from .quantize import quantize_rowwise_reference
+from ..core.registry import register
+from ..core.triton_support import cdiv, next_power_of_2, pdl_options, require_contiguous, row_scale, to_int8
+from ..quantize import quantize_rowwise_reference
+from .shrink import wait_then_launch
 
 ROWS = 16  # of a program
 WARPS = 4

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
-from sidestream.ops.lora_plan import lora_plan, lora_splits, lora_tile, num_tiles
+from sidestream.ops.lora.plan import lora_plan, lora_splits, lora_tile, num_tiles
 from support.checks import check_kernel
 from support.sm90 import launched
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.core.triton_support import INTERPRETED
-from sidestream.ops.lora import lora
-from sidestream.ops.lora_expand import lora_expand, lora_expand_reference
-from sidestream.ops.lora_plan import lora_plan_fake, lora_splits, lora_tile
-from sidestream.ops.lora_shrink import lora_shrink, lora_shrink_reference
+from sidestream.ops.lora.expand import lora_expand, lora_expand_reference
+from sidestream.ops.lora.lora import lora
+from sidestream.ops.lora.plan import lora_plan_fake, lora_splits, lora_tile
+from sidestream.ops.lora.shrink import lora_shrink, lora_shrink_reference
 from sidestream.ops.quantize_blocks import dequantize_blocks, padded_scales, quantize_blocks_reference
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.lora import LoraCase, lora_case
