@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..ops.core.kv_layout import PAGE_SIZE
-from ..ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from ..ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from .accounting import Expectation, model_shape
 from .api import ATTENTION_OPS
 from .build import build_program

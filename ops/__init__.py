@@ -32,20 +32,7 @@ silu_mul_lora    SiLU(gate) * up with the LoRA delta of gate and up made inside
 widen_kv         pages of an int8 KV cache in fp16, each once, for attention of many queries
 widen_plan       which sequences of a step are widened, and where they lie then
 """
-from . import (
-    argmax,
-    decoder_block,
-    decoder_block_lora,
-    embedding,
-    hadamard,
-    lora_groups,
-    quantize,
-    quantize_blocks,
-    rms_norm,
-    sample,
-    silu_mul,
-    silu_mul_blocks,
-)
+from . import decoder_block, decoder_block_lora, lora_groups
 from .attention import append_kv, paged_attention, paged_attention_blocks, rope, rope_angles, rope_append, widen_kv, widen_plan
 from .core.kv_layout import PAGE_SIZE
 from .linear import linear_8bit, linear_8bit_lora, linear_8bit_silu_mul
@@ -56,3 +43,4 @@ from .lora import lora, silu_mul_lora
 from .lora import plan as lora_plan
 from .lora import rounded as lora_round
 from .lora import shrink as lora_shrink
+from .rows import argmax, embedding, hadamard, quantize, quantize_blocks, rms_norm, sample, silu_mul, silu_mul_blocks

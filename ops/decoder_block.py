@@ -26,8 +26,8 @@ from .core.workspace import workspace
 from .decoder_block_gluon import decoder_block_kernel
 from .decoder_block_streams import COUNTERS
 from .linear.linear_8bit import matmul_fp32, multiprocessors
-from .quantize import NORM_ROTATES, SILU_ROTATES
-from .quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
+from .rows.quantize import NORM_ROTATES, SILU_ROTATES
+from .rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
 
 SPLIT = 4  # CTAs that share a tile of 128 rows of o or down
 MAX_TOKENS = 64

@@ -20,8 +20,8 @@ from .decoder_block import BLOCK, CONFIGS, SPLIT, BlockConfig
 from .decoder_block_lora_gluon import decoder_block_lora_kernel
 from .linear.linear_8bit import matmul_fp32, multiprocessors
 from .lora_groups import MAX_TOKENS, POSITIONS, lora_groups, tile_tokens
-from .quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise_reference
-from .quantize_blocks import dequantize_blocks, padded_scales
+from .rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise_reference
+from .rows.quantize_blocks import dequantize_blocks, padded_scales
 
 RANKS = (32, 64)
 PACKED = (1, 2, 1, 3)  # linears that share an input: o, gate/up, down, q/k/v

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..ops.argmax import argmax
-from ..ops.sample import sample, top_logprobs
+from ..ops.rows.argmax import argmax
+from ..ops.rows.sample import sample, top_logprobs
 from .plan import SamplingPlan, StepPlan
 from .staging import Staging
 

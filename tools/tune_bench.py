@@ -17,8 +17,8 @@ import torch
 from ..ops.linear.kernel_wide import launch_wide
 from ..ops.linear.linear_8bit import launch_config
 from ..ops.linear.tuning import LinearConfig, work_split
-from ..ops.quantize import SILU_ROTATES, quantize_rowwise
-from ..ops.silu_mul import silu_mul_quant
+from ..ops.rows.quantize import SILU_ROTATES, quantize_rowwise
+from ..ops.rows.silu_mul import silu_mul_quant
 from .gpu_time import captured, elapsed_us
 from .tune import Timing, show
 

@@ -17,9 +17,9 @@ from ...ops.lora.expand import lora_expand
 from ...ops.lora.plan import lora_plan
 from ...ops.lora.shrink import lora_shrink
 from ...ops.lora_groups import lora_groups
-from ...ops.quantize import NORM_ROTATES, SILU_ROTATES
-from ...ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from ...ops.silu_mul import silu_mul_quant
+from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES
+from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from ...ops.rows.silu_mul import silu_mul_quant
 from ..nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 

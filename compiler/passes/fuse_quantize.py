@@ -5,9 +5,9 @@ from torch import fx
 
 from ...ops.attention.paged_attention import paged_attention, paged_attention_quant
 from ...ops.core.registry import Op
-from ...ops.quantize import quantize_rowwise
-from ...ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from ...ops.silu_mul import silu_mul, silu_mul_quant
+from ...ops.rows.quantize import quantize_rowwise
+from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
 from ..nodes import args_of, insert_call, is_call
 from .base import Context, PassReport
 

@@ -7,8 +7,8 @@ from torch import fx
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
 from ...ops.linear.tuning import activation_config
-from ...ops.quantize import quantize_rowwise
-from ...ops.silu_mul import silu_mul, silu_mul_quant
+from ...ops.rows.quantize import quantize_rowwise
+from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
 from ..matcher import Match, any_, call, find
 from ..nodes import args_of, aten, insert_call, is_call, shape_of, slice_range
 from .base import Context, PassReport

@@ -1,7 +1,7 @@
 """Token embedding -> `sidestream.embedding`."""
 from torch import fx
 
-from ...ops.embedding import embedding
+from ...ops.rows.embedding import embedding
 from ..nodes import args_of, aten, insert_call, is_call, shape_of
 from .base import Context, PassReport
 

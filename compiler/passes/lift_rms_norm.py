@@ -1,7 +1,7 @@
 """RMS norm -> `sidestream.rms_norm`."""
 from torch import fx
 
-from ...ops.rms_norm import rms_norm
+from ...ops.rows.rms_norm import rms_norm
 from ..matcher import Match, any_, call, cast, const, find
 from ..nodes import aten, insert_call, shape_of
 from .base import Context, PassReport

@@ -8,9 +8,9 @@ from ...ops.attention.paged_attention_blocks import paged_attention_blocks
 from ...ops.core.registry import Op
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.lora.shrink import lora_shrink
-from ...ops.quantize_blocks import BLOCK
-from ...ops.silu_mul import silu_mul_quant
-from ...ops.silu_mul_blocks import silu_mul_blocks
+from ...ops.rows.quantize_blocks import BLOCK
+from ...ops.rows.silu_mul import silu_mul_quant
+from ...ops.rows.silu_mul_blocks import silu_mul_blocks
 from ..nodes import args_of, insert_call, is_call
 from .base import Context, PassReport
 

@@ -6,8 +6,8 @@ from torch import fx
 
 from ...ops.attention.paged_attention import paged_attention
 from ...ops.linear.linear_8bit import linear_8bit
-from ...ops.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise
-from ...ops.silu_mul import silu_mul
+from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise
+from ...ops.rows.silu_mul import silu_mul
 from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
 from ..options import EIGHT_BITS
 from ..recipe import item, quantize

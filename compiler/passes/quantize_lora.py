@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ...ops.lora.lora import lora
-from ...ops.quantize import quantize_rowwise
+from ...ops.rows.quantize import quantize_rowwise
 from ..nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
 from ..options import EIGHT_BITS
 from ..recipe import item, quantize

@@ -20,7 +20,7 @@ from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from ..core.registry import OPS, register
 from ..core.triton_support import cdiv
 from ..core.workspace import workspace
-from ..quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
+from ..rows.quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
 from . import decode as attention_decode
 from . import prefill as attention_prefill
 from . import prefill_gluon

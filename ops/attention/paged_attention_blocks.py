@@ -8,8 +8,8 @@ import torch
 
 from ..core.registry import register
 from ..core.workspace import workspace
-from ..quantize import E4M3
-from ..quantize_blocks import quantize_blocks_fake, quantize_blocks_launch, quantize_blocks_reference
+from ..rows.quantize import E4M3
+from ..rows.quantize_blocks import quantize_blocks_fake, quantize_blocks_launch, quantize_blocks_reference
 from . import decode as attention_decode
 from . import decode_gluon
 from .paged_attention import HEAD_DIMS, check_arguments

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from ..core.registry import register
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
-from ..hadamard import fht_halves, hadamard_reference
+from ..rows.hadamard import fht_halves, hadamard_reference
 from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
 from .rope import rope_reference, rotate_halves
 

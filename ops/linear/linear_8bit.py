@@ -15,7 +15,7 @@ import torch
 
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED
-from ..quantize_blocks import BLOCK
+from ..rows.quantize_blocks import BLOCK
 from .kernel_gluon import launch_gluon
 from .kernel_large import launch_large
 from .kernel_triton import launch_triton

@@ -8,7 +8,7 @@ import torch
 
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED
-from ..silu_mul import silu_mul_launch
+from ..rows.silu_mul import silu_mul_launch
 from .kernel_wide import launch_wide
 from .linear_8bit import check_shapes, matmul_fp32, multiprocessors
 from .linear_8bit import launch as launch_linear

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..core.registry import register
 from ..core.triton_support import cdiv, next_power_of_2, pdl_options, require_contiguous, row_scale, to_int8
-from ..quantize import quantize_rowwise_reference
+from ..rows.quantize import quantize_rowwise_reference
 from .shrink import wait_then_launch
 
 ROWS = 16  # of a program

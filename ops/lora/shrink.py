@@ -9,7 +9,7 @@ from ..attention.pieces import dot_ieee, multiprocessors
 from ..core.kv_layout import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
-from ..quantize_blocks import BLOCK, dequantize_blocks, padded_scales
+from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 
 EIGHT_BIT = tuple(QUANTIZED_MAX)  # dtypes of quantized tensors
 CTAS_PER_SM = 16  # programs for each SM, at most

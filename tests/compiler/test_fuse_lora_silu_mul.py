@@ -22,7 +22,7 @@ from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.lora.plan import lora_plan
 from sidestream.ops.lora.rounded import lora_round
 from sidestream.ops.lora.silu_mul_lora import silu_mul_lora
-from sidestream.ops.silu_mul import silu_mul_quant
+from sidestream.ops.rows.silu_mul import silu_mul_quant
 from support.fx_graphs import GraphBuilder
 from support.three_tokens import STEP_LORA, logits, relative
 

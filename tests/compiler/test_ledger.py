@@ -14,7 +14,7 @@ from sidestream.compiler.pipeline import DECODE_PASSES, PASSES, Pass, insert_pas
 from sidestream.compiler.recipe import scale
 from sidestream.ops.attention.paged_attention import paged_attention
 from sidestream.ops.lora.expand import lora_expand
-from sidestream.ops.rms_norm import add_rms_norm, add_rms_norm_quant
+from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 from torch import fx

@@ -78,7 +78,7 @@ def test_kernels_come_with_their_source_text(data: dict[str, Any]) -> None:
     assert set(data["ops"]) == called
     norm = data["ops"]["sidestream.add_rms_norm_quant"]
     kernel = data["functions"][norm["kernels"][0]]
-    assert kernel["language"] == "Triton" and "def _rms_norm_kernel(" in kernel["text"] and kernel["file"] == "ops/rms_norm.py" and kernel["line"] > 1
+    assert kernel["language"] == "Triton" and "def _rms_norm_kernel(" in kernel["text"] and kernel["file"] == "ops/rows/rms_norm.py" and kernel["line"] > 1
     assert any(data["functions"][name]["language"] == "Gluon" for name in data["ops"]["sidestream.linear_8bit"]["kernels"])
     assert "torch.Tensor" in data["functions"][norm["reference"]]["text"]
 

@@ -11,7 +11,7 @@ from sidestream.compiler.passes.center_keys import key_center_name
 from sidestream.compiler.program import Bucket, Program
 from sidestream.compiler.recipe import Recipe, RecipeError, calibrated, hadamard, materialize, param
 from sidestream.graphs.llama import Llama
-from sidestream.ops.hadamard import hadamard as hadamard_op
+from sidestream.ops.rows.hadamard import hadamard as hadamard_op
 from sidestream.tools.kv_error import attention_weights, score_variance, stored, value_error
 from support.compiled import CompiledRunner
 from support.paged import Chunk, PagedRunner, plain_model

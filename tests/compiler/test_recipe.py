@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 from sidestream.compiler.recipe import Recipe, RecipeError, cast, cat, item, materialize, param, quantize, quantize_weight, scale, transpose, unsqueeze
-from sidestream.ops.quantize import quantize_rowwise_reference
+from sidestream.ops.rows.quantize import quantize_rowwise_reference
 
 
 def packed() -> Recipe:

@@ -71,7 +71,7 @@ def test_the_arguments_of_a_launch_decide_its_machine_code(program: Program) -> 
     x = torch.empty(4, 128, dtype=torch.bfloat16, device="meta")
     norm, weight = OPS["rms_norm"], torch.empty(128, dtype=torch.bfloat16, device="meta")
     plain, early = (compile_launch(norm.launch, x, weight, 1e-5, out=(norm.fake(x, weight, 1e-5),), pdl=pdl)[0] for pdl in (False, True))
-    assert plain.function == "sidestream.ops.rms_norm._rms_norm_kernel" and plain.instructions > 20
+    assert plain.function == "sidestream.ops.rows.rms_norm._rms_norm_kernel" and plain.instructions > 20
     assert not plain.ptx_count("griddepcontrol") and early.ptx_count("griddepcontrol")
 
 

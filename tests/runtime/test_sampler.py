@@ -1,7 +1,7 @@
 """Penalties and biases do what vLLM's definitions say, row by row; the draw is the op's."""
 import numpy as np
 import torch
-from sidestream.ops.sample import sample_reference
+from sidestream.ops.rows.sample import sample_reference
 from sidestream.runtime.plan import SamplingPlan, StepPlan
 from sidestream.runtime.sampler import Sampler, edited_logits
 

@@ -17,8 +17,8 @@ from ...ops.attention.paged_attention import fake as attention_fake
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
 from ...ops.core.triton_support import cdiv
-from ...ops.hadamard import hadamard
-from ...ops.quantize import quantize_rowwise, quantize_rowwise_fake
+from ...ops.rows.hadamard import hadamard
+from ...ops.rows.quantize import quantize_rowwise, quantize_rowwise_fake
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 KEPT_BITS = -1 << 10  # of fp32's 23 mantissa bits the FP8 tensor cores of Hopper keep 13 in their sums

@@ -8,7 +8,7 @@ from sidestream.ops.linear import linear_8bit as module
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
 from sidestream.ops.linear.tuning import LinearConfig, work_split
-from sidestream.ops.quantize import quantize_rowwise
+from sidestream.ops.rows.quantize import quantize_rowwise
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.linears import BF16, E4M3, NEAR, SHAPES, check_chain, inputs, run, tolerance
 from support.sm90 import MachineCode, compile_launch

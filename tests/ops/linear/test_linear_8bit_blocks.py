@@ -7,7 +7,7 @@ from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.linear_8bit import has_block_scales, launch_config, linear_8bit, reference, takes_block_scales
 from sidestream.ops.linear.tuning import LinearConfig, linear_config, read_table, wide_config, work_split
-from sidestream.ops.quantize_blocks import padded_scales, quantize_blocks
+from sidestream.ops.rows.quantize_blocks import padded_scales, quantize_blocks
 from support.checks import assert_near, check_kernel, poison
 from support.linears import BF16, E4M3, INT8_DEVIATION, NEAR, check_chain, inputs, run
 from support.sm90 import MachineCode, compile_launch

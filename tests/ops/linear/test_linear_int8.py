@@ -9,8 +9,8 @@ from sidestream.ops.linear.kernel_wide import launch_wide
 from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
 from sidestream.ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
 from sidestream.ops.linear.tuning import LinearConfig, activation_config, large_candidates, linear_config, wide_config, work_split
-from sidestream.ops.quantize import quantize_rowwise
-from sidestream.ops.silu_mul import silu_mul
+from sidestream.ops.rows.quantize import quantize_rowwise
+from sidestream.ops.rows.silu_mul import silu_mul
 from support.checks import Tolerance, assert_near, check_kernel
 from support.linears import BF16, NEAR, SHAPES, inputs, run
 from support.sm90 import compile_launch

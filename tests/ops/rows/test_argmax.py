@@ -1,7 +1,7 @@
 """The greedy token: torch's own argmax is the oracle, ties go to the lowest id, and every cut of a row into pieces gives the same."""
 import pytest
 import torch
-from sidestream.ops.argmax import argmax
+from sidestream.ops.rows.argmax import argmax
 from support.checks import poison
 from support.sm90 import launched
 

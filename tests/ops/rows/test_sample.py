@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
-from sidestream.ops.sample import gumbel_noise, perturbed_scores, sample, top_logprobs
+from sidestream.ops.rows.sample import gumbel_noise, perturbed_scores, sample, top_logprobs
 from support.checks import bits, poison
 from support.sm90 import launched
 

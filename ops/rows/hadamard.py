@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import butterflies, cdiv, pdl_options, pdl_start, require_contiguous, round_to
+from ..core.registry import register
+from ..core.triton_support import butterflies, cdiv, pdl_options, pdl_start, require_contiguous, round_to
 
 
 def check_width(width: int) -> None:

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous
+from ..core.registry import register
+from ..core.triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous
 
 GREEDY_BELOW = 1e-5  # temperatures below this mean argmax
 _MASK = 0xFFFFFFFF

@@ -2,10 +2,10 @@
 from typing import Any
 
 import pytest
-import sidestream.ops.silu_mul
+import sidestream.ops.rows.silu_mul
 import torch
 from sidestream.ops.core.registry import OPS
-from sidestream.ops.silu_mul import silu_mul, silu_mul_quant
+from sidestream.ops.rows.silu_mul import silu_mul, silu_mul_quant
 from support.checks import Tolerance, check_kernel
 from support.sm90 import launched
 
@@ -50,7 +50,7 @@ def test_kernel(dtype: torch.dtype, shape: tuple[int, ...], delta: bool, keep: b
 @pytest.mark.parametrize("width", [8960, 9000, 17000])
 def test_wide_rows_of_one_cta(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with more tokens than are worth sharing among CTAs; a row of 17000 is read twice."""
-    monkeypatch.setattr(sidestream.ops.silu_mul, "SHARED_ROWS", 0)
+    monkeypatch.setattr(sidestream.ops.rows.silu_mul, "SHARED_ROWS", 0)
     check("silu_mul_quant", (torch.randn(2, 2 * width).bfloat16(), torch.randn(2, 2 * width).bfloat16(), True))
 
 

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention.pieces import multiprocessors
-from .core.registry import register
-from .core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
-from .core.workspace import workspace
+from ..attention.pieces import multiprocessors
+from ..core.registry import register
+from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
+from ..core.workspace import workspace
 
 BLOCK = 4096
 MAX_PIECES = 64

@@ -1,7 +1,7 @@
 """`quantize_rowwise`: e4m3 or int8 with one scale a row."""
 import pytest
 import torch
-from sidestream.ops.quantize import quantize_rowwise, rotate_blocks, rotated_width
+from sidestream.ops.rows.quantize import quantize_rowwise, rotate_blocks, rotated_width
 from support.checks import check_kernel
 from support.samples import rotated_rows
 from support.sm90 import launched

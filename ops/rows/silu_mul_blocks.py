@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
+from ..core.registry import register
+from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .quantize import E4M3
 from .quantize_blocks import BLOCK, BLOCKS_PER_CTA, padded_scales, quantize_blocks_fake, quantize_blocks_reference, store_quantized_blocks
 from .silu_mul import _silu_mul_values, silu_mul_fake, silu_mul_reference

@@ -1,7 +1,7 @@
 """`hadamard`: the transform's definition, its algebra, and its kernel."""
 import pytest
 import torch
-from sidestream.ops.hadamard import hadamard
+from sidestream.ops.rows.hadamard import hadamard
 from support.checks import Tolerance, check_kernel
 from support.samples import normal
 from support.sm90 import launched

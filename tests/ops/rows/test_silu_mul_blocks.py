@@ -1,9 +1,9 @@
 """silu_mul_blocks: SiLU(gate) * up with one scale per token and 128 columns; the kernel against the reference."""
 import pytest
 import torch
-from sidestream.ops.quantize_blocks import quantize_blocks
-from sidestream.ops.silu_mul import silu_mul
-from sidestream.ops.silu_mul_blocks import silu_mul_blocks
+from sidestream.ops.rows.quantize_blocks import quantize_blocks
+from sidestream.ops.rows.silu_mul import silu_mul
+from sidestream.ops.rows.silu_mul_blocks import silu_mul_blocks
 from support.checks import Tolerance, check_kernel
 from support.sm90 import launched
 

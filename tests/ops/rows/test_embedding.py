@@ -1,7 +1,7 @@
 """`embedding`: rows of the table picked by token id."""
 import pytest
 import torch
-from sidestream.ops.embedding import embedding
+from sidestream.ops.rows.embedding import embedding
 from support.checks import EXACT, check_kernel
 from support.sm90 import launched
 

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.kv_layout import QUANTIZED_MAX
-from .core.registry import register
-from .core.triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
+from ..core.kv_layout import QUANTIZED_MAX
+from ..core.registry import register
+from ..core.triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
 from .quantize import E4M3, rotate_blocks, to_steps
 
 BLOCK = 128

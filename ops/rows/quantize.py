@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.kv_layout import QUANTIZED_MAX
-from .core.registry import register
-from .core.triton_support import butterflies, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
+from ..core.kv_layout import QUANTIZED_MAX
+from ..core.registry import register
+from ..core.triton_support import butterflies, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
 from .hadamard import hadamard_reference
 
 E4M3 = torch.float8_e4m3fn

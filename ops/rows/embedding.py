@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
+from ..core.registry import register
+from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
 
 def embedding_reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
-from sidestream.ops.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from support.checks import EXACT, Tolerance, check_kernel
 from support.sm90 import launched
 

@@ -1,7 +1,7 @@
 """quantize_blocks: one scale per token and 128 columns; the kernel against the reference."""
 import pytest
 import torch
-from sidestream.ops.quantize_blocks import dequantize_blocks, padded_scales, quantize_blocks
+from sidestream.ops.rows.quantize_blocks import dequantize_blocks, padded_scales, quantize_blocks
 from support.checks import Tolerance, check_kernel
 from support.samples import rotated_rows
 from support.sm90 import launched

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import (
+from ..core.registry import register
+from ..core.triton_support import (
     INTERP,
     cdiv,
     in_fp32,
@@ -23,8 +23,8 @@ from .core.triton_support import (
     row_scale,
     to_eight_bits,
 )
-from .core.workspace import workspace
-from .linear.tuning import H200_SMS
+from ..core.workspace import workspace
+from ..linear.tuning import H200_SMS
 from .quantize import E4M3, quantize_rowwise_reference, quarter_columns, rotated_width, row_block, store_quantized_quarters, store_quantized_row
 
 SHARED_ROWS = 64

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
+from ..core.registry import register
+from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference, rotated_width, row_block, store_quantized_row
 
 

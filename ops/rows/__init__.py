@@ -1,0 +1,10 @@
+"""Ops that work on one row at a time.
+
+rms_norm         RMSNorm, with residual sum and quantization
+silu_mul         SiLU(gate) * up, with delta and quantization (silu_mul_blocks: by blocks of 128 columns)
+quantize         rows to e4m3 or int8 with one scale a token (quantize_blocks: by blocks of 128 columns)
+hadamard         Walsh-Hadamard transform of each head
+embedding        rows of the embedding table
+argmax           greedy tokens
+sample           temperature, min-p, top-k, top-p, Gumbel-max; log-probabilities
+"""
