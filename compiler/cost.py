@@ -47,7 +47,7 @@ class Kind:
 
 # First match wins. Where no other file of docs/measurements is named: fitted to the single steps of cost_model_h200.txt.
 KINDS: tuple[Kind, ...] = (
-    Kind("sidestream.decoder_block", 10.5e-6, 0.93, per_rows=14.0e-6),  # times by layer (ops/decoder_block.py) less attention and rope_append
+    Kind("sidestream.decoder_block", 10.5e-6, 0.93, per_rows=14.0e-6),  # times by layer (ops/decoder_block/decoder_block.py) less attention and rope_append
     Kind("sidestream.linear", 1.2e-6, 0.97, 0.72, per_rows=3.0e-6),  # FLOPs: tune_h200.txt, 256 and 512 tokens
     Kind("sidestream.lora_plan", 0.6e-6, 0.5),
     Kind("sidestream.lora_groups", 0.6e-6, 0.5),

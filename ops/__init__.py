@@ -32,9 +32,10 @@ silu_mul_lora    SiLU(gate) * up with the LoRA delta of gate and up made inside
 widen_kv         pages of an int8 KV cache in fp16, each once, for attention of many queries
 widen_plan       which sequences of a step are widened, and where they lie then
 """
-from . import decoder_block, decoder_block_lora, lora_groups
 from .attention import append_kv, paged_attention, paged_attention_blocks, rope, rope_angles, rope_append, widen_kv, widen_plan
 from .core.kv_layout import PAGE_SIZE
+from .decoder_block import decoder_block, lora_groups
+from .decoder_block import lora as decoder_block_lora
 from .linear import linear_8bit, linear_8bit_lora, linear_8bit_silu_mul
 from .lora import active as lora_active
 from .lora import expand as lora_expand

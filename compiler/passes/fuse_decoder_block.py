@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ops import decoder_block_lora as with_lora
 from ...ops.attention.paged_attention import paged_attention_quant
 from ...ops.attention.paged_attention_blocks import paged_attention_blocks
 from ...ops.attention.rope_append import rope_append
-from ...ops.decoder_block import decoder_block, fits
-from ...ops.decoder_block_lora import decoder_block_lora
+from ...ops.decoder_block import lora as with_lora
+from ...ops.decoder_block.decoder_block import decoder_block, fits
+from ...ops.decoder_block.lora import decoder_block_lora
+from ...ops.decoder_block.lora_groups import lora_groups
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.lora.expand import lora_expand
 from ...ops.lora.plan import lora_plan
 from ...ops.lora.shrink import lora_shrink
-from ...ops.lora_groups import lora_groups
 from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rows.silu_mul import silu_mul_quant

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..attention.decode_gluon_pieces import view_shared
-from ..decoder_block_lora_streams import plain_layout
+from ..decoder_block.lora_streams import plain_layout
 from .kernel_gluon import barrier, gdc_wait
 from .kernel_large import _corner, _halves, _multiply_step, _produce, _store
 

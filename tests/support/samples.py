@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.decoder_block.lora_groups import lora_groups_reference
 from sidestream.ops.lora.active import lora_active_reference
 from sidestream.ops.lora.rounded import lora_round_reference
 from sidestream.ops.lora.shrink import lora_shrink_reference
-from sidestream.ops.lora_groups import lora_groups_reference
 from sidestream.ops.rows.quantize_blocks import quantize_blocks_reference
 
 from support.lora import LoraCase, lora_case

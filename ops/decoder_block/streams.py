@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .attention.decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box
+from ..attention.decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box
 
 SPLIT = gl.constexpr(4)  # CTAs that share a tile of o or down
 BOX_BYTES = gl.constexpr(128 * 128)  # a weight slot: 128 rows of 128 columns

@@ -5,9 +5,9 @@ import pytest
 import torch
 from sidestream import ops
 from sidestream.ops.core.registry import as_outputs
-from sidestream.ops.decoder_block import decoder_block
-from sidestream.ops.decoder_block_lora import decoder_block_lora, fits
-from sidestream.ops.lora_groups import lora_groups_reference
+from sidestream.ops.decoder_block.decoder_block import decoder_block
+from sidestream.ops.decoder_block.lora import decoder_block_lora, fits
+from sidestream.ops.decoder_block.lora_groups import lora_groups_reference
 from sidestream.ops.rows.quantize_blocks import dequantize_blocks
 from support.checks import bits, poison
 from support.gluon_threads import kernels_in_threads

@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .attention.decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
-from .decoder_block_streams import DOWN_DONE, GATE_UP_DONE, O_DONE, SPLIT, await_count, bring, bring_rows, fence_before_tma, stream
+from ..attention.decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
+from .streams import DOWN_DONE, GATE_UP_DONE, O_DONE, SPLIT, await_count, bring, bring_rows, fence_before_tma, stream
 
 COUNTS = gl.constexpr(10 * 64)  # of lora_groups' result: the lists' lengths
 POSITIONS = gl.constexpr(7 * 64)  # places in the list of all tokens, of halves, of quarters

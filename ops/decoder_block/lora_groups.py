@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.registry import register
-from .core.triton_support import next_power_of_2, pdl_options, pdl_start
+from ..core.registry import register
+from ..core.triton_support import next_power_of_2, pdl_options, pdl_start
 
 MAX_TOKENS = 64
 LISTS = 7  # all tokens; first, second half; first .. fourth quarter

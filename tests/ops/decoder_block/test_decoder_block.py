@@ -5,7 +5,7 @@ import pytest
 import torch
 from sidestream import ops
 from sidestream.ops.core.registry import as_outputs
-from sidestream.ops.decoder_block import decoder_block, fits
+from sidestream.ops.decoder_block.decoder_block import decoder_block, fits
 from sidestream.ops.rows.quantize_blocks import dequantize_blocks
 from support.checks import bits, poison
 from support.gluon_threads import kernels_in_threads

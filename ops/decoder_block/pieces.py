@@ -3,9 +3,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .attention.decode_gluon_pieces import cta_barrier
-from .decoder_block_streams import SPLIT, await_count
-from .rows import quantize
+from ..attention.decode_gluon_pieces import cta_barrier
+from ..rows import quantize
+from .streams import SPLIT, await_count
 
 NORM_ROTATES = gl.constexpr(quantize.NORM_ROTATES)
 SILU_ROTATES = gl.constexpr(quantize.SILU_ROTATES)

@@ -12,16 +12,16 @@ from typing import Any, Optional
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.registry import register
+from ..core.triton_support import INTERPRETED
+from ..core.workspace import workspace
+from ..linear.linear_8bit import matmul_fp32, multiprocessors
+from ..rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise_reference
+from ..rows.quantize_blocks import dequantize_blocks, padded_scales
 from . import decoder_block as base
-from .core.registry import register
-from .core.triton_support import INTERPRETED
-from .core.workspace import workspace
 from .decoder_block import BLOCK, CONFIGS, SPLIT, BlockConfig
-from .decoder_block_lora_gluon import decoder_block_lora_kernel
-from .linear.linear_8bit import matmul_fp32, multiprocessors
 from .lora_groups import MAX_TOKENS, POSITIONS, lora_groups, tile_tokens
-from .rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise_reference
-from .rows.quantize_blocks import dequantize_blocks, padded_scales
+from .lora_kernel import decoder_block_lora_kernel
 
 RANKS = (32, 64)
 PACKED = (1, 2, 1, 3)  # linears that share an input: o, gate/up, down, q/k/v

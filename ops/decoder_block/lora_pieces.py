@@ -3,10 +3,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .attention.decode_gluon_pieces import cta_barrier, view_shared
-from .decoder_block_lora_streams import COUNTS, POSITIONS, adapters_per_slot, operand_layout, plain_layout
-from .decoder_block_pieces import multiply, to_int8
-from .decoder_block_streams import SPLIT, await_count
+from ..attention.decode_gluon_pieces import cta_barrier, view_shared
+from .lora_streams import COUNTS, POSITIONS, adapters_per_slot, operand_layout, plain_layout
+from .pieces import multiply, to_int8
+from .streams import SPLIT, await_count
 
 
 @gluon.jit
