@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from ..ops.core.device import H200_SMS
 from .buffers import ProgramError
 from .lower import lower
 from .memory import plan_memory
@@ -17,7 +18,7 @@ from .options import CompileOptions
 from .pipeline import DECODE_PASSES, PROMPT_PASSES, run_static_passes
 from .program import VERSION, Bucket, Edit, Program
 from .report import PassRecord, pass_table
-from .schedule import H200_SMS, schedule
+from .schedule import schedule
 from .sizes import Spec
 from .specialize import specialize
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ..ops.core.device import H200_SMS
 from ..ops.core.kv_layout import PAGE_SIZE
 from ..ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from .accounting import Expectation, model_shape
@@ -28,7 +29,6 @@ from .pipeline import DECODE_PASSES, PASSES, Pass, run_passes
 from .program import Bucket
 from .recipe import Recipe, materialize
 from .report import PassRecord, columns
-from .schedule import H200_SMS
 from .sizes import dimensions_of, placeholders
 from .specialize import specialize
 

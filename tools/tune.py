@@ -85,7 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures and writes, or lists. Raises ValueError for a model that is none, and without a GPU unless it is a dry run."""
-    from ..ops.linear.tuning import H200_SMS
+    from ..ops.core.device import H200_SMS
 
     name, config = _model(options.model)
     work = list(jobs(config, options.layers, options.tokens, options.dtype))

@@ -1,7 +1,7 @@
 """What every pass takes and returns."""
 from dataclasses import dataclass, field
 
-from ...ops.linear.tuning import H200_SMS
+from ...ops.core.device import H200_SMS
 from ..options import CompileOptions
 
 

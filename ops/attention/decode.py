@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.device import multiprocessors
 from ..core.kv_layout import PAGE_SIZE
-from ..core.triton_support import INTERPRETED, next_power_of_2, pdl_start
+from ..core.triton_support import INTERPRETED, dot_ieee, next_power_of_2, pdl_start
 from . import decode_gluon
-from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, dot_ieee, multiprocessors, operand_type, split_workspace
+from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type, split_workspace
 
 MAX_SPLITS = 64
 MIN_SPLIT_PAGES = tl.constexpr(2)

@@ -20,16 +20,15 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.device import multiprocessors
+from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, view_shared
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, next_power_of_2
 from .decode_gluon_pieces import (
     LOWEST,
     attend,
-    cta_barrier,
     expect_page,
     fetch_page,
-    gdc_launch_dependents,
-    gdc_wait,
     key_layout,
     key_operand,
     load_queries,
@@ -42,9 +41,8 @@ from .decode_gluon_pieces import (
     store_rows,
     token_layout,
     value_layout,
-    view_shared,
 )
-from .pieces import LOG2_E, multiprocessors, split_workspace
+from .pieces import LOG2_E, split_workspace
 
 HEAD_DIM = 128
 HEADS = 8  # columns of S^T and O^T

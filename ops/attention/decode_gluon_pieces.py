@@ -10,18 +10,12 @@
 Q is rounded once to fp16 (bf16 beside a bf16 cache); K's scale multiplies the scores.
 """
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton 3.9's names, or what 3.6 calls them
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-gdc_wait = tl.extra.cuda.gdc_wait
-gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
+from ..core.gluon_support import cta_barrier, tma_load
 
 PROBABILITY_SHIFT = gl.constexpr(8.0)  # log2 of attention_pieces.PROBABILITY_SCALE
 LOWEST = gl.constexpr(-1.0e30)
@@ -80,14 +74,6 @@ def narrow_operand(WARPS):
 def merge_layout(WARPS):
     """[entries to merge, heads, 128]: a lane holds all entries of four dims."""
     return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
-
-
-@gluon.jit
-def view_shared(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    if PUBLIC_REINTERPRET:
-        return memory.reinterpret(dtype, shape, layout)
-    else:
-        return memory._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
@@ -208,9 +194,9 @@ def expect_page(ready, slot, BF16: gl.constexpr, wanted):
 @gluon.jit
 def fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, row, BF16: gl.constexpr, wanted):
     """Start the copies of row = page * HK + head into `slot`."""
-    load_box(page_boxes, [row * 128, 0], ready.index(slot), pages.index(slot), wanted)
+    tma_load(page_boxes, [row * 128, 0], ready.index(slot), pages.index(slot), wanted)
     if not BF16:
-        load_box(scale_boxes, [row, 0], ready.index(slot), scales.index(slot), wanted)
+        tma_load(scale_boxes, [row, 0], ready.index(slot), scales.index(slot), wanted)
 
 
 @gluon.jit

@@ -4,14 +4,10 @@ An 8-bit cache is multiplied in fp16, into which e4m3 and int8 go exactly and ch
 (at most 1) takes V's scale with it before it is rounded to fp16: 2^8 on top keeps both clear of fp16's ends (V's scales between 2^-16 and 2^8),
 and the last division takes it out again.
 """
-import functools
-
 import torch
-import triton
 import triton.language as tl
 
 from ..core.kv_layout import QUANTIZED_MAX
-from ..core.triton_support import INTERP
 from ..core.workspace import workspace
 
 LOG2_E = 1.4426950408889634
@@ -25,12 +21,6 @@ def operand_type(cache_dtype: torch.dtype) -> tl.dtype:
     return tl.float16 if cache_dtype in QUANTIZED_MAX else _OPERANDS[cache_dtype]
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """SMs of a CUDA device; an H200's 132 for the CPU, so that the interpreter runs the same programs."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def split_workspace(device: torch.device, rows: int, splits: int, group: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What splits of `rows` (sequence, kv head) pairs exchange: partial [rows * splits, group, dim] and logsumexp [rows * splits, group] fp32, flat,
     and arrivals [rows] int32, at zero."""
@@ -38,12 +28,3 @@ def split_workspace(device: torch.device, rows: int, splits: int, group: int, di
     planes = workspace(device, "attention_decode.partial", 4 * parts * (dim + 1)).view(torch.float32)
     arrivals = workspace(device, "attention_decode.arrivals", 4 * rows, zero=True).view(torch.int32)
     return planes, planes[parts * dim :], arrivals
-
-
-@triton.jit
-def dot_ieee(a, b, acc):
-    """acc + a @ b with fp32 accumulation; fp32 operands are not rounded to tf32. Right in the interpreter too."""
-    if INTERP:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")

@@ -16,10 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.device import multiprocessors
+from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
 from ..core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
 from ..core.triton_support import INTERPRETED, next_power_of_2
-from .decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
-from .pieces import LOG2_E, multiprocessors
+from .pieces import LOG2_E
 from .prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
 from .widen_kv import WIDENED
 from .widen_plan import NARROW_TILES
@@ -58,16 +59,16 @@ def produce(
                         ready = raw_ready.index(slot)
                         mbarrier.expect(ready, BYTES)
                         fetch(boxes, raw, ready, slot, (first + which) * 64, (second + which) * 64)
-                        load_box(scale_boxes, [first + which, 0], ready, raw_scales.index(slot * 2))
-                        load_box(scale_boxes, [second + which, 0], ready, raw_scales.index(slot * 2 + 1))
+                        tma_load(scale_boxes, [first + which, 0], ready, raw_scales.index(slot * 2))
+                        tma_load(scale_boxes, [second + which, 0], ready, raw_scales.index(slot * 2 + 1))
                     else:
                         slot = step % STAGES
                         mbarrier.wait(keys_free.index(slot), (step // STAGES & 1) ^ 1)
                         ready = keys_ready.index(slot)
                         mbarrier.expect(ready, BYTES)
                         fetch(boxes, keys, ready, slot, first * 64, second * 64)
-                        load_box(scale_boxes, [first, 0], ready, key_scales.index(slot * 2))
-                        load_box(scale_boxes, [second, 0], ready, key_scales.index(slot * 2 + 1))
+                        tma_load(scale_boxes, [first, 0], ready, key_scales.index(slot * 2))
+                        tma_load(scale_boxes, [second, 0], ready, key_scales.index(slot * 2 + 1))
                 step += 1
 
 

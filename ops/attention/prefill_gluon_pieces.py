@@ -5,7 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .decode_gluon_pieces import LOWEST, load_box
+from ..core.gluon_support import tma_load
+from .decode_gluon_pieces import LOWEST
 from .widen_kv import WIDEN_INT8, WIDENED
 
 ROWS = gl.constexpr(64)  # of a group of four warps; a tile has twice as many
@@ -86,8 +87,8 @@ def tile_rows(first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GR
 @gluon.jit
 def fetch(boxes, ring, ready, slot, first_row, second_row):
     """K or V of two pages to stage `slot`: boxes of 64 rows and 128 bytes each."""
-    load_box(boxes, [first_row, 0], ready, ring.index(slot * 2))
-    load_box(boxes, [second_row, 0], ready, ring.index(slot * 2 + 1))
+    tma_load(boxes, [first_row, 0], ready, ring.index(slot * 2))
+    tma_load(boxes, [second_row, 0], ready, ring.index(slot * 2 + 1))
 
 
 @gluon.jit

@@ -13,9 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.device import multiprocessors
+from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
 from ..core.triton_support import next_power_of_2
-from .decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
-from .pieces import LOG2_E, multiprocessors
+from .pieces import LOG2_E
 from .prefill_gluon import HEAD_DIM, tile_tokens
 from .prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
 from .widen_plan import PLACES, WIDE_TILES
@@ -45,10 +46,10 @@ def produce(
                 phase = (step // STAGES & 1) ^ 1
                 mbarrier.wait(keys_free.index(slot), phase)
                 mbarrier.expect(keys_ready.index(slot), STEP * 256)
-                load_box(boxes, [row, 0], keys_ready.index(slot), keys.index(slot))
+                tma_load(boxes, [row, 0], keys_ready.index(slot), keys.index(slot))
                 mbarrier.wait(values_free.index(slot), phase)
                 mbarrier.expect(values_ready.index(slot), STEP * 256)
-                load_box(boxes, [row + STEP, 0], values_ready.index(slot), values.index(slot))
+                tma_load(boxes, [row + STEP, 0], values_ready.index(slot), values.index(slot))
                 step += 1
 
 

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.device import multiprocessors
 from ..core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import INTERP, pdl_options, pdl_start, require_contiguous
-from .pieces import multiprocessors
 from .widen_plan import STEP_TOKENS
 
 WIDENED = tl.constexpr(16.0)  # on every fp16 scale, so that small ones keep their bits; attention takes it out again

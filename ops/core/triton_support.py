@@ -162,3 +162,12 @@ def pdl_start(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def dot_ieee(a, b, acc):
+    """acc + a @ b with fp32 accumulation; fp32 operands are not rounded to tf32. Right in the interpreter too."""
+    if INTERP:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")

@@ -19,11 +19,12 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.device import multiprocessors
 from ..core.kv_layout import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED, next_power_of_2
 from ..core.workspace import workspace
-from ..linear.linear_8bit import matmul_fp32, multiprocessors
+from ..linear.linear_8bit import matmul_fp32
 from ..rows.quantize import NORM_ROTATES, SILU_ROTATES
 from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
 from .kernel import decoder_block_kernel

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..attention.decode_gluon_pieces import cta_barrier, gdc_wait
+from ..core.gluon_support import cta_barrier, gdc_wait
 from .pieces import SILU_ROTATES, add_residual, collect, inverse_rms, multiply, publish, residual_inputs, store_quantized
 from .streams import (
     DOWN_DONE,

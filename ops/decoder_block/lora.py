@@ -12,10 +12,11 @@ from typing import Any, Optional
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED
 from ..core.workspace import workspace
-from ..linear.linear_8bit import matmul_fp32, multiprocessors
+from ..linear.linear_8bit import matmul_fp32
 from ..rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise_reference
 from ..rows.quantize_blocks import dequantize_blocks, padded_scales
 from . import decoder_block as base

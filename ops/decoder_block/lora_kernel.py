@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..attention.decode_gluon_pieces import cta_barrier, gdc_wait
+from ..core.gluon_support import cta_barrier, gdc_wait
 from .lora_pieces import expand, fetch, multiply_slots, own_columns, shrink
 from .lora_streams import COUNTS, bring_lora_rows, operand_layout, stream_lora_weights
 from .pieces import SILU_ROTATES, add_residual, collect, inverse_rms, publish, residual_inputs, store_quantized

@@ -3,8 +3,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..attention.decode_gluon_pieces import cta_barrier, view_shared
-from .lora_streams import COUNTS, POSITIONS, adapters_per_slot, operand_layout, plain_layout
+from ..core.gluon_support import cta_barrier, plain_layout, view_shared
+from .lora_streams import COUNTS, POSITIONS, adapters_per_slot, operand_layout
 from .pieces import multiply, to_int8
 from .streams import SPLIT, await_count
 

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..attention.decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box, view_shared
+from ..core.gluon_support import gdc_launch_dependents, gdc_wait, plain_layout, tma_load, view_shared
 from .streams import DOWN_DONE, GATE_UP_DONE, O_DONE, SPLIT, await_count, bring, bring_rows, fence_before_tma, stream
 
 COUNTS = gl.constexpr(10 * 64)  # of lora_groups' result: the lists' lengths
@@ -24,11 +24,6 @@ def adapters_per_slot(RANK):
 def operand_layout(WIDTH):
     """Rows of WIDTH eight-bit values as the tensor core reads them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=WIDTH, element_bitwidth=8, rank=2)
-
-
-@gluon.constexpr_function
-def plain_layout():
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
@@ -62,8 +57,8 @@ def _stream_b(boxes, scale_boxes, ring, ready, empty, filled, groups, group, row
             if each < present:
                 adapter = gl.load(groups + group * 64 + first + each)
                 at = adapter * STACK + gl.where(i % SIDES == 1, pair_row, row)
-                load_box(boxes, [at, 0], ready.index(slot), matrices.index(each))
-                load_box(scale_boxes, [at // 128, 0], ready.index(slot), row_scales.index(PER * RANK // 4 + each))
+                tma_load(boxes, [at, 0], ready.index(slot), matrices.index(each))
+                tma_load(scale_boxes, [at // 128, 0], ready.index(slot), row_scales.index(PER * RANK // 4 + each))
         filled += 1
     return filled
 
@@ -86,7 +81,7 @@ def _stream_a(boxes, ring, ready, empty, filled, groups, column, steps, N: gl.co
             if each < present:
                 unit = first + each
                 adapter = gl.load(groups + unit // N)
-                load_box(boxes, [(adapter * N + unit % N) * RANK, column + i // 2 % steps * 128], ready.index(slot), parts.index(each))
+                tma_load(boxes, [(adapter * N + unit % N) * RANK, column + i // 2 % steps * 128], ready.index(slot), parts.index(each))
         filled += 1
     return filled
 

@@ -3,7 +3,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..attention.decode_gluon_pieces import cta_barrier
+from ..core.gluon_support import cta_barrier
 from ..rows import quantize
 from .streams import SPLIT, await_count
 

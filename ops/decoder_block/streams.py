@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..attention.decode_gluon_pieces import gdc_launch_dependents, gdc_wait, load_box
+from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load
 
 SPLIT = gl.constexpr(4)  # CTAs that share a tile of o or down
 BOX_BYTES = gl.constexpr(128 * 128)  # a weight slot: 128 rows of 128 columns
@@ -57,9 +57,9 @@ def stream(boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR
         mbarrier.wait(empty.index(slot), filled // SLOTS & 1 ^ 1)
         mbarrier.expect(ready.index(slot), BOX_BYTES)
         if PAIR:
-            load_box(boxes, [gl.where(i % 2 == 1, pair_row, row), column + i // 2 * 128], ready.index(slot), ring.index(slot))
+            tma_load(boxes, [gl.where(i % 2 == 1, pair_row, row), column + i // 2 * 128], ready.index(slot), ring.index(slot))
         else:
-            load_box(boxes, [row, column + i * 128], ready.index(slot), ring.index(slot))
+            tma_load(boxes, [row, column + i * 128], ready.index(slot), ring.index(slot))
         filled += 1
     return filled
 
@@ -92,8 +92,8 @@ def bring(boxes, scale_boxes, rows, scales, ready, empty, filled, first, count, 
         slot = filled % SLOTS
         mbarrier.wait(empty.index(slot), filled // SLOTS & 1 ^ 1)
         mbarrier.expect(ready.index(slot), BLOCK_T * 128 + PADDED * 4)
-        load_box(boxes, [0, (first + i) * 128], ready.index(slot), rows.index(slot))
-        load_box(scale_boxes, [first + i, 0], ready.index(slot), scales.index(slot))
+        tma_load(boxes, [0, (first + i) * 128], ready.index(slot), rows.index(slot))
+        tma_load(scale_boxes, [first + i, 0], ready.index(slot), scales.index(slot))
         filled += 1
     return filled
 

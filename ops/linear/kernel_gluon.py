@@ -10,21 +10,17 @@ added in fp32 before the next one starts.
 from typing import Optional
 
 import torch
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load
 from .kernel_triton import split_buffers
 from .tuning import BLOCK_K, LinearConfig, WorkSplit
 
 PRODUCER_REGISTERS = 40
 LEAST_BOX = 32  # scales of a TMA box: its place in shared memory begins on 128 bytes
-tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton >= 3.7, before
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-gdc_wait = tl.extra.cuda.gdc_wait
-gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -129,7 +125,7 @@ def _consume(weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta
                 planes = planes_ptr + offsets_t[None, :] * BLOCK_N + offsets_n[:, None]
                 own = 2 * program + gl.where(begin < tile * steps, 1, 0)
                 gl.store(planes + own * SIZE, total, mask=inside)
-                barrier()
+                cta_barrier()
                 first = ((tile * steps + 1) * programs - 1) // (tiles * steps)  # the programs that hold the tile's first and last unit
                 last = ((tile + 1) * steps * programs - 1) // (tiles * steps)
                 complete = gl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first

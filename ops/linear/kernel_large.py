@@ -14,8 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .kernel_gluon import barrier, gdc_launch_dependents, gdc_wait, tma_load
-from .kernel_wide import tma_store
+from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
 from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
 
 GROUP = 16  # token tiles whose activations are used against all weights before the next ones
@@ -79,10 +78,10 @@ def _pieces(x, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 def _store(value, staging, out_desc, row, column, PENDING: gl.constexpr):
     """One piece to memory; the staging buffer is taken over from an older store once that has been read."""
     tma.store_wait(PENDING)
-    barrier()
+    cta_barrier()
     staging.store(value.to(out_desc.dtype))
     fence_async_shared()
-    barrier()
+    cta_barrier()
     tma_store(out_desc, [row, column], staging)
 
 

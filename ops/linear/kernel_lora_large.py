@@ -11,9 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..attention.decode_gluon_pieces import view_shared
-from ..decoder_block.lora_streams import plain_layout
-from .kernel_gluon import barrier, gdc_wait
+from ..core.gluon_support import cta_barrier, gdc_wait, plain_layout, view_shared
 from .kernel_large import _corner, _halves, _multiply_step, _produce, _store
 
 LIST_TOKENS = gl.constexpr(128)  # that share a list of `lora_active`
@@ -76,11 +74,11 @@ def _convert(rows, row_scale, operands, FIRST: gl.constexpr, CHUNKS: gl.constexp
 @gluon.jit
 def _convert_both(left, left_scale, right, right_scale, operands, FIRST: gl.constexpr, CHUNKS: gl.constexpr):
     """Both halves' rows to a consumer's part of the staging buffer, when its warps are done with what that held."""
-    barrier()
+    cta_barrier()
     _convert(left, left_scale, operands, FIRST, CHUNKS)
     _convert(right, right_scale, operands, FIRST + CHUNKS, CHUNKS)
     fence_async_shared()
-    barrier()
+    cta_barrier()
 
 
 @gluon.jit
@@ -199,7 +197,7 @@ def _consume(shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.c
         if count > 0:
             tma.store_wait(0)  # the tile before has left the buffers
             _convert_both(left_rows, left_scale, right_rows, right_scale, operands, FIRST, CHUNKS)
-        barrier()
+        cta_barrier()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1)
         left_sums, right_sums = _halves(acc, ROWS, BLOCK_N)

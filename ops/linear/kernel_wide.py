@@ -19,11 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .kernel_gluon import PRODUCER_REGISTERS, barrier, gdc_launch_dependents, gdc_wait, multiply, tma_load
+from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
+from .kernel_gluon import PRODUCER_REGISTERS, multiply
 from .kernel_triton import split_buffers
 from .tuning import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 
-tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # Triton >= 3.7, before
 GROUP = 16  # token tiles whose activations are used against all weights before the next ones
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
@@ -109,11 +109,11 @@ def _hand_over(piece, place, part, planes, tile, SIZE: gl.constexpr, PARTS: gl.c
 @gluon.jit
 def _gather(own, part, planes, counter, tile, SIZE: gl.constexpr, PARTS: gl.constexpr):
     """The whole sum of this part's own columns, once all parts have handed over theirs; leaves the counter at zero."""
-    barrier()
+    cta_barrier()
     gl.atomic_add(counter, 1, sem="release")
     while gl.atomic_add(counter, 0, sem="acquire") < PARTS:
         pass
-    barrier()
+    cta_barrier()
     total = gl.zeros_like(own)
     for i in gl.static_range(PARTS):
         received = gl.load(planes + ((tile * PARTS + part) * PARTS + i) * SIZE, mask=part != i, other=0, cache_modifier=".cg")
@@ -146,10 +146,10 @@ def _scaled(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, first_r
 def _store(value, staging, out_desc, row, column):
     """One piece to memory; the staging buffer is taken over from the store before once that has been read."""
     tma.store_wait(0)
-    barrier()
+    cta_barrier()
     staging.store(value.to(out_desc.dtype))
     fence_async_shared()
-    barrier()
+    cta_barrier()
     tma_store(out_desc, [row, column], staging)
 
 

@@ -8,11 +8,11 @@ few output tiles on `kernel_wide.py`; many tokens are bound by arithmetic and go
 says which kernel and which tiles. Products of int8 are summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
 """
 from dataclasses import replace
-from functools import lru_cache
 from typing import Optional
 
 import torch
 
+from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED
 from ..rows.quantize_blocks import BLOCK
@@ -21,7 +21,7 @@ from .kernel_large import launch_large
 from .kernel_triton import launch_triton
 from .kernel_wide import launch_wide
 from .scaled_mm import launch_scaled_mm, scaled_mm_takes
-from .tuning import H200_SMS, LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
+from .tuning import LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SCALE_KERNELS = ("gluon", "triton")
@@ -172,12 +172,6 @@ def launch_config(
     run = {"gluon": launch_gluon, "wide": launch_wide, "large": launch_large, "triton": launch_triton}[config.kernel]
     split = work_split(config, q.shape[0], weight.shape[0], weight.shape[1], min(sms, sm_budget or sms))
     run(q, scale, weight, weight_scale, delta, residual, out, config, split, pdl)
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """SMs of `device`; the interpreter pretends to have an H200."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 
 
 linear_8bit = register("linear_8bit", reference, fake, launch)

@@ -10,12 +10,13 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED, cdiv, require_contiguous
 from ..lora.plan import lora_splits
 from .kernel_large import GROUP, PRODUCER_REGISTERS
 from .kernel_lora_large import linear_8bit_lora_large_kernel
-from .linear_8bit import MAX_INT8_K, matmul_fp32, multiprocessors
+from .linear_8bit import MAX_INT8_K, matmul_fp32
 from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, int8_cost, large_candidates, linear_config, work_split
 
 RANKS = (16, 32, 64)

@@ -6,11 +6,12 @@ from typing import Optional
 
 import torch
 
+from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED
 from ..rows.silu_mul import silu_mul_launch
 from .kernel_wide import launch_wide
-from .linear_8bit import check_shapes, matmul_fp32, multiprocessors
+from .linear_8bit import check_shapes, matmul_fp32
 from .linear_8bit import launch as launch_linear
 from .tuning import activation_config, work_split
 

@@ -17,7 +17,6 @@ TABLES = Path(__file__).parent / "tuned"
 TUNED = TABLES / "h200.json"
 SCALED_MM_TOKENS = 256  # above this many tokens arithmetic, not bytes, is the limit
 WIDE = 16384  # from this many outputs on there are several tiles for each SM
-H200_SMS = 132
 RING_BYTES = 190 * 1024  # shared memory that a kernel's ring may take, per SM
 MAX_UNEVENNESS = 1.15  # the longest share of whole tiles, over the mean, from which on tiles are cut
 BLOCK_K = 128  # columns of K that a step reads: 128 bytes, the widest TMA swizzle

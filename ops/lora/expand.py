@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.pieces import dot_ieee, multiprocessors
+from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
+from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .shrink import EIGHT_BIT, dequantized, widened
 
 CTAS_PER_SM = 8  # programs for each SM of a limited launch: loads in flight, not arithmetic, are what an expand beside a base GEMM is short of

@@ -5,10 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.pieces import dot_ieee, multiprocessors
+from ..core.device import multiprocessors
 from ..core.kv_layout import QUANTIZED_MAX
 from ..core.registry import register
-from ..core.triton_support import INTERP, cdiv, next_power_of_2, pdl_options, require_contiguous
+from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
 from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 
 EIGHT_BIT = tuple(QUANTIZED_MAX)  # dtypes of quantized tensors

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.pieces import multiprocessors
+from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
 from ..core.workspace import workspace

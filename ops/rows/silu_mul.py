@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.device import H200_SMS
 from ..core.registry import register
 from ..core.triton_support import (
     INTERP,
@@ -24,7 +25,6 @@ from ..core.triton_support import (
     to_eight_bits,
 )
 from ..core.workspace import workspace
-from ..linear.tuning import H200_SMS
 from .quantize import E4M3, quantize_rowwise_reference, quarter_columns, rotated_width, row_block, store_quantized_quarters, store_quantized_row
 
 SHARED_ROWS = 64

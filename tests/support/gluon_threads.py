@@ -321,10 +321,10 @@ def kernels_in_threads(*modules: ModuleType) -> Iterator[None]:
     nothing = staticmethod(lambda *_args: None).__func__
     barriers = SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing)
     stand_ins = {
-        "gl": _Language(machine), "mbarrier": barriers, "load_box": machine.load_box, "tma_load": machine.load_box, "tma_store": machine.store_box,
+        "gl": _Language(machine), "mbarrier": barriers, "tma_load": machine.load_box, "tma_store": machine.store_box,
         "tma": SimpleNamespace(store_wait=nothing), "view_shared": machine.view_shared, "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
-        **dict.fromkeys(("barrier", "cta_barrier", "gdc_wait", "gdc_launch_dependents", "fence_before_tma", "fence_async_shared"), nothing),
+        **dict.fromkeys(("cta_barrier", "gdc_wait", "gdc_launch_dependents", "fence_before_tma", "fence_async_shared"), nothing),
     }  # fmt: skip
     with ExitStack() as stack:
         for module in modules:

@@ -2,8 +2,8 @@
 from typing import Any
 
 import torch
+from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.registry import Op
-from sidestream.ops.linear import tuning
 from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit
 from sidestream.ops.linear.tuning import LinearConfig
 
@@ -32,7 +32,7 @@ def inputs(tokens: int, n: int, k: int, device: str = "cpu", addends: bool = Tru
     return (q, scale, weight, weight_scale, *more)
 
 
-def run(config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: int = tuning.H200_SMS, **options: Any) -> torch.Tensor:
+def run(config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: int = H200_SMS, **options: Any) -> torch.Tensor:
     """The poisoned output after a launch of `config`."""
     out = poison(torch.empty(args[0].shape[0], args[2].shape[0], dtype=dtype, device=args[0].device))
     launch_config(config, *args, out, sms=sms, **options)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.tuning import LinearConfig
 from sidestream.tools import cli, tune_bench, tune_layers
@@ -38,10 +39,10 @@ def test_int8_has_neither_scaled_mm_nor_sums_to_promote() -> None:
     for dtype, whole in (("int8", True), ("fp8", False)):
         for tokens in (16, 128, 512):
             job = Job("gate_up", 28672, 4096, tokens, dtype)
-            found = [*linear_configs(job, tuning.H200_SMS), *activation_configs(job, tuning.H200_SMS)]
+            found = [*linear_configs(job, H200_SMS), *activation_configs(job, H200_SMS)]
             assert any(config.kernel == "scaled_mm" for config in found) == (not whole and tokens > 16)
             assert any(config.promote for config in found) == (not whole and tokens > 16)
-    assert not activation_configs(Job("gate_up", 28672, 4096, 64), tuning.H200_SMS) and not activation_configs(Job("qkv", 6144, 4096, 256), tuning.H200_SMS)
+    assert not activation_configs(Job("gate_up", 28672, 4096, 64), H200_SMS) and not activation_configs(Job("qkv", 6144, 4096, 256), H200_SMS)
 
 
 class FakeBench:
@@ -66,7 +67,7 @@ def test_each_dtype_has_its_sections(dtype: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(tune_bench, "Bench", FakeBench)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=tuning.H200_SMS))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200_SMS))
     path, other = tmp_path / "table.json", {"fp8": "linear_int8", "int8": "linear_fp8"}[dtype]
     kept = [{"layer": "down", "n": 4096, "k": 14336, "tokens": {"16": {"kernel": "triton"}}}]
     path.write_text(json.dumps({"device": "", "model": "", other: kept}))
@@ -90,7 +91,7 @@ class FakeLayers:
         assert config["hidden_size"] == 4096 and dtype == "int8"
 
     def us(self, job: Job, config: LinearConfig, lora: bool) -> float:
-        programs = tuning.work_split(config, job.tokens, job.n, job.k, tuning.H200_SMS).programs
+        programs = tuning.work_split(config, job.tokens, job.n, job.k, H200_SMS).programs
         return programs + (config.max_registers != 72) + (20.0 if lora else 0.0)
 
 
@@ -106,27 +107,27 @@ def test_in_layers_another_configuration_may_be_the_best(
     monkeypatch.setattr(tune_layers, "LayerBench", FakeLayers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=tuning.H200_SMS))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200_SMS))
     path = tmp_path / "table.json"
     assert cli.main(["tune", "--in-layers", "--layers", "o", "--tokens", "32", "-o", str(path)]) == 0
     tuning.read_table.cache_clear()
     place, job = (4096, 4096, 32), Job("o", 4096, 4096, 32)
     kept = tuning.read_table(path, "linear_int8")[place]
-    tried = tune_layers.finalists(Even(1, 1, 1, 1, torch.int8).linear(linear_configs(job, tuning.H200_SMS)), job, tuning.H200_SMS)
-    programs = {config: tuning.work_split(config, 32, 4096, 4096, tuning.H200_SMS).programs for config in tried}
+    tried = tune_layers.finalists(Even(1, 1, 1, 1, torch.int8).linear(linear_configs(job, H200_SMS)), job, H200_SMS)
+    programs = {config: tuning.work_split(config, 32, 4096, 4096, H200_SMS).programs for config in tried}
     assert kept.max_registers == 72 and programs[kept] == min(programs.values()) < max(programs.values())
-    assert tried[0] == tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True)
+    assert tried[0] == tuning.linear_config(32, 4096, 4096, H200_SMS, int8=True)
     shown = capsys.readouterr().out
     assert shown.count("us a layer with adapters") == len(tried) == len(set(tried)) > 4 and shown.count("(as it was)") == 1 and "kept: gluon" in shown
 
 
 def test_an_entry_on_trial_is_gone_afterwards() -> None:
     place, config = (4096, 4096, 32), LinearConfig("gluon", 64, 32, stages=3)
-    before = tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True)
+    before = tuning.linear_config(32, 4096, 4096, H200_SMS, int8=True)
     with tuning.instead("linear_int8", place, config):
-        assert tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True) == config
-        assert tuning.linear_config(64, 4096, 4096, tuning.H200_SMS, int8=True) != config
-    assert tuning.linear_config(32, 4096, 4096, tuning.H200_SMS, int8=True) == before
+        assert tuning.linear_config(32, 4096, 4096, H200_SMS, int8=True) == config
+        assert tuning.linear_config(64, 4096, 4096, H200_SMS, int8=True) != config
+    assert tuning.linear_config(32, 4096, 4096, H200_SMS, int8=True) == before
 
 
 def test_replays_take_turns() -> None:

@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sidestream.ops.attention import decode_gluon_pieces, prefill_gluon, prefill_gluon_pieces, prefill_wide_gluon
+from sidestream.ops.attention import prefill_gluon, prefill_gluon_pieces, prefill_wide_gluon
 from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, reference
 from sidestream.ops.attention.widen_kv import widen_kv
 from sidestream.ops.attention.widen_plan import FEWEST_TILES, widen_plan
+from sidestream.ops.core import gluon_support
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
 from support.attention import BF16, FP32, INT8, Batch, make_batch, relative_error, spills_in_main_loop, tolerance
 from support.checks import EXACT, bits, check_kernel, poison
@@ -175,9 +176,9 @@ def in_threads(programs: int) -> Iterator[None]:
     def boxes(memory: torch.Tensor, *shape: int) -> SimpleNamespace:
         return SimpleNamespace(base=memory.view(-1, shape[1]), block_shape=shape)
 
-    with kernels_in_threads(decode_gluon_pieces, pieces, narrow, wide):
+    with kernels_in_threads(gluon_support, pieces, narrow, wide):
         known: dict[str, Any] = {name: getattr(module, name) for module, names in (
-            (pieces, ("gl", "mbarrier", "fence_async_shared")), (decode_gluon_pieces, ("load_box", "view_shared", "gdc_wait", "gdc_launch_dependents")),
+            (pieces, ("gl", "mbarrier", "fence_async_shared")), (gluon_support, ("tma_load", "view_shared", "gdc_wait", "gdc_launch_dependents")),
         ) for name in names} | {"multiprocessors": lambda _device: programs}  # fmt: skip
         known["gl"].inline_asm_elementwise = lambda _text, _constraints, values, **_: values[0].half()
         with (

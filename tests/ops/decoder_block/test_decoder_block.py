@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream import ops
 from sidestream.ops.core.registry import as_outputs
+from sidestream.ops.decoder_block import decoder_block as module
+from sidestream.ops.decoder_block import kernel, pieces, streams
 from sidestream.ops.decoder_block.decoder_block import decoder_block, fits
 from sidestream.ops.rows.quantize_blocks import dequantize_blocks
 from support.checks import bits, poison
@@ -116,7 +117,7 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
 def test_kernel_in_threads_is_the_reference(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     args = decoder_block_inputs(tokens, *sizes, dtype=dtype)
     out = tuple(poison(tensor) for tensor in as_outputs(decoder_block.fake(*args)))
-    with kernels_in_threads(ops.decoder_block, ops.decoder_block_gluon, ops.decoder_block_pieces, ops.decoder_block_streams):
+    with kernels_in_threads(module, kernel, pieces, streams):
         decoder_block.launch(*args, out=out)
     for got, right in zip(out, decoder_block.reference(*args), strict=True):
         assert torch.isfinite(got.float()).all() and (not right.numel() or relative(got, right) < NEAR[dtype])

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream import ops
 from sidestream.ops.core.registry import as_outputs
+from sidestream.ops.decoder_block import lora, lora_kernel, lora_pieces, lora_streams, pieces, streams
 from sidestream.ops.decoder_block.decoder_block import decoder_block
 from sidestream.ops.decoder_block.lora import decoder_block_lora, fits
 from sidestream.ops.decoder_block.lora_groups import lora_groups_reference
@@ -135,8 +135,8 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int, ranks: int) 
 
 def launch_in_threads(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     out = tuple(poison(tensor) for tensor in as_outputs(decoder_block_lora.fake(*args)))
-    with kernels_in_threads(ops.decoder_block_lora, ops.decoder_block_lora_gluon, ops.decoder_block_lora_pieces, ops.decoder_block_lora_streams,
-                            ops.decoder_block_pieces, ops.decoder_block_streams):
+    with kernels_in_threads(lora, lora_kernel, lora_pieces, lora_streams,
+                            pieces, streams):
         decoder_block_lora.launch(*args, out=out)
     return out
 

@@ -3,6 +3,7 @@ import itertools
 
 import pytest
 import torch
+from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.linear import linear_8bit as module
 from sidestream.ops.linear import tuning
@@ -180,7 +181,7 @@ def test_launch_with_leading_dimensions_and_a_budget() -> None:
 
 
 def near(tokens: int, n: int, k: int) -> Tolerance:
-    return tolerance(tuning.linear_config(tokens, n, k, tuning.H200_SMS))
+    return tolerance(tuning.linear_config(tokens, n, k, H200_SMS))
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.linear_8bit import has_block_scales, launch_config, linear_8bit, reference, takes_block_scales
@@ -32,7 +33,7 @@ def tuned(dtype: torch.dtype) -> list[tuple[int, int, int]]:
 
 
 def chosen(tokens: int, n: int, k: int, dtype: torch.dtype) -> LinearConfig:
-    return takes_block_scales(linear_config(tokens, n, k, tuning.H200_SMS, int8=dtype == INT8), tokens, n, k, tuning.H200_SMS)
+    return takes_block_scales(linear_config(tokens, n, k, H200_SMS, int8=dtype == INT8), tokens, n, k, H200_SMS)
 
 
 # The reference

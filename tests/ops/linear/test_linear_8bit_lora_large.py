@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream import ops
+from sidestream.ops.linear import kernel_large, kernel_lora_large
+from sidestream.ops.linear import linear_8bit_lora as module
 from sidestream.ops.linear.linear_8bit import linear_8bit
 from sidestream.ops.linear.linear_8bit_lora import candidates, fits, launch, linear_8bit_lora, lora_config
 from sidestream.ops.linear.tuning import LinearConfig, large_candidates, tuned_table
@@ -132,7 +133,7 @@ def test_kernel_in_threads(config: LinearConfig, tokens: int, slices: list[int],
         pytest.skip("not launched with such tiles")
     args = inputs(tokens, k, slices, rank, splits=splits, index=mixes(tokens, 5)[mix])
     out = poison(torch.empty(tokens, sum(slices), dtype=BF16))
-    with kernels_in_threads(ops.linear_8bit_lora, ops.linear_8bit_lora_large, ops.linear_8bit_large):
+    with kernels_in_threads(module, kernel_lora_large, kernel_large):
         launch(*args, BF16, out=(out,), sm_budget=programs, config=config)
     assert_near(out, linear_8bit_lora.reference(*args, BF16), NEAR)
 
