@@ -11,8 +11,8 @@ from torch import fx
 
 from .api import CompiledModel, materialize_all, optimize
 from .build import build_program
-from .capture import capture_callable
 from .emit import BoundProgram
+from .graph.capture import capture_callable
 from .options import CompileOptions, OptionError
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from .accounting import PassCountError
 from .api import CompiledModel, optimize
 from .build import build_program
-from .capture import Captured
 from .cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
+from .graph.capture import Captured
 from .hardware import H200, Gpu
 from .layers import HEAD, TAIL, step_layers
 from .options import CompileOptions, OptionError

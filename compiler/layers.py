@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from .graph.recipe import Recipe
 from .program import Program
-from .recipe import Recipe
 
 HEAD = -1
 TAIL = 1_000_000

@@ -19,15 +19,15 @@ from ..ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_
 from .accounting import Expectation, model_shape
 from .api import ATTENTION_OPS
 from .build import build_program
-from .capture import Captured
 from .emit import BoundProgram
+from .graph.capture import Captured
+from .graph.nodes import CASTS, args_of, aten, is_call, is_check
+from .graph.recipe import Recipe, materialize
 from .layers import HEAD, TAIL, graph_layers, layer_name
-from .nodes import CASTS, args_of, aten, is_call, is_check
 from .options import CompileOptions
 from .passes.base import Context
 from .pipeline import DECODE_PASSES, PASSES, Pass, run_passes
 from .program import Bucket
-from .recipe import Recipe, materialize
 from .report import PassRecord, columns
 from .sizes import dimensions_of, placeholders
 from .specialize import specialize

@@ -10,8 +10,8 @@ from torch import fx
 
 from .buffers import KINDS, Buffer, ProgramError, View, contiguous_strides
 from .calls import own_op
-from .nodes import op_name
-from .recipe import Recipe, param
+from .graph.nodes import op_name
+from .graph.recipe import Recipe, param
 
 
 @dataclass

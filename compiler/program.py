@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from .buffers import KINDS, Buffer, ProgramError, View, decode, dtype_name, encode, parse_dtype, span, views_in
-from .recipe import Recipe, RecipeError
+from .graph.recipe import Recipe, RecipeError
 
 VERSION = 2
 STREAMS = ("main", "side")

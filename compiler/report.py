@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .graph.nodes import is_kernel, op_name
 from .layers import HEAD, TAIL, graph_layers, spans
-from .nodes import is_kernel, op_name
 from .sizes import describe_size, symbol_roles
 
 SHORT_NAMES = {

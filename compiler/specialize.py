@@ -13,7 +13,7 @@ from torch import fx
 from ..ops.core.registry import NAMESPACE, OPS
 from ..ops.lora.plan import lora_splits, lora_tile
 from .buffers import contiguous_strides
-from .nodes import CASTS, VIEWS, aten, is_call, op_name
+from .graph.nodes import CASTS, VIEWS, aten, is_call, op_name
 from .program import Bucket
 from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 

@@ -2,7 +2,7 @@
 import sys
 
 import sidestream
-from sidestream.compiler.nodes import is_call
+from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.pipeline import insert_pass
 from sidestream.compiler.program import Bucket

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..compiler.recipe import Recipe
+from ..compiler.graph.recipe import Recipe
 from ..graphs.adapter import AdapterError
 from ..graphs.lora import LoraShape
 from .adapter_packing import use_few_threads

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..compiler.recipe import Recipe
+from ..compiler.graph.recipe import Recipe
 from ..graphs.adapter import Adapter
 from ..graphs.lora import LoraShape
 from ..graphs.stack import check_fits, slot_tensor

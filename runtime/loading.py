@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..compiler.recipe import Recipe, materialize
+from ..compiler.graph.recipe import Recipe, materialize
 from ..graphs.checkpoint import Checkpoint
 
 Lookup = Callable[[str], torch.Tensor]

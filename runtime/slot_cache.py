@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..compiler.cache import cache_directory, source_hash
+from ..compiler.graph.recipe import Recipe
 from ..compiler.options import OptionError
-from ..compiler.recipe import Recipe
 from ..graphs.adapter import Adapter
 from ..graphs.adapter_file import read_fully, readers
 from ..graphs.config import LlamaConfig

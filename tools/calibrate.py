@@ -207,7 +207,7 @@ def _balance(layer: Any, config: Any) -> Any:
     """[kv heads, head dim]: the factors of a layer's keys (see the pass `balance_keys`)."""
     import torch
 
-    from ..compiler.recipe import key_balance_factors
+    from ..compiler.graph.recipe import key_balance_factors
 
     attention = layer.self_attn
     weights = attention.q_proj.weight.detach(), attention.k_proj.weight.detach(), layer.input_layernorm.weight.detach()

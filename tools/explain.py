@@ -96,7 +96,7 @@ def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, g
 
 def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
     """A function options -> (a fresh graph of the model, its tensors' names); the model is captured once for each dtype."""
-    from ..compiler.capture import capture_module
+    from ..compiler.graph.capture import capture_module
     from ..graphs.llama import Llama
 
     known: dict[Any, tuple[Any, list[str]]] = {}

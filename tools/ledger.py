@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--prompt is empty; give it some text")
     if options.max_loras is not None and options.max_loras < len(names):
         raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters, which the batch mixes; leave it out")
-    from ..compiler.capture import capture_module
+    from ..compiler.graph.capture import capture_module
     from ..compiler.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ..compiler.options import CompileOptions
     from ..compiler.pipeline import check_disabled

@@ -4,7 +4,7 @@ import operator
 from torch import fx
 
 from ...ops.rows.rms_norm import add_rms_norm, rms_norm
-from ..nodes import args_of, aten, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of
 from .base import Context, PassReport
 from .joins import split_delta
 

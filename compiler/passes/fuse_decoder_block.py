@@ -20,7 +20,7 @@ from ...ops.lora.shrink import lora_shrink
 from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rows.silu_mul import silu_mul_quant
-from ..nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 MOST_TOKENS = 32  # from 33 on separate launches are faster on an H200

@@ -7,7 +7,7 @@ from ...ops.linear.linear_8bit_lora import fits, linear_8bit_lora
 from ...ops.lora.active import lora_active
 from ...ops.lora.expand import lora_expand
 from ...ops.lora.plan import lora_plan
-from ..nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 FEWEST_TOKENS = 257  # fewer are bound by the weights' bytes: there the expand runs beside

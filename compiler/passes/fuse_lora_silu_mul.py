@@ -9,7 +9,7 @@ from ...ops.lora.rounded_pieces import fits
 from ...ops.lora.silu_mul_lora import silu_mul_lora
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul_quant
-from ..nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 from .round_lora_ranks import insert_rounded
 

@@ -8,7 +8,7 @@ from ...ops.core.registry import Op
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
-from ..nodes import args_of, insert_call, is_call
+from ..graph.nodes import args_of, insert_call, is_call
 from .base import Context, PassReport
 
 # producer -> its quantizing form, whose results are (y, q, scale) and then whatever else the producer returned

@@ -9,8 +9,8 @@ from ...ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
 from ...ops.linear.tuning import activation_config
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
-from ..matcher import Match, any_, call, find
-from ..nodes import args_of, aten, insert_call, is_call, shape_of, slice_range
+from ..graph.matcher import Match, any_, call, find
+from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of, slice_range
 from .base import Context, PassReport
 from .joins import split_delta
 

@@ -2,7 +2,7 @@
 from torch import fx
 
 from ...ops.lora.lora import lora
-from ..nodes import args_of, aten, is_call, through_views
+from ..graph.nodes import args_of, aten, is_call, through_views
 
 
 def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:

@@ -2,7 +2,7 @@
 from torch import fx
 
 from ...ops.rows.embedding import embedding
-from ..nodes import args_of, aten, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 

@@ -5,10 +5,10 @@ import torch
 from torch import fx
 
 from ...ops.lora.lora import lora
-from ..matcher import Match, any_, call, cast, const, find
-from ..nodes import aten, insert_call, insert_placeholder, is_call, shape_of
-from ..recipe import Recipe, pad, scale, unsqueeze
-from ..recipe import cast as cast_recipe
+from ..graph.matcher import Match, any_, call, cast, const, find
+from ..graph.nodes import aten, insert_call, insert_placeholder, is_call, shape_of
+from ..graph.recipe import Recipe, pad, scale, unsqueeze
+from ..graph.recipe import cast as cast_recipe
 from .base import Context, PassReport
 
 RANK_STEP = 16

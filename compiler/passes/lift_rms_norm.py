@@ -2,8 +2,8 @@
 from torch import fx
 
 from ...ops.rows.rms_norm import rms_norm
-from ..matcher import Match, any_, call, cast, const, find
-from ..nodes import aten, insert_call, shape_of
+from ..graph.matcher import Match, any_, call, cast, const, find
+from ..graph.nodes import aten, insert_call, shape_of
 from .base import Context, PassReport
 
 _wide = cast(any_("x"))

@@ -2,8 +2,8 @@
 from torch import fx
 
 from ...ops.attention.rope import rope
-from ..matcher import Match, any_, call, cast, find
-from ..nodes import aten, insert_call, shape_of, slice_range
+from ..graph.matcher import Match, any_, call, cast, find
+from ..graph.nodes import aten, insert_call, shape_of, slice_range
 from .base import Context, PassReport
 
 _wide = cast(any_("x"))

@@ -4,8 +4,8 @@ import operator
 from torch import fx
 
 from ...ops.attention.rope_angles import rope_angles
-from ..matcher import Match, any_, call, cast, find
-from ..nodes import args_of, aten, insert_call, is_call, shape_of
+from ..graph.matcher import Match, any_, call, cast, find
+from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 _angle = call(aten.unsqueeze.default, cast(any_("positions")), -1) * any_("inv_freq")

@@ -7,7 +7,7 @@ from ...ops.lora.expand import lora_expand
 from ...ops.lora.lora import lora
 from ...ops.lora.plan import lora_plan, lora_splits, lora_tile
 from ...ops.lora.shrink import lora_shrink
-from ..nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 REPRESENTATIVE_TOKENS = 64

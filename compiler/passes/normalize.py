@@ -4,7 +4,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..nodes import CASTS, args_of, aten, is_call, is_check, slice_arguments
+from ..graph.nodes import CASTS, args_of, aten, is_call, is_check, slice_arguments
 from .base import Context, PassReport
 
 _IDENTITIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)

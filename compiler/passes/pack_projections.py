@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...ops.lora.lora import lora
-from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
-from ..recipe import cat, pad, zeros
+from ..graph.nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
+from ..graph.recipe import cat, pad, zeros
 from .base import Context, PassReport
 
 

@@ -11,7 +11,7 @@ from ...ops.lora.shrink import lora_shrink
 from ...ops.rows.quantize_blocks import BLOCK
 from ...ops.rows.silu_mul import silu_mul_quant
 from ...ops.rows.silu_mul_blocks import silu_mul_blocks
-from ..nodes import args_of, insert_call, is_call
+from ..graph.nodes import args_of, insert_call, is_call
 from .base import Context, PassReport
 
 FEWEST_TOKENS, MOST_TOKENS = 17, 32  # elsewhere the launches that are saved do not make up for what linears and shrinks take longer (H200)

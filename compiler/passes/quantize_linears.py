@@ -8,9 +8,9 @@ from ...ops.attention.paged_attention import paged_attention
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul
-from ..nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
+from ..graph.nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
+from ..graph.recipe import item, quantize
 from ..options import EIGHT_BITS
-from ..recipe import item, quantize
 from .base import Context, PassReport
 
 ALIGNMENT = 16

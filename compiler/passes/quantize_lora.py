@@ -7,9 +7,9 @@ from torch import fx
 
 from ...ops.lora.lora import lora
 from ...ops.rows.quantize import quantize_rowwise
-from ..nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
+from ..graph.nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
+from ..graph.recipe import item, quantize
 from ..options import EIGHT_BITS
-from ..recipe import item, quantize
 from .base import Context, PassReport
 
 

@@ -6,9 +6,9 @@ from torch import fx
 from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import paged_attention
 from ...ops.lora.lora import lora
+from ..graph.nodes import args_of, aten, is_call, shape_of, through_views
+from ..graph.recipe import hadamard
 from ..layers import layer_of_name
-from ..nodes import args_of, aten, is_call, shape_of, through_views
-from ..recipe import hadamard
 from .base import Context, PassReport
 
 

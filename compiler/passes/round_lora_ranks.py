@@ -10,7 +10,7 @@ from ...ops.lora.plan import rounded_splits
 from ...ops.lora.rounded import lora_round
 from ...ops.lora.rounded_pieces import fits
 from ...ops.lora.shrink import lora_shrink
-from ..nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 WIDE = 8192  # a branch of more input or output features than this is a wide one

@@ -9,7 +9,7 @@ from ...ops.attention.prefill_gluon import takes_heads, tile_tokens
 from ...ops.attention.widen_kv import widen_kv
 from ...ops.attention.widen_plan import STEP_TOKENS, widen_plan
 from ...ops.core.triton_support import cdiv
-from ..nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 FEWEST_TOKENS = 257  # of fewer no sequence has many tiles

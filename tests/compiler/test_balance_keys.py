@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import sidestream
 import torch
+from sidestream.compiler.graph.recipe import key_balance, materialize, param
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.recipe import key_balance, materialize, param
 from sidestream.graphs.llama import Llama
 from support.compiled import CompiledRunner
 from support.paged import Chunk, PagedRunner, plain_model

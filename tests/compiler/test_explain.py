@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import sidestream
-from sidestream.compiler.capture import capture_module
 from sidestream.compiler.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.difference import read_dump
 from sidestream.compiler.explain import as_text, changes_as_text, compare_changes, explain, explain_program, what_ifs
+from sidestream.compiler.graph.capture import capture_module
+from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.hardware import H100
-from sidestream.compiler.nodes import is_call
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.pipeline import PASSES, insert_pass

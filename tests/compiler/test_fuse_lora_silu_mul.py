@@ -9,7 +9,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.cost import estimate, floor_seconds, total_seconds
-from sidestream.compiler.nodes import is_call
+from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_lora_silu_mul
 from sidestream.compiler.passes.base import Context

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.compiler.capture import Captured, capture_module
+from sidestream.compiler.graph.capture import Captured, capture_module
+from sidestream.compiler.graph.nodes import args_of, aten, insert_call, is_call
+from sidestream.compiler.graph.recipe import scale
 from sidestream.compiler.ledger import CAPTURE, DECODE, DECODE_LORA, PROGRAM, as_json, as_text, largest, ledger
-from sidestream.compiler.nodes import args_of, aten, insert_call, is_call
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.passes.pack_projections import pack_projections
 from sidestream.compiler.pipeline import DECODE_PASSES, PASSES, Pass, insert_pass
-from sidestream.compiler.recipe import scale
 from sidestream.ops.attention.paged_attention import paged_attention
 from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant

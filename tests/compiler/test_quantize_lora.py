@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream.compiler.graph.recipe import quantize_weight
 from sidestream.compiler.options import EIGHT_BITS, CompileOptions
-from sidestream.compiler.recipe import quantize_weight
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from sidestream.compiler.nodes import op_name
+from sidestream.compiler.graph.nodes import op_name
 from sidestream.compiler.program import Bucket
 from sidestream.compiler.report import graph_text
 from sidestream.compiler.sizes import SpecializeError, bucket_inputs, static_inputs

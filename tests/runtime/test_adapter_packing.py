@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream.compiler.api import compile_model
+from sidestream.compiler.graph.recipe import Recipe, cat, item, materialize, param, quantize, zeros
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.recipe import Recipe, cat, item, materialize, param, quantize, zeros
 from sidestream.graphs.adapter import WEIGHTS, AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sidestream.compiler.recipe import cat, item, param, quantize, quantize_weight
+from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight
 from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape

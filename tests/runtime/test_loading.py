@@ -1,6 +1,6 @@
 """Weights are read file by file, each once, and nothing of a recipe is kept when the next one starts."""
 import torch
-from sidestream.compiler.recipe import cat, item, param, quantize, quantize_weight, unsqueeze
+from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight, unsqueeze
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.runtime.adapter_stacks import AdapterStacks

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sidestream.compiler.graph.recipe import Recipe, cat, item, param, quantize
 from sidestream.compiler.options import OptionError
-from sidestream.compiler.recipe import Recipe, cat, item, param, quantize
 from sidestream.graphs.adapter import WEIGHTS, AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape

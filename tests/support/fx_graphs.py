@@ -11,7 +11,7 @@ import operator
 from typing import Any
 
 import torch
-from sidestream.compiler.recipe import param
+from sidestream.compiler.graph.recipe import param
 from sidestream.ops.core.registry import Op
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode

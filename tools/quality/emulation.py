@@ -8,10 +8,10 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
-from ...compiler.nodes import args_of, is_call
+from ...compiler.graph.nodes import args_of, is_call
+from ...compiler.graph.recipe import Recipe, materialize
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
-from ...compiler.recipe import Recipe, materialize
 from ...ops.attention.paged_attention import check_arguments, gather_keys_values, paged_attention
 from ...ops.attention.paged_attention import fake as attention_fake
 from ...ops.core.kv_layout import PAGE_SIZE

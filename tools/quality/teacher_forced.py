@@ -8,7 +8,7 @@ from torch import fx
 
 from ...compiler.build import build_program
 from ...compiler.emit import BoundProgram
-from ...compiler.nodes import args_of, aten, is_call
+from ...compiler.graph.nodes import args_of, aten, is_call
 from ...compiler.program import Bucket
 from ...ops.core.kv_layout import PAGE_SIZE
 

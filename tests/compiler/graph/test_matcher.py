@@ -1,7 +1,7 @@
 """The matcher: commutative operands, casts and views, shared nodes, and the reason it gives for a near-miss."""
 import torch
-from sidestream.compiler.matcher import any_, call, cast, const, either, find, views
-from sidestream.compiler.nodes import aten
+from sidestream.compiler.graph.matcher import any_, call, cast, const, either, find, views
+from sidestream.compiler.graph.nodes import aten
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 

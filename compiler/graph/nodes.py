@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..ops.core.registry import NAMESPACE, Op
+from ...ops.core.registry import NAMESPACE, Op
 
 aten = torch.ops.aten
 
