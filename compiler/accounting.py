@@ -3,8 +3,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .layers import LAYER
 from .options import CompileOptions
+from .program.layers import LAYER
 
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
 _PROJECTION = re.compile(r"(q|k|v|o|gate|up|down)_proj")

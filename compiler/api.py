@@ -11,16 +11,16 @@ from torch.utils import _pytree as pytree
 
 from .accounting import Expectation, model_shape
 from .build import build_program
-from .cache import ProgramCache
 from .emit import BoundProgram
 from .graph.capture import Captured, capture_module
 from .graph.recipe import Recipe, materialize
-from .layers import HEAD, TAIL
 from .options import CompileOptions
 from .pipeline import PASSES, Pass, check_disabled, run_passes
-from .program import Bucket, Program
+from .program.cache import ProgramCache
+from .program.layers import HEAD, TAIL
+from .program.program import Bucket, Program
+from .program.sizes import bucket_inputs
 from .report import PassRecord, pass_table
-from .sizes import bucket_inputs
 from .timings import Timings
 
 ATTENTION_OPS = ("paged_attention", "paged_attention_quant")

@@ -11,16 +11,16 @@ from typing import Any
 from torch import fx
 
 from ..ops.core.device import H200_SMS
-from .buffers import ProgramError
-from .lower import lower
-from .memory import plan_memory
 from .options import CompileOptions
 from .pipeline import DECODE_PASSES, PROMPT_PASSES, run_static_passes
-from .program import VERSION, Bucket, Edit, Program
+from .program.buffers import ProgramError
+from .program.lower import lower
+from .program.memory import plan_memory
+from .program.program import VERSION, Bucket, Edit, Program
+from .program.schedule import schedule
+from .program.sizes import Spec
+from .program.specialize import specialize
 from .report import PassRecord, pass_table
-from .schedule import schedule
-from .sizes import Spec
-from .specialize import specialize
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .cost import estimate, floor_seconds, step_bytes, total_seconds
-from .program import Program
+from .program.program import Program
 from .report import columns
 
 

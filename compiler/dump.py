@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .calls import describe
 from .cost import estimate, step_bytes
-from .memory import unshared_bytes
 from .options import CompileOptions
 from .page.data import page_data
 from .page.render import render
-from .program import Program
+from .program.calls import describe
+from .program.memory import unshared_bytes
+from .program.program import Program
 from .report import PassRecord, columns, pass_table, short_dtype, text_of
 from .svg import describe_view, schedule_svg
 from .timings import Timings

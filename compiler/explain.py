@@ -11,10 +11,10 @@ from .build import build_program
 from .cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from .graph.capture import Captured
 from .hardware import H200, Gpu
-from .layers import HEAD, TAIL, step_layers
 from .options import CompileOptions, OptionError
 from .pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass
-from .program import Bucket, Program
+from .program.layers import HEAD, TAIL, step_layers
+from .program.program import Bucket, Program
 from .report import PassRecord, columns, pass_table
 from .work import DEFAULT, Assumptions
 

@@ -23,14 +23,14 @@ from .emit import BoundProgram
 from .graph.capture import Captured
 from .graph.nodes import CASTS, args_of, aten, is_call, is_check
 from .graph.recipe import Recipe, materialize
-from .layers import HEAD, TAIL, graph_layers, layer_name
 from .options import CompileOptions
 from .passes.base import Context
 from .pipeline import DECODE_PASSES, PASSES, Pass, run_passes
-from .program import Bucket
+from .program.layers import HEAD, TAIL, graph_layers, layer_name
+from .program.program import Bucket
+from .program.sizes import dimensions_of, placeholders
+from .program.specialize import specialize
 from .report import PassRecord, columns
-from .sizes import dimensions_of, placeholders
-from .specialize import specialize
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
 _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of the op is the residual stream

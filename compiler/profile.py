@@ -16,7 +16,7 @@ import torch
 
 from .cost import Placed, predecessors
 from .emit import BoundProgram
-from .program import Program
+from .program.program import Program
 from .ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
 
 KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -4,7 +4,7 @@ from typing import Any
 
 from .cost import Placed
 from .profile import KERNEL_CATEGORIES, ProfileError, Range, kernels_of_steps, ranges, replays
-from .program import Program
+from .program.program import Program
 from .ranges import REPLAY_RANGE, STEP_RANGE
 from .trace import LANES, lane_names, span
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from .graph.nodes import is_kernel, op_name
-from .layers import HEAD, TAIL, graph_layers, spans
-from .sizes import describe_size, symbol_roles
+from .program.layers import HEAD, TAIL, graph_layers, spans
+from .program.sizes import describe_size, symbol_roles
 
 SHORT_NAMES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",

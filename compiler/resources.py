@@ -11,10 +11,10 @@ import torch
 
 from ..ops.core.registry import Op
 from ..ops.core.triton_support import INTERPRETED
-from .buffers import View
-from .calls import own_op
 from .machine_code import MachineCode, compile_launch, target_here
-from .program import Program, Step
+from .program.buffers import View
+from .program.calls import own_op
+from .program.program import Program, Step
 
 PACKAGE = __name__.partition(".compiler.")[0]
 Figures = Mapping[str, int]

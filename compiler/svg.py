@@ -2,9 +2,9 @@
 from collections.abc import Sequence
 from html import escape
 
-from .buffers import Buffer, View
 from .cost import Placed
-from .program import Program, Step
+from .program.buffers import Buffer, View
+from .program.program import Program, Step
 from .report import short_dtype
 
 ROW, BOX, WIDTH, GAP, MARGIN, HEAD = 26, 20, 470, 110, 20, 64

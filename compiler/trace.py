@@ -5,7 +5,7 @@ from typing import Any
 
 from .cost import Placed, estimate, step_bytes, total_seconds
 from .hardware import H200, Gpu
-from .program import Program
+from .program.program import Program
 from .work import DEFAULT, Assumptions
 
 LANES = {"main": 1, "side": 2, "copies": 3, "batcher": 4}

@@ -5,7 +5,7 @@ import sidestream
 from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.pipeline import insert_pass
-from sidestream.compiler.program import Bucket
+from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.ops.attention.rope_angles import rope_angles

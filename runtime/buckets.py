@@ -1,7 +1,7 @@
 """Which program serves a step: the smallest bucket that holds it."""
 from dataclasses import dataclass
 
-from ..compiler.program import Bucket
+from ..compiler.program.program import Bucket
 from ..ops.core.triton_support import next_power_of_2
 from .plan import StepPlan
 

@@ -10,11 +10,11 @@ import torch
 
 from ..compiler.api import CompiledModel, compile_model
 from ..compiler.build import ProgramStore
-from ..compiler.cache import ProgramCache, cache_directory
 from ..compiler.graph.recipe import Recipe
 from ..compiler.options import CompileOptions
 from ..compiler.pipeline import PASSES, Pass, pass_names
-from ..compiler.program import Program
+from ..compiler.program.cache import ProgramCache, cache_directory
+from ..compiler.program.program import Program
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama
 from ..graphs.lora import LoraShape

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ..compiler.ahead import KernelsAhead
 from ..compiler.api import CompiledModel
 from ..compiler.emit import BoundProgram
-from ..compiler.program import Bucket
+from ..compiler.program.program import Bucket
 from .adapter_stacks import AdapterStacks, Report
 from .buckets import Buckets
 from .plan import StepPlan, StepResult

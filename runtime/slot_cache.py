@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..compiler.cache import cache_directory, source_hash
 from ..compiler.graph.recipe import Recipe
 from ..compiler.options import OptionError
+from ..compiler.program.cache import cache_directory, source_hash
 from ..graphs.adapter import Adapter
 from ..graphs.adapter_file import read_fully, readers
 from ..graphs.config import LlamaConfig

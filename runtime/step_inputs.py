@@ -4,7 +4,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from ..compiler.program import Program
+from ..compiler.program.program import Program
 from .plan import StepPlan
 from .staging import Staging
 

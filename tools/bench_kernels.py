@@ -124,7 +124,7 @@ def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) 
 
 def repeated_steps(program: Any, depth: int) -> list[list[int]]:
     """Indices of the steps that occur once in each layer, layer by layer, in the order of the layer's steps."""
-    from ..compiler.layers import step_layers
+    from ..compiler.program.layers import step_layers
 
     by_layer: list[list[int]] = [[] for _ in range(depth)]
     for index, layer in enumerate(step_layers(program)):

@@ -73,7 +73,7 @@ class Layers:
 
     def bucket(self, tokens: int, lora: bool) -> Any:
         """A decode step of `tokens` sequences."""
-        from ..compiler.program import Bucket
+        from ..compiler.program.program import Bucket
         from ..ops.core.kv_layout import PAGE_SIZE
 
         blocks = CONTEXT // PAGE_SIZE + 1

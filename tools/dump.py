@@ -162,7 +162,7 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
 
 def as_bucket(kind: str, count: int, lora: bool) -> Any:
     """The compiler's bucket for `decode:count` or `mixed:count`."""
-    from ..compiler.program import Bucket
+    from ..compiler.program.program import Bucket
 
     sequences = count if kind == "decode" else min(count, MIXED_SEQUENCES)
     return Bucket(

@@ -24,7 +24,7 @@ from ..compiler.emit import BoundProgram
 from ..compiler.hardware import H200, Gpu, UnknownGpu, gpu_named
 from ..compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
 from ..compiler.profile import advances, capture_profile
-from ..compiler.program import Bucket, Program
+from ..compiler.program.program import Bucket, Program
 from ..compiler.report import columns
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama

@@ -126,7 +126,7 @@ def kernels() -> str:
 
     from ..compiler.api import compile_model
     from ..compiler.explain import describe_pass, explain_program
-    from ..compiler.program import Bucket
+    from ..compiler.program.program import Bucket
     from ..graphs.config import LlamaConfig
     from ..graphs.llama import Llama
     from ..graphs.lora import LoraShape

@@ -2,7 +2,7 @@
 import torch
 
 from ..compiler.cost import Assumptions
-from ..compiler.program import Program
+from ..compiler.program.program import Program
 
 
 def random_tensors(program: Program, device: torch.device, assume: Assumptions, known: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..compiler.options import CompileOptions
-from ..compiler.program import Program
+from ..compiler.program.program import Program
 from ..ops.linear import tuning
 from ..ops.linear.tuning import LinearConfig, instead, table_op, work_split
 from .bench_latency import pick_adapters

@@ -3,13 +3,13 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from ..buffers import View, views_in
-from ..calls import describe, overload_of
 from ..cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
-from ..layers import HEAD, TAIL, step_layers
-from ..memory import unshared_bytes
 from ..options import CompileOptions
-from ..program import Program, Step
+from ..program.buffers import View, views_in
+from ..program.calls import describe, overload_of
+from ..program.layers import HEAD, TAIL, step_layers
+from ..program.memory import unshared_bytes
+from ..program.program import Program, Step
 from ..report import GraphLine, PassRecord, short_dtype
 from ..svg import describe_view
 from ..timings import Timings, TimingsError

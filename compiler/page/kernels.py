@@ -7,7 +7,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ...ops.core.registry import OPS
-from ..calls import own_op
+from ..program.calls import own_op
 
 PACKAGE = __name__.partition(".compiler.")[0]
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from ...ops.core.kv_layout import QUANTIZED_MAX
 from ...ops.rows.rms_norm import add_rms_norm, rms_norm
 from ..graph.nodes import args_of, aten, insert_placeholder, is_call, shape_of, through_views
 from ..graph.recipe import Recipe, cat, key_balance, multiply
-from ..layers import layer_of_name
+from ..program.layers import layer_of_name
 from .base import Context, PassReport
 
 

@@ -6,7 +6,7 @@ from ...ops.attention.append_kv import append_kv
 from ...ops.core.kv_layout import QUANTIZED_MAX
 from ..graph.nodes import args_of, insert_placeholder, is_call, shape_of
 from ..graph.recipe import calibrated, hadamard
-from ..layers import layer_of_name
+from ..program.layers import layer_of_name
 from .base import Context, PassReport
 from .quantize_kv import is_rotated
 

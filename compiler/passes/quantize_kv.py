@@ -7,7 +7,7 @@ from ...ops.attention.paged_attention import paged_attention
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.rows.hadamard import hadamard
 from ..graph.nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
-from ..layers import layer_of_name
+from ..program.layers import layer_of_name
 from .base import Context, PassReport
 
 

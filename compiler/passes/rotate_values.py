@@ -8,7 +8,7 @@ from ...ops.attention.paged_attention import paged_attention
 from ...ops.lora.lora import lora
 from ..graph.nodes import args_of, aten, is_call, shape_of, through_views
 from ..graph.recipe import hadamard
-from ..layers import layer_of_name
+from ..program.layers import layer_of_name
 from .base import Context, PassReport
 
 

@@ -6,7 +6,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions, OptionError
-from sidestream.compiler.program import Bucket, Program
+from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

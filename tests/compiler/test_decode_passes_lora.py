@@ -6,7 +6,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.program import Program
+from sidestream.compiler.program.program import Program
 from sidestream.compiler.work import Assumptions, work
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama

@@ -2,9 +2,9 @@
 import pytest
 import torch
 from sidestream.compiler import first_runs as module
-from sidestream.compiler.buffers import Buffer, View
 from sidestream.compiler.first_runs import first_runs
-from sidestream.compiler.program import Program, Step
+from sidestream.compiler.program.buffers import Buffer, View
+from sidestream.compiler.program.program import Program, Step
 
 SHAPE, STRIDE = (4, 8), (8, 1)
 

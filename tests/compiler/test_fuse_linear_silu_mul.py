@@ -8,7 +8,7 @@ import torch
 from sidestream.compiler.emit import BoundProgram
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_silu_mul
-from sidestream.compiler.program import Bucket, Program
+from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

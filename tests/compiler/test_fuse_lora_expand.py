@@ -7,7 +7,7 @@ import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_lora_expand
-from sidestream.compiler.program import Bucket, Program
+from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

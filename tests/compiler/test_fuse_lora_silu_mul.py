@@ -13,7 +13,7 @@ from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_lora_silu_mul
 from sidestream.compiler.passes.base import Context
-from sidestream.compiler.program import Bucket, Program
+from sidestream.compiler.program.program import Bucket, Program
 from sidestream.compiler.work import Assumptions, work
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama

@@ -9,7 +9,7 @@ from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.graph.recipe import Recipe, RecipeError, calibrated, hadamard, materialize, param
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes.center_keys import key_center_name
-from sidestream.compiler.program import Bucket, Program
+from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.llama import Llama
 from sidestream.ops.rows.hadamard import hadamard as hadamard_op
 from sidestream.tools.kv_error import attention_weights, score_variance, stored, value_error

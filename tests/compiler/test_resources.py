@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from sidestream.compiler.machine_code import HOPPER, compile_launch, target_here
-from sidestream.compiler.program import Program
+from sidestream.compiler.program.program import Program
 from sidestream.compiler.resources import Resources, program_resources
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.core.triton_support import INTERPRETED

@@ -7,7 +7,7 @@ import sidestream
 import torch
 from sidestream.compiler.emit import BoundProgram
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.program import Bucket, Step
+from sidestream.compiler.program.program import Bucket, Step
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

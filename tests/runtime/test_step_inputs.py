@@ -3,7 +3,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidestream.compiler.program import Bucket, Buffer, Program
+from sidestream.compiler.program.program import Bucket, Buffer, Program
 from sidestream.runtime.buckets import Buckets
 from sidestream.runtime.engine import Engine, Request
 from sidestream.runtime.sampling_params import SamplingParams

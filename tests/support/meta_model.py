@@ -7,7 +7,7 @@ from typing import Any
 import sidestream
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.program import Bucket
+from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

@@ -1,7 +1,7 @@
 """A profiler's trace made by hand: a program of five steps on two lanes, run step by step once and replayed twice."""
 from typing import Any
 
-from sidestream.compiler.program import Program, Step
+from sidestream.compiler.program.program import Program, Step
 from sidestream.compiler.ranges import replay_range, step_range
 
 

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import torch
 from sidestream.compiler.emit import BoundProgram
-from sidestream.compiler.program import Bucket, Program
+from sidestream.compiler.program.program import Bucket, Program
 
 STEP = Bucket(3, 3, 12, 2, decode=True, lora=False)
 STEP_LORA = Bucket(3, 3, 12, 2, decode=True, lora=True)

@@ -3,11 +3,11 @@ import random
 from collections.abc import Sequence
 
 import torch
-from sidestream.compiler.buffers import Buffer, View
-from sidestream.compiler.lower import Operation
-from sidestream.compiler.memory import plan_memory
-from sidestream.compiler.program import Program, Step
-from sidestream.compiler.schedule import schedule
+from sidestream.compiler.program.buffers import Buffer, View
+from sidestream.compiler.program.lower import Operation
+from sidestream.compiler.program.memory import plan_memory
+from sidestream.compiler.program.program import Program, Step
+from sidestream.compiler.program.schedule import schedule
 
 
 def view(name: str, size: int) -> View:

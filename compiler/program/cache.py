@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import triton
 
-from .build import ProgramStore, program_key
-from .options import CompileOptions
+from ..build import ProgramStore, program_key
+from ..options import CompileOptions
 from .program import Bucket, Program, Step, View
 from .sizes import dimensions_of
 
 log = logging.getLogger(__name__)
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parents[2]
 SOURCES = ("ops", "graphs", "compiler")
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from ..graph.recipe import Recipe, RecipeError
 from .buffers import KINDS, Buffer, ProgramError, View, decode, dtype_name, encode, parse_dtype, span, views_in
-from .graph.recipe import Recipe, RecipeError
 
 VERSION = 2
 STREAMS = ("main", "side")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.nodes import op_name
+from ..graph.recipe import Recipe, param
 from .buffers import KINDS, Buffer, ProgramError, View, contiguous_strides
 from .calls import own_op
-from .graph.nodes import op_name
-from .graph.recipe import Recipe, param
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.core.registry import NAMESPACE, OPS
-from ..ops.lora.plan import lora_splits, lora_tile
+from ...ops.core.registry import NAMESPACE, OPS
+from ...ops.lora.plan import lora_splits, lora_tile
+from ..graph.nodes import CASTS, VIEWS, aten, is_call, op_name
 from .buffers import contiguous_strides
-from .graph.nodes import CASTS, VIEWS, aten, is_call, op_name
 from .program import Bucket
 from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 

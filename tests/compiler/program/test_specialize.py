@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 from sidestream.compiler.graph.nodes import op_name
-from sidestream.compiler.program import Bucket
+from sidestream.compiler.program.program import Bucket
+from sidestream.compiler.program.sizes import SpecializeError, bucket_inputs, static_inputs
+from sidestream.compiler.program.specialize import specialize
 from sidestream.compiler.report import graph_text
-from sidestream.compiler.sizes import SpecializeError, bucket_inputs, static_inputs
-from sidestream.compiler.specialize import specialize
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.linear import linear_8bit
 from support.fx_graphs import GraphBuilder

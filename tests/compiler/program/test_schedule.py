@@ -2,9 +2,9 @@
 from collections.abc import Sequence
 
 import pytest
-from sidestream.compiler.lower import Operation
-from sidestream.compiler.program import Step
-from sidestream.compiler.schedule import clocks, dependencies, schedule
+from sidestream.compiler.program.lower import Operation
+from sidestream.compiler.program.program import Step
+from sidestream.compiler.program.schedule import clocks, dependencies, schedule
 from support.two_lanes import build, mutations, reachable
 
 

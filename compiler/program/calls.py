@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .. import ops as _ops  # noqa: F401  (registers every op)
-from ..ops.core.registry import NAMESPACE, OPS, Op
+from ... import ops as _ops  # noqa: F401  (registers every op)
+from ...ops.core.registry import NAMESPACE, OPS, Op
 from .buffers import ProgramError, View, views_in
 from .program import Step
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from .graph.recipe import Recipe
+from ..graph.recipe import Recipe
 from .program import Program
 
 HEAD = -1

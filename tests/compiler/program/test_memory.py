@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from sidestream.compiler.buffers import Buffer
-from sidestream.compiler.memory import ALIGNMENT, accesses, find_races, plan_memory, unshared_bytes
-from sidestream.compiler.program import Program, Step
+from sidestream.compiler.program.buffers import Buffer
+from sidestream.compiler.program.memory import ALIGNMENT, accesses, find_races, plan_memory, unshared_bytes
+from sidestream.compiler.program.program import Program, Step
 from support.two_lanes import build, mutations, reachable, view
 
 

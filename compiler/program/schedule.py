@@ -6,8 +6,8 @@ many steps of each stream have certainly finished before it starts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..ops.core.device import H200_SMS
-from ..ops.core.registry import NAMESPACE
+from ...ops.core.device import H200_SMS
+from ...ops.core.registry import NAMESPACE
 from .lower import Operation
 from .program import Step, Stream
 
