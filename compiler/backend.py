@@ -11,9 +11,9 @@ from torch import fx
 
 from .api import CompiledModel, materialize_all, optimize
 from .build import build_program
-from .emit import BoundProgram
 from .graph.capture import capture_callable
 from .options import CompileOptions, OptionError
+from .run.emit import BoundProgram
 
 
 def sidestream_backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **_: Any) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from ..ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_
 from .accounting import Expectation, model_shape
 from .api import ATTENTION_OPS
 from .build import build_program
-from .emit import BoundProgram
 from .graph.capture import Captured
 from .graph.nodes import CASTS, args_of, aten, is_call, is_check
 from .graph.recipe import Recipe, materialize
@@ -31,6 +30,7 @@ from .program.program import Bucket
 from .program.sizes import dimensions_of, placeholders
 from .program.specialize import specialize
 from .report import PassRecord, columns
+from .run.emit import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
 _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of the op is the residual stream

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from .cost import Placed, predecessors
-from .emit import BoundProgram
 from .program.program import Program
-from .ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
+from .run.emit import BoundProgram
+from .run.ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
 
 KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")

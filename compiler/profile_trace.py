@@ -5,7 +5,7 @@ from typing import Any
 from .cost import Placed
 from .profile import KERNEL_CATEGORIES, ProfileError, Range, kernels_of_steps, ranges, replays
 from .program.program import Program
-from .ranges import REPLAY_RANGE, STEP_RANGE
+from .run.ranges import REPLAY_RANGE, STEP_RANGE
 from .trace import LANES, lane_names, span
 
 BATCHER = "batcher "  # ranges of the host's work between steps start with this

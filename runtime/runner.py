@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..compiler.ahead import KernelsAhead
 from ..compiler.api import CompiledModel
-from ..compiler.emit import BoundProgram
 from ..compiler.program.program import Bucket
+from ..compiler.run.ahead import KernelsAhead
+from ..compiler.run.emit import BoundProgram
 from .adapter_stacks import AdapterStacks, Report
 from .buckets import Buckets
 from .plan import StepPlan, StepResult

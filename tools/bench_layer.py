@@ -143,7 +143,7 @@ def replay_us(bound: Any, repeats: int, inner: int = 10) -> float:
 
 def layer_us(programs: Mapping[int, Any], tensors: Mapping[int, Mapping[str, Any]], repeats: int) -> float:
     """Microseconds of a layer from the programs of both depths."""
-    from ..compiler.emit import BoundProgram
+    from ..compiler.run.emit import BoundProgram
 
     few, many = (replay_us(BoundProgram(programs[depth], tensors[depth], "cuda").capture(), repeats) for depth in DEPTHS)
     return (many - few) / (DEPTHS[1] - DEPTHS[0])

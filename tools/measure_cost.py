@@ -20,12 +20,12 @@ import torch
 
 from ..compiler.api import CompiledModel, compile_model
 from ..compiler.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
-from ..compiler.emit import BoundProgram
 from ..compiler.hardware import H200, Gpu, UnknownGpu, gpu_named
 from ..compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
 from ..compiler.profile import advances, capture_profile
 from ..compiler.program.program import Bucket, Program
 from ..compiler.report import columns
+from ..compiler.run.emit import BoundProgram
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama
 from ..graphs.lora import LoraShape

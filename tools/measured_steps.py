@@ -7,10 +7,10 @@ from tqdm import tqdm
 
 from ..compiler.api import CompiledModel
 from ..compiler.cost import Assumptions, Placed
-from ..compiler.emit import BoundProgram
 from ..compiler.profile import capture_profile
 from ..compiler.program.program import Bucket
 from ..compiler.resources import Resources, program_resources
+from ..compiler.run.emit import BoundProgram
 from ..compiler.timings import Timings
 from .random_tensors import random_tensors
 

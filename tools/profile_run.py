@@ -17,7 +17,7 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
 
     from ..compiler.profile import exported
     from ..compiler.profile_trace import lane_trace
-    from ..compiler.ranges import step_ranges
+    from ..compiler.run.ranges import step_ranges
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpu = llm.device.type == "cuda"
@@ -42,7 +42,7 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
 def name_batcher(scheduler: Any, methods: tuple[str, ...] = ("schedule", "commit")) -> Callable[[], None]:
     """Puts the scheduler's work into ranges of its own; returns what takes them away again."""
     from ..compiler.profile_trace import BATCHER
-    from ..compiler.ranges import named
+    from ..compiler.run.ranges import named
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

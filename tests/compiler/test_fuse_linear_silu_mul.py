@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import sidestream
 import torch
-from sidestream.compiler.emit import BoundProgram
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_silu_mul
 from sidestream.compiler.program.program import Bucket, Program
+from sidestream.compiler.run.emit import BoundProgram
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sidestream.compiler.profile import ProfileError
 from sidestream.compiler.profile_trace import lane_trace
-from sidestream.compiler.ranges import SWITCH, named, ranged, replay_range, step_range, step_ranges
+from sidestream.compiler.run.ranges import SWITCH, named, ranged, replay_range, step_range, step_ranges
 from sidestream.compiler.trace import LANES, trace
 from support import profiles
 from support.meta_model import DECODE, compiled_llama

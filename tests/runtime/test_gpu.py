@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import sidestream
 import torch
-from sidestream.compiler.emit import BoundProgram
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Step
+from sidestream.compiler.run.emit import BoundProgram
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

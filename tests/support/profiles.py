@@ -2,7 +2,7 @@
 from typing import Any
 
 from sidestream.compiler.program.program import Program, Step
-from sidestream.compiler.ranges import replay_range, step_range
+from sidestream.compiler.run.ranges import replay_range, step_range
 
 
 def program() -> Program:

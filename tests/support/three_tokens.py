@@ -2,8 +2,8 @@
 from collections.abc import Sequence
 
 import torch
-from sidestream.compiler.emit import BoundProgram
 from sidestream.compiler.program.program import Bucket, Program
+from sidestream.compiler.run.emit import BoundProgram
 
 STEP = Bucket(3, 3, 12, 2, decode=True, lora=False)
 STEP_LORA = Bucket(3, 3, 12, 2, decode=True, lora=True)

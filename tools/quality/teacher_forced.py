@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from ...compiler.build import build_program
-from ...compiler.emit import BoundProgram
 from ...compiler.graph.nodes import args_of, aten, is_call
 from ...compiler.program.program import Bucket
+from ...compiler.run.emit import BoundProgram
 from ...ops.core.kv_layout import PAGE_SIZE
 
 LOGIT_ELEMENTS = 1 << 26  # of one step and engine: 256 MiB in fp32

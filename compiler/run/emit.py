@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ..ops.core.registry import as_outputs
+from ...ops.core.registry import as_outputs
+from ..program.buffers import Buffer, ProgramError, View
+from ..program.calls import out_overload, overload_of, own_op
+from ..program.program import Program, Step
 from .first_runs import first_runs
-from .program.buffers import Buffer, ProgramError, View
-from .program.calls import out_overload, overload_of, own_op
-from .program.program import Program, Step
 from .ranges import SWITCH, named, ranged, replay_range, step_range
 
 OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]

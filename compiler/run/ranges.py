@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .program.program import Program, Step
+from ..program.program import Program, Step
 
 STEP_RANGE = re.compile(r"(?P<program>\S+) step (?P<index>\d+) (?P<op>\S+)")
 REPLAY_RANGE = re.compile(r"(?P<program>\S+) replay")

@@ -14,9 +14,9 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from ..program.calls import own_op
 from .emit import BoundProgram
 from .first_runs import first_runs
-from .program.calls import own_op
 
 MOST_THREADS = 16
 log = logging.getLogger(__name__)

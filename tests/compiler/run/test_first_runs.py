@@ -1,10 +1,10 @@
 """What runs once before a capture: one launch of each kind, and always those whose results may be used as indices."""
 import pytest
 import torch
-from sidestream.compiler import first_runs as module
-from sidestream.compiler.first_runs import first_runs
 from sidestream.compiler.program.buffers import Buffer, View
 from sidestream.compiler.program.program import Program, Step
+from sidestream.compiler.run import first_runs as module
+from sidestream.compiler.run.first_runs import first_runs
 
 SHAPE, STRIDE = (4, 8), (8, 1)
 

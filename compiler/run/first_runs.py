@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .program.buffers import View
-from .program.calls import mutated_views, overload_of
-from .program.program import Program, Step
+from ..program.buffers import View
+from ..program.calls import mutated_views, overload_of
+from ..program.program import Program, Step
 
 ALIGNMENT = 16  # bytes: what kernels are specialised for, and what tensor descriptors ask of an address
 _made: set[Hashable] = set()

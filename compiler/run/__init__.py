@@ -1,0 +1,7 @@
+"""A Program on a device.
+
+emit             bound to tensors: step by step, or captured as a CUDA graph
+first_runs       launches that must run once before a capture
+ahead            kernels compiled on several threads before their first launch
+ranges           names of steps for a profiler
+"""
