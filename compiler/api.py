@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .accounting import Expectation, model_shape
 from .build import build_program
+from .cost.timings import Timings
 from .graph.capture import Captured, capture_module
 from .graph.recipe import Recipe, materialize
 from .options import CompileOptions
@@ -21,7 +22,6 @@ from .program.program import Bucket, Program
 from .program.sizes import bucket_inputs
 from .report import PassRecord, pass_table
 from .run.emit import BoundProgram
-from .timings import Timings
 
 ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 

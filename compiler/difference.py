@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cost import estimate, floor_seconds, step_bytes, total_seconds
+from .cost.cost import estimate, floor_seconds, step_bytes, total_seconds
 from .program.program import Program
 from .report import columns
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .cost import estimate, step_bytes
+from .cost.cost import estimate, step_bytes
+from .cost.timings import Timings
 from .options import CompileOptions
 from .page.data import page_data
 from .page.render import render
@@ -21,7 +22,6 @@ from .program.memory import unshared_bytes
 from .program.program import Program
 from .report import PassRecord, columns, pass_table, short_dtype, text_of
 from .svg import describe_view, schedule_svg
-from .timings import Timings
 from .trace import trace
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .cost import Placed, predecessors
+from .cost.cost import Placed, predecessors
 from .program.program import Program
 from .run.emit import BoundProgram
 from .run.ranges import REPLAY_RANGE, STEP_RANGE, step_ranges

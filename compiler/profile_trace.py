@@ -2,7 +2,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .cost import Placed
+from .cost.cost import Placed
 from .profile import KERNEL_CATEGORIES, ProfileError, Range, kernels_of_steps, ranges, replays
 from .program.program import Program
 from .run.ranges import REPLAY_RANGE, STEP_RANGE

@@ -2,7 +2,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from .cost import Placed
+from .cost.cost import Placed
 from .program.buffers import Buffer, View
 from .program.program import Program, Step
 from .report import short_dtype

@@ -104,8 +104,8 @@ def print_attention(repeats: int) -> list[dict[str, Any]]:
 
 def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) -> list[Row]:
     """Every step that each layer has once, timed over the layers."""
+    from ..compiler.cost.work import Assumptions, step_bytes
     from ..compiler.run.emit import BoundProgram
-    from ..compiler.work import Assumptions, step_bytes
 
     depth = DEPTHS[-1]
     program = layers.program(depth, tokens, Variant("serial", pdl=False))

@@ -93,8 +93,8 @@ def run(options: argparse.Namespace) -> int:
     if options.output.exists() and not options.output.is_dir():
         raise ValueError(f"--output {options.output} is a file; name a directory")
     from ..compiler.api import compile_model
+    from ..compiler.cost.timings import Timings
     from ..compiler.options import CompileOptions
-    from ..compiler.timings import Timings
     from ..graphs.config import LlamaConfig
     from ..graphs.llama import Llama
 

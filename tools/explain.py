@@ -56,10 +56,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run(options: argparse.Namespace) -> int:
     """Compiles on the meta device and prints."""
     from ..compiler.api import compile_model
+    from ..compiler.cost.hardware import gpu_named
+    from ..compiler.cost.work import Assumptions
     from ..compiler.explain import as_text, changes_as_text, compare_changes, explain
-    from ..compiler.hardware import gpu_named
     from ..compiler.options import CompileOptions
-    from ..compiler.work import Assumptions
     from ..graphs.llama import Llama
 
     gpu, config = gpu_named(options.gpu), _config(options)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compiler.api import CompiledModel, compile_model
-from ..compiler.cost import critical_path, estimate, step_bytes
+from ..compiler.cost.cost import critical_path, estimate, step_bytes
 from ..compiler.program.layers import step_layers
 from ..compiler.program.program import Bucket, Program
 from ..compiler.report import GraphLine, columns, short_dtype

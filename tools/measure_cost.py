@@ -19,8 +19,8 @@ from typing import Any, get_args
 import torch
 
 from ..compiler.api import CompiledModel, compile_model
-from ..compiler.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
-from ..compiler.hardware import H200, Gpu, UnknownGpu, gpu_named
+from ..compiler.cost.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
+from ..compiler.cost.hardware import H200, Gpu, UnknownGpu, gpu_named
 from ..compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
 from ..compiler.profile import advances, capture_profile
 from ..compiler.program.program import Bucket, Program
@@ -162,7 +162,7 @@ def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context:
         f"torch {packages['torch']}, triton {packages['triton']}\n"
         f"{bench['model']}, {layers} layers, adapters of rank {bench['options']['lora_rank']} in {held}, {context} cached tokens a sequence.\n"
         "The estimate is of the program alone; the measurement also holds the choice of tokens, copies and the host's pauses between steps.\n"
-        "No constant of the model was fitted to these rows: they come from single kernels, layers and steps of other runs (compiler/cost.py names them).\n"
+        "No constant of the model was fitted to these rows: they come from single kernels, layers and steps of other runs (compiler/cost/cost.py names them).\n"
         f"Mean error {mean:.1%}, largest {worst:+.1%}.\n\n{columns(rows, right=range(1, 7))}"
     )
 

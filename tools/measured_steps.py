@@ -6,12 +6,12 @@ import torch
 from tqdm import tqdm
 
 from ..compiler.api import CompiledModel
-from ..compiler.cost import Assumptions, Placed
+from ..compiler.cost.cost import Assumptions, Placed
+from ..compiler.cost.resources import Resources, program_resources
+from ..compiler.cost.timings import Timings
 from ..compiler.profile import capture_profile
 from ..compiler.program.program import Bucket
-from ..compiler.resources import Resources, program_resources
 from ..compiler.run.emit import BoundProgram
-from ..compiler.timings import Timings
 from .random_tensors import random_tensors
 
 REPLAYS = 5

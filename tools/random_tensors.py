@@ -1,7 +1,7 @@
 """Tensors for a program that is run to be measured: random weights, inputs of sequences that are in the middle of an answer."""
 import torch
 
-from ..compiler.cost import Assumptions
+from ..compiler.cost.cost import Assumptions
 from ..compiler.program.program import Program
 
 

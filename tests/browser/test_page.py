@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sidestream.compiler.resources import Resources
-from sidestream.compiler.timings import Timings
+from sidestream.compiler.cost.resources import Resources
+from sidestream.compiler.cost.timings import Timings
 from support.browser import CHROMIUM, DRIVER, Browser, browser
 from support.dumped import DECODE, compiled_on_meta, dumped_8b
 from support.meta import FIELDS

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import sidestream
 import torch
+from sidestream.compiler.cost.work import Assumptions, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Program
-from sidestream.compiler.work import Assumptions, work
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

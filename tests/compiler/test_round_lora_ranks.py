@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import sidestream
 import torch
-from sidestream.compiler.cost import estimate, floor_seconds, total_seconds
+from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
+from sidestream.compiler.cost.work import Assumptions, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import round_lora_ranks
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.work import Assumptions, work
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import sidestream
 import torch
+from sidestream.compiler.cost.work import Assumptions, argument_bytes, step_bytes, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import widen_kv_once
 from sidestream.compiler.program.memory import find_races
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.work import Assumptions, argument_bytes, step_bytes, work
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sidestream.compiler import machine_code
-from sidestream.compiler.machine_code import MachineCode
+from sidestream.compiler.cost import machine_code
+from sidestream.compiler.cost.machine_code import MachineCode
 from sidestream.ops.core.registry import Op, as_outputs
 from sidestream.ops.core.triton_support import INTERPRETED
 

@@ -9,9 +9,9 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from .program.buffers import View, views_in
-from .program.calls import overload_of
-from .program.program import Program, Step
+from ..program.buffers import View, views_in
+from ..program.calls import overload_of
+from ..program.program import Program, Step
 
 PAGE_AXIS = 3  # tokens of a page in [pages, kv heads, 2, tokens, ...]
 

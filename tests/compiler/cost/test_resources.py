@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sidestream.compiler.machine_code import HOPPER, compile_launch, target_here
+from sidestream.compiler.cost.machine_code import HOPPER, compile_launch, target_here
+from sidestream.compiler.cost.resources import Resources, program_resources
 from sidestream.compiler.program.program import Program
-from sidestream.compiler.resources import Resources, program_resources
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.tools import cli

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import torch
 
-from ..ops.core.registry import Op
-from ..ops.core.triton_support import INTERPRETED
+from ...ops.core.registry import Op
+from ...ops.core.triton_support import INTERPRETED
+from ..program.buffers import View
+from ..program.calls import own_op
+from ..program.program import Program, Step
 from .machine_code import MachineCode, compile_launch, target_here
-from .program.buffers import View
-from .program.calls import own_op
-from .program.program import Program, Step
 
 PACKAGE = __name__.partition(".compiler.")[0]
 Figures = Mapping[str, int]

@@ -15,11 +15,11 @@ from math import cbrt, prod
 
 import torch
 
-from ..ops.linear.scaled_mm import scaled_mm_takes
-from ..ops.linear.tuning import linear_config
+from ...ops.linear.scaled_mm import scaled_mm_takes
+from ...ops.linear.tuning import linear_config
+from ..program.buffers import View
+from ..program.program import Program, Step
 from .hardware import H200, Gpu
-from .program.buffers import View
-from .program.program import Program, Step
 from .work import DEFAULT, Assumptions, Work, must_read, step_bytes, work
 
 __all__ = ["Assumptions", "Placed", "StepCost", "critical_path", "estimate", "floor_seconds", "kind_of", "step_bytes", "step_costs", "total_seconds"]

@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from sidestream.compiler.cost import KNOWN_ERROR, StepCost, critical_path, estimate, floor_seconds, kind_of, step_bytes, step_costs, total_seconds
-from sidestream.compiler.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
+from sidestream.compiler.cost.cost import KNOWN_ERROR, StepCost, critical_path, estimate, floor_seconds, kind_of, step_bytes, step_costs, total_seconds
+from sidestream.compiler.cost.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
+from sidestream.compiler.cost.work import Assumptions, Work, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Program, Step
-from sidestream.compiler.work import Assumptions, Work, work
 from sidestream.ops.core.registry import OPS
 from support import two_lanes
 from support.meta_model import DECODE, DECODE_BASE, FIELDS, MIXED, compiled_llama

@@ -80,4 +80,4 @@ def gpu_named(name: str) -> Gpu:
     for gpu in GPUS.values():
         if gpu.name.lower() in name.lower():
             return gpu
-    raise UnknownGpu(f"the cost model has no figures for {name!r}; it knows {', '.join(GPUS)} (compiler/hardware.py)")
+    raise UnknownGpu(f"the cost model has no figures for {name!r}; it knows {', '.join(GPUS)} (compiler/cost/hardware.py)")
