@@ -169,7 +169,7 @@ class CompiledModel:
 
     def explain(self, buckets: Sequence[Bucket] = ()) -> str:
         """Where the time of a step goes in each program (those made so far, or `buckets`), estimated; `compiler.explain` has the same as values."""
-        from .explain import as_text, explain
+        from .inspect.explain import as_text, explain
 
         return as_text(explain(self, buckets or list(self.programs)), self.records)
 
@@ -183,7 +183,7 @@ class CompiledModel:
         GPU and what `program_resources` says of the kernels, for timings.json, and with `show_timings` or `show_resources` for the page. `ledger`: pass
         name -> relative error that it added, for the page.
         """
-        from .dump import dump
+        from .inspect.dump import dump
 
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
         target, count = Path(directory), len({line.layer for record in self.records[:1] for line in record.lines_before} - {HEAD, TAIL})

@@ -60,11 +60,11 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_holds_the_demo_model_tuned_settings_and_the_page(wheel: zipfile.ZipFile) -> None:
     data = [
         path
-        for folder in ("tools/demo_model", "ops/linear/tuned", "compiler/page")
+        for folder in ("tools/demo_model", "ops/linear/tuned", "compiler/inspect/page")
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix in (".json", ".safetensors", ".html", ".css", ".js")
     ]
-    assert "sidestream/compiler/page/page.html" in wheel.namelist()
+    assert "sidestream/compiler/inspect/page/page.html" in wheel.namelist()
     assert {f"sidestream/{path.relative_to(ROOT).as_posix()}" for path in data} <= set(wheel.namelist())
     assert "sidestream/tools/demo_model/model.safetensors" in wheel.namelist()
 

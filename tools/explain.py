@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     from ..compiler.api import compile_model
     from ..compiler.cost.hardware import gpu_named
     from ..compiler.cost.work import Assumptions
-    from ..compiler.explain import as_text, changes_as_text, compare_changes, explain
+    from ..compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
     from ..compiler.options import CompileOptions
     from ..graphs.llama import Llama
 
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, gpu: Any) -> dict[str, float]:
     """change -> seconds a step of the whole model; of a deep one two cuts are compiled, and what a layer adds is taken times the layers."""
-    from ..compiler.explain import what_ifs
+    from ..compiler.inspect.explain import what_ifs
 
     depth = config.num_hidden_layers
     if depth <= CUTS[1]:

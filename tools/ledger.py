@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     if options.max_loras is not None and options.max_loras < len(names):
         raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters, which the batch mixes; leave it out")
     from ..compiler.graph.capture import capture_module
-    from ..compiler.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
+    from ..compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ..compiler.options import CompileOptions
     from ..compiler.pipeline import check_disabled
     from ..runtime.tokenizer import load_tokenizer

@@ -21,8 +21,8 @@ import torch
 from ..compiler.api import CompiledModel, compile_model
 from ..compiler.cost.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
 from ..compiler.cost.hardware import H200, Gpu, UnknownGpu, gpu_named
+from ..compiler.inspect.profile import advances, capture_profile
 from ..compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
-from ..compiler.profile import advances, capture_profile
 from ..compiler.program.program import Bucket, Program
 from ..compiler.report import columns
 from ..compiler.run.emit import BoundProgram

@@ -125,7 +125,7 @@ def kernels() -> str:
     import torch
 
     from ..compiler.api import compile_model
-    from ..compiler.explain import describe_pass, explain_program
+    from ..compiler.inspect.explain import describe_pass, explain_program
     from ..compiler.program.program import Bucket
     from ..graphs.config import LlamaConfig
     from ..graphs.llama import Llama

@@ -15,8 +15,8 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
     """
     import torch
 
-    from ..compiler.profile import exported
-    from ..compiler.profile_trace import lane_trace
+    from ..compiler.inspect.profile import exported
+    from ..compiler.inspect.profile_trace import lane_trace
     from ..compiler.run.ranges import step_ranges
 
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -41,7 +41,7 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
 
 def name_batcher(scheduler: Any, methods: tuple[str, ...] = ("schedule", "commit")) -> Callable[[], None]:
     """Puts the scheduler's work into ranges of its own; returns what takes them away again."""
-    from ..compiler.profile_trace import BATCHER
+    from ..compiler.inspect.profile_trace import BATCHER
     from ..compiler.run.ranges import named
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

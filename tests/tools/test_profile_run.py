@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sidestream.compiler.trace import LANES
+from sidestream.compiler.inspect.chrome_trace import LANES
 from sidestream.tools import cli
 from sidestream.tools.profile_run import name_batcher
 from support.tiny import tiny_llama

@@ -35,7 +35,7 @@ def test_every_step_launches_kernels_with_figures(program: Program, found: Resou
 
 
 def test_kernels_are_named_as_on_the_page_and_the_largest_variant_counts(program: Program, found: Resources) -> None:
-    from sidestream.compiler.page.kernels import kernel_sources
+    from sidestream.compiler.inspect.page.kernels import kernel_sources
 
     functions = kernel_sources(step.op for step in program.steps).functions
     assert set(found.kernels) <= {name for name, entry in functions.items() if entry["kind"] == "kernel"}

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .cost.cost import Placed, predecessors
-from .program.program import Program
-from .run.emit import BoundProgram
-from .run.ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
+from ..cost.cost import Placed, predecessors
+from ..program.program import Program
+from ..run.emit import BoundProgram
+from ..run.ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
 
 KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")

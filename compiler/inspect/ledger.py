@@ -13,24 +13,24 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..ops.core.device import H200_SMS
-from ..ops.core.kv_layout import PAGE_SIZE
-from ..ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from .accounting import Expectation, model_shape
-from .api import ATTENTION_OPS
-from .build import build_program
-from .graph.capture import Captured
-from .graph.nodes import CASTS, args_of, aten, is_call, is_check
-from .graph.recipe import Recipe, materialize
-from .options import CompileOptions
-from .passes.base import Context
-from .pipeline import DECODE_PASSES, PASSES, Pass, run_passes
-from .program.layers import HEAD, TAIL, graph_layers, layer_name
-from .program.program import Bucket
-from .program.sizes import dimensions_of, placeholders
-from .program.specialize import specialize
-from .report import PassRecord, columns
-from .run.emit import BoundProgram
+from ...ops.core.device import H200_SMS
+from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from ..accounting import Expectation, model_shape
+from ..api import ATTENTION_OPS
+from ..build import build_program
+from ..graph.capture import Captured
+from ..graph.nodes import CASTS, args_of, aten, is_call, is_check
+from ..graph.recipe import Recipe, materialize
+from ..options import CompileOptions
+from ..passes.base import Context
+from ..pipeline import DECODE_PASSES, PASSES, Pass, run_passes
+from ..program.layers import HEAD, TAIL, graph_layers, layer_name
+from ..program.program import Bucket
+from ..program.sizes import dimensions_of, placeholders
+from ..program.specialize import specialize
+from ..report import PassRecord, columns
+from ..run.emit import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
 _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of the op is the residual stream

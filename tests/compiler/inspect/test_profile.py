@@ -1,7 +1,7 @@
 """Traces read back: kernels belong to the step that launched them, also inside a replay, and what a step adds is told right."""
 import pytest
 from sidestream.compiler.cost.cost import Placed
-from sidestream.compiler.profile import ProfileError, advances, kernels_of_steps, ranges, replays
+from sidestream.compiler.inspect.profile import ProfileError, advances, kernels_of_steps, ranges, replays
 from support.profiles import KERNELS, REPLAY, program, trace
 
 

@@ -11,8 +11,8 @@ import pytest
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.cost.resources import Resources
 from sidestream.compiler.cost.timings import Timings, TimingsError
-from sidestream.compiler.page.kernels import kernel_sources
-from sidestream.compiler.page.render import SCRIPTS, part, render
+from sidestream.compiler.inspect.page.kernels import kernel_sources
+from sidestream.compiler.inspect.page.render import SCRIPTS, part, render
 from sidestream.ops.core.registry import OPS
 from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
 from support.meta import FIELDS

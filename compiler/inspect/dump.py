@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from .cost.cost import estimate, step_bytes
-from .cost.timings import Timings
-from .options import CompileOptions
+from ... import __version__
+from ..cost.cost import estimate, step_bytes
+from ..cost.timings import Timings
+from ..options import CompileOptions
+from ..program.calls import describe
+from ..program.memory import unshared_bytes
+from ..program.program import Program
+from ..report import PassRecord, columns, pass_table, short_dtype, text_of
+from .chrome_trace import trace
 from .page.data import page_data
 from .page.render import render
-from .program.calls import describe
-from .program.memory import unshared_bytes
-from .program.program import Program
-from .report import PassRecord, columns, pass_table, short_dtype, text_of
 from .svg import describe_view, schedule_svg
-from .trace import trace
 
 
 def dump(

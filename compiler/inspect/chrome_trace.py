@@ -3,10 +3,10 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from .cost.cost import Placed, estimate, step_bytes, total_seconds
-from .cost.hardware import H200, Gpu
-from .cost.work import DEFAULT, Assumptions
-from .program.program import Program
+from ..cost.cost import Placed, estimate, step_bytes, total_seconds
+from ..cost.hardware import H200, Gpu
+from ..cost.work import DEFAULT, Assumptions
+from ..program.program import Program
 
 LANES = {"main": 1, "side": 2, "copies": 3, "batcher": 4}
 

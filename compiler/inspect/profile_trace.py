@@ -2,11 +2,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .cost.cost import Placed
+from ..cost.cost import Placed
+from ..program.program import Program
+from ..run.ranges import REPLAY_RANGE, STEP_RANGE
+from .chrome_trace import LANES, lane_names, span
 from .profile import KERNEL_CATEGORIES, ProfileError, Range, kernels_of_steps, ranges, replays
-from .program.program import Program
-from .run.ranges import REPLAY_RANGE, STEP_RANGE
-from .trace import LANES, lane_names, span
 
 BATCHER = "batcher "  # ranges of the host's work between steps start with this
 

@@ -3,15 +3,15 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from ..cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
-from ..cost.timings import Timings, TimingsError
-from ..options import CompileOptions
-from ..program.buffers import View, views_in
-from ..program.calls import describe, overload_of
-from ..program.layers import HEAD, TAIL, step_layers
-from ..program.memory import unshared_bytes
-from ..program.program import Program, Step
-from ..report import GraphLine, PassRecord, short_dtype
+from ...cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ...cost.timings import Timings, TimingsError
+from ...options import CompileOptions
+from ...program.buffers import View, views_in
+from ...program.calls import describe, overload_of
+from ...program.layers import HEAD, TAIL, step_layers
+from ...program.memory import unshared_bytes
+from ...program.program import Program, Step
+from ...report import GraphLine, PassRecord, short_dtype
 from ..svg import describe_view
 from .kernels import kernel_sources
 

@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from .accounting import PassCountError
-from .api import CompiledModel, optimize
-from .build import build_program
-from .cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
-from .cost.hardware import H200, Gpu
-from .cost.work import DEFAULT, Assumptions
-from .graph.capture import Captured
-from .options import CompileOptions, OptionError
-from .pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass
-from .program.layers import HEAD, TAIL, step_layers
-from .program.program import Bucket, Program
-from .report import PassRecord, columns, pass_table
+from ..accounting import PassCountError
+from ..api import CompiledModel, optimize
+from ..build import build_program
+from ..cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ..cost.hardware import H200, Gpu
+from ..cost.work import DEFAULT, Assumptions
+from ..graph.capture import Captured
+from ..options import CompileOptions, OptionError
+from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass
+from ..program.layers import HEAD, TAIL, step_layers
+from ..program.program import Bucket, Program
+from ..report import PassRecord, columns, pass_table
 
 TOP_OPS = 12
 SAME = 0.0005  # relative differences below are none

@@ -7,7 +7,7 @@ import torch
 from sidestream.compiler.graph.capture import Captured, capture_module
 from sidestream.compiler.graph.nodes import args_of, aten, insert_call, is_call
 from sidestream.compiler.graph.recipe import scale
-from sidestream.compiler.ledger import CAPTURE, DECODE, DECODE_LORA, PROGRAM, as_json, as_text, largest, ledger
+from sidestream.compiler.inspect.ledger import CAPTURE, DECODE, DECODE_LORA, PROGRAM, as_json, as_text, largest, ledger
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.passes.pack_projections import pack_projections
@@ -120,7 +120,7 @@ def wrong_residual(graph: fx.Graph, context: Context) -> PassReport:
 
 def test_a_fault_in_a_pass_of_decode_programs_is_named(models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     captured, inputs, state, _ = models[torch.bfloat16]
-    monkeypatch.setattr("sidestream.compiler.ledger.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
+    monkeypatch.setattr("sidestream.compiler.inspect.ledger.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
     monkeypatch.setattr("sidestream.compiler.build.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
     rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state)
     found = {row.name: row for row in rows if row.name.endswith(DECODE)}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.profile import ProfileError
-from sidestream.compiler.profile_trace import lane_trace
+from sidestream.compiler.inspect.chrome_trace import LANES, trace
+from sidestream.compiler.inspect.profile import ProfileError
+from sidestream.compiler.inspect.profile_trace import lane_trace
 from sidestream.compiler.run.ranges import SWITCH, named, ranged, replay_range, step_range, step_ranges
-from sidestream.compiler.trace import LANES, trace
 from support import profiles
 from support.meta_model import DECODE, compiled_llama
 

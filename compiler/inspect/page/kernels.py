@@ -6,11 +6,11 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from ...ops.core.registry import OPS
-from ..program.calls import own_op
+from ....ops.core.registry import OPS
+from ...program.calls import own_op
 
 PACKAGE = __name__.partition(".compiler.")[0]
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass

@@ -8,10 +8,10 @@ import sidestream
 from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.hardware import H100
 from sidestream.compiler.cost.work import Assumptions
-from sidestream.compiler.difference import read_dump
-from sidestream.compiler.explain import as_text, changes_as_text, compare_changes, explain, explain_program, what_ifs
 from sidestream.compiler.graph.capture import capture_module
 from sidestream.compiler.graph.nodes import is_call
+from sidestream.compiler.inspect.difference import read_dump
+from sidestream.compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain, explain_program, what_ifs
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.pipeline import PASSES, insert_pass

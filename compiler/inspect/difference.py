@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cost.cost import estimate, floor_seconds, step_bytes, total_seconds
-from .program.program import Program
-from .report import columns
+from ..cost.cost import estimate, floor_seconds, step_bytes, total_seconds
+from ..program.program import Program
+from ..report import columns
 
 
 class DumpError(ValueError):

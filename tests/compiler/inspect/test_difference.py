@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sidestream.compiler.difference import DumpError, as_text, difference, read_dump
+from sidestream.compiler.inspect.difference import DumpError, as_text, difference, read_dump
 from sidestream.compiler.options import CompileOptions
 from support.meta_model import DECODE, MIXED, compiled_llama
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from sidestream.compiler.build import build_program
-from sidestream.compiler.dump import dump
+from sidestream.compiler.inspect.dump import dump
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.compiler.report import PassRecord, graph_text, op_counts, pass_table
