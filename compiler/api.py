@@ -20,7 +20,7 @@ from .program.cache import ProgramCache
 from .program.layers import HEAD, TAIL
 from .program.program import Bucket, Program
 from .program.sizes import bucket_inputs
-from .report import PassRecord, pass_table
+from .records import PassRecord, pass_table
 from .run.emit import BoundProgram
 
 ATTENTION_OPS = ("paged_attention", "paged_attention_quant")

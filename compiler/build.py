@@ -20,7 +20,7 @@ from .program.program import VERSION, Bucket, Edit, Program
 from .program.schedule import schedule
 from .program.sizes import Spec
 from .program.specialize import specialize
-from .report import PassRecord, pass_table
+from .records import PassRecord, pass_table
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from .passes.quantize_lora import quantize_lora
 from .passes.rotate_values import rotate_values
 from .passes.round_lora_ranks import round_lora_ranks
 from .passes.widen_kv_once import widen_kv_once
-from .report import PassRecord, graph_lines, op_counts, text_of
+from .records import PassRecord, graph_lines, op_counts, text_of
 
 
 @dataclass(frozen=True)

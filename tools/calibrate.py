@@ -250,7 +250,7 @@ def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> 
 def as_text(calibration: Any, precision: str) -> str:
     """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
     from ..compiler.options import DEFAULT_KV_DTYPE
-    from ..compiler.report import columns
+    from ..compiler.records import columns
     from ..runtime.calibration import KV_DTYPES, TREATMENTS
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .engine_arguments import DEMO_MODEL, add_compile_options, demo_prompts, given, precision_arguments
 
 if TYPE_CHECKING:
-    from ..compiler.report import PassRecord
+    from ..compiler.records import PassRecord
 
 DESCRIPTION = """\
 Compile the demo model, answer one batch in which every prompt has another adapter (and one has none), and show what each compiler pass did.
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 def pass_summary(records: "Sequence[PassRecord]") -> str:
     """One line a pass: how often it matched, and how many kernels the model calls before and after."""
-    from ..compiler.report import columns
+    from ..compiler.records import columns
 
     rows = [("pass", "matches", "kernels")]
     for record in records:

@@ -24,7 +24,7 @@ from ..compiler.cost.hardware import H200, Gpu, UnknownGpu, gpu_named
 from ..compiler.inspect.profile import advances, capture_profile
 from ..compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
 from ..compiler.program.program import Bucket, Program
-from ..compiler.report import columns
+from ..compiler.records import columns
 from ..compiler.run.emit import BoundProgram
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama

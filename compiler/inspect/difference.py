@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cost.cost import estimate, floor_seconds, step_bytes, total_seconds
 from ..program.program import Program
-from ..report import columns
+from ..records import columns
 
 
 class DumpError(ValueError):

@@ -18,7 +18,7 @@ from ..options import CompileOptions
 from ..program.calls import describe
 from ..program.memory import unshared_bytes
 from ..program.program import Program
-from ..report import PassRecord, columns, pass_table, short_dtype, text_of
+from ..records import PassRecord, columns, pass_table, short_dtype, text_of
 from .chrome_trace import trace
 from .page.data import page_data
 from .page.render import render

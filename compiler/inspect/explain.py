@@ -16,7 +16,7 @@ from ..options import CompileOptions, OptionError
 from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass
 from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
-from ..report import PassRecord, columns, pass_table
+from ..records import PassRecord, columns, pass_table
 
 TOP_OPS = 12
 SAME = 0.0005  # relative differences below are none

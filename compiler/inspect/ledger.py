@@ -29,7 +29,7 @@ from ..program.layers import HEAD, TAIL, graph_layers, layer_name
 from ..program.program import Bucket
 from ..program.sizes import dimensions_of, placeholders
 from ..program.specialize import specialize
-from ..report import PassRecord, columns
+from ..records import PassRecord, columns
 from ..run.emit import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"

@@ -5,7 +5,7 @@ from html import escape
 from ..cost.cost import Placed
 from ..program.buffers import Buffer, View
 from ..program.program import Program, Step
-from ..report import short_dtype
+from ..records import short_dtype
 
 ROW, BOX, WIDTH, GAP, MARGIN, HEAD = 26, 20, 470, 110, 20, 64
 STYLE = """

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...compiler.report import columns
+from ...compiler.records import columns
 from .divergence import ALL, Divergence, Estimate
 from .evaluate import Round
 from .exact import Accuracy

@@ -11,7 +11,7 @@ from ...program.calls import describe, overload_of
 from ...program.layers import HEAD, TAIL, step_layers
 from ...program.memory import unshared_bytes
 from ...program.program import Program, Step
-from ...report import GraphLine, PassRecord, short_dtype
+from ...records import GraphLine, PassRecord, short_dtype
 from ..svg import describe_view
 from .kernels import kernel_sources
 

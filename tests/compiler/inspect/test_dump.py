@@ -9,7 +9,7 @@ from sidestream.compiler.build import build_program
 from sidestream.compiler.inspect.dump import dump
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.report import PassRecord, graph_text, op_counts, pass_table
+from sidestream.compiler.records import PassRecord, graph_text, op_counts, pass_table
 from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
 from torch import fx

@@ -8,7 +8,7 @@ from sidestream.compiler.graph.nodes import op_name
 from sidestream.compiler.program.program import Bucket
 from sidestream.compiler.program.sizes import SpecializeError, bucket_inputs, static_inputs
 from sidestream.compiler.program.specialize import specialize
-from sidestream.compiler.report import graph_text
+from sidestream.compiler.records import graph_text
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.linear import linear_8bit
 from support.fx_graphs import GraphBuilder
