@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "runtime.llm",
-    "SamplingParams": "runtime.sampling_params",
-    "RequestOutput": "runtime.outputs",
+    "SamplingParams": "runtime.requests.sampling_params",
+    "RequestOutput": "runtime.requests.outputs",
     "Client": "runtime.client",
     "AsyncClient": "runtime.async_client",
     "compile": "compiler.api:compile_model",

@@ -13,7 +13,7 @@ from ..graphs.adapter_config import CONFIG
 from ..graphs.config import LlamaConfig
 from ..graphs.lora import LoraShape
 from ..graphs.stack import check_fits
-from .errors import RequestError
+from .requests.errors import RequestError
 from .slot_cache import SlotCache
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")

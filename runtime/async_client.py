@@ -11,10 +11,10 @@ from .addresses import AddressError, check_keys, default_address, parse
 from .client_connection import Connection
 from .client_requests import Assembly, Prompt, one_for_each, prompt_list, submission
 from .curve import ClientKeys, load_client_keys
-from .errors import EngineDeadError
-from .outputs import RequestOutput
 from .protocol import AdapterInfo, Chunk, Health, Message, Welcome
-from .sampling_params import SamplingParams
+from .requests.errors import EngineDeadError
+from .requests.outputs import RequestOutput
+from .requests.sampling_params import SamplingParams
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0

@@ -9,10 +9,10 @@ from typing import Any, Self, TypeVar
 from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
 from .client_requests import Prompt
 from .curve import ClientKeys
-from .errors import RequestError
-from .outputs import RequestOutput
 from .protocol import AdapterInfo, Chunk, Health, Welcome
-from .sampling_params import SamplingParams
+from .requests.errors import RequestError
+from .requests.outputs import RequestOutput
+from .requests.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

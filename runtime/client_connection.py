@@ -14,8 +14,8 @@ from .addresses import Address, AddressError, check_private_directory
 from .client_link import ClientLink
 from .client_requests import OpenRequest, exception_of
 from .curve import ClientKeys
-from .errors import EngineDeadError, RequestError, ServerError
 from .protocol import Message, Welcome
+from .requests.errors import EngineDeadError, RequestError, ServerError
 
 _RETRY_PAUSE = 0.1
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from .completion import Completion
-from .errors import RequestError
-from .outputs import FinishReason, Logprob, RequestOutput
 from .plan import StepPlan, StepResult
 from .request import Sequence
-from .sampling_params import SEED_LIMIT, SamplingParams
+from .requests.errors import RequestError
+from .requests.outputs import FinishReason, Logprob, RequestOutput
+from .requests.sampling_params import SEED_LIMIT, SamplingParams
 from .scheduler import Sampled, Scheduler
 from .tokenizer import Tokenizer
 

@@ -9,7 +9,6 @@ from msgspec import structs
 from .connections import MAX_FAULTS, Client, Connections
 from .encoding import INLINE_CHARACTERS, Encoder
 from .engine import Request
-from .errors import RequestError
 from .gpu_link import Answer
 from .open_requests import OpenRequest, OpenRequests
 from .prompts import check_request
@@ -38,7 +37,8 @@ from .protocol import (
     Welcome,
     decode_from_client,
 )  # fmt: skip
-from .sampling_params import SamplingParams
+from .requests.errors import RequestError
+from .requests.sampling_params import SamplingParams
 from .serve_settings import ServeSettings
 from .stepper import Stepper
 from .tokenizer import Tokenizer

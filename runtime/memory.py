@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import CapacityError
 from .pages import pages_for
+from .requests.errors import CapacityError
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 GIB = 1 << 30

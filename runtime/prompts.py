@@ -3,8 +3,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .engine import Request
-from .errors import RequestError
-from .sampling_params import SamplingParams
+from .requests.errors import RequestError
+from .requests.sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .errors import RequestError
 from .plan import StepPlan, StepResult
 from .request import Sequence, Status
+from .requests.errors import RequestError
 from .rows import SequenceFault
 from .scheduler_limits import SchedulerLimits, SchedulerStats
 from .step_builder import Work, build_plan

@@ -5,8 +5,8 @@ from typing import Any
 
 from .engine import Delta, Engine, Request
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
-from .outputs import RequestOutput
 from .plan import AHEAD, StepPlan, StepResult
+from .requests.outputs import RequestOutput
 from .scheduler import Scheduler, SchedulerLimits
 from .tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .byte_pieces import BytePieces, byte_pieces
-from .errors import RequestError
+from .requests.errors import RequestError
 
 
 class Tokenizer(Protocol):

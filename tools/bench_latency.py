@@ -250,7 +250,7 @@ def load(
     llm: Any, options: argparse.Namespace, config: dict[str, Any], kind: str, names: Sequence[str], concurrency: int
 ) -> tuple[Callable[[int], None], int]:
     """(a function that makes so many outputs for each request, adapters in use)."""
-    from ..runtime.sampling_params import SamplingParams
+    from ..runtime.requests.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
     prompts = [[source.randrange(config["vocab_size"]) for _ in range(options.input_len)] for _ in range(concurrency)]

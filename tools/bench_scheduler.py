@@ -15,7 +15,7 @@ import numpy as np
 
 from ..runtime.engine import Engine, Request
 from ..runtime.plan import StepPlan, StepResult
-from ..runtime.sampling_params import SamplingParams
+from ..runtime.requests.sampling_params import SamplingParams
 from ..runtime.scheduler import Scheduler
 from ..runtime.scheduler_limits import SchedulerLimits
 from .engine_arguments import positive

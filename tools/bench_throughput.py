@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 def measure_row(llm: Any, options: argparse.Namespace, config: dict[str, Any], name: str, kind: str, names: Sequence[str], count: int, prompt: int,
                 output: int) -> Row:
     """One line of the table: the median run, after one that warms up."""
-    from ..runtime.sampling_params import SamplingParams
+    from ..runtime.requests.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
     prompts = [[source.randrange(config["vocab_size"]) for _ in range(prompt)] for _ in range(count)]

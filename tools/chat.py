@@ -10,7 +10,7 @@ from .client_arguments import add_connection_options, add_sampling_options, conn
 if TYPE_CHECKING:
     from ..runtime.chat_template import ChatTemplate
     from ..runtime.client import Client
-    from ..runtime.sampling_params import SamplingParams
+    from ..runtime.requests.sampling_params import SamplingParams
 
 DESCRIPTION = """\
 Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each line is answered by itself.
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
 
 def talk(conversation: Conversation) -> int:
     """Reads lines until their end; a fault of one turn is said and the chat goes on. Returns the exit code."""
-    from ..runtime.errors import EngineDeadError, RequestError, ServerError
+    from ..runtime.requests.errors import EngineDeadError, RequestError, ServerError
 
     terminal = sys.stdin.isatty()
     if terminal:

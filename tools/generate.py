@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = prompts_of(options)
     chosen = adapters_for(options, len(prompts), arguments["adapters"])
     from ..runtime.llm import LLM
-    from ..runtime.sampling_params import SamplingParams
+    from ..runtime.requests.sampling_params import SamplingParams
 
     params = SamplingParams(
         max_tokens=options.max_tokens,

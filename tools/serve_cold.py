@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..runtime.async_client import AsyncClient
-from ..runtime.sampling_params import SamplingParams
+from ..runtime.requests.sampling_params import SamplingParams
 from .serve_report import longest_gap, shown
 from .serve_traffic import random_ids
 

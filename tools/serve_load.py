@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.async_client import AsyncClient
-from ..runtime.errors import RequestError, ServerError
-from ..runtime.sampling_params import SamplingParams
+from ..runtime.requests.errors import RequestError, ServerError
+from ..runtime.requests.sampling_params import SamplingParams
 from . import collect_env, serve_report
 from .serve_cold import cold_starts
 from .serve_report import Record, live_line, summarize

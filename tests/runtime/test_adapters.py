@@ -18,9 +18,9 @@ from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.stack import slot_tensors
 from sidestream.runtime.adapter_stacks import LEAD_SECONDS, AdapterStacks, Flight
 from sidestream.runtime.adapters import AdapterRegistry
-from sidestream.runtime.errors import RequestError
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 SMALL = {"device": "cpu", "show_progress": False, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64, "precision": "fp32"}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sidestream.runtime import curve, protocol
 from sidestream.runtime.async_client import AsyncClient
-from sidestream.runtime.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.wire_server import WireServer
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from sidestream.runtime.client import Client
-from sidestream.runtime.errors import EngineDeadError, RequestError, ServerError
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.errors import EngineDeadError, RequestError, ServerError
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.wire_server import WireServer
 
 

@@ -11,8 +11,8 @@ import pytest
 from sidestream.runtime import curve
 from sidestream.runtime.async_client import AsyncClient
 from sidestream.runtime.client import Client
-from sidestream.runtime.errors import EngineDeadError, OverloadedError, RequestError, ServerError
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.fake_runner import continuation
 from support.serving import Server, serve_fake
 

@@ -1,8 +1,8 @@
 """Text, stop strings and streams, over a fake model."""
 import pytest
 from sidestream.runtime.engine import Engine, Request
-from sidestream.runtime.errors import RequestError
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
 from support.fake_runner import FakeRunner, continuation
 

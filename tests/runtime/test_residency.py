@@ -4,7 +4,7 @@ import random
 
 import pytest
 from sidestream.runtime.engine import Request
-from sidestream.runtime.errors import RequestError
+from sidestream.runtime.requests.errors import RequestError
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, run, tokens
 from support.fake_runner import continuation
 

@@ -4,10 +4,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.engine import Engine, Request
-from sidestream.runtime.errors import RequestError
-from sidestream.runtime.outputs import RequestOutput
 from sidestream.runtime.pages import PageAllocator, pages_for
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.outputs import RequestOutput
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
 from support.fake_runner import FakeRunner, continuation
 

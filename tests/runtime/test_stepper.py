@@ -8,7 +8,7 @@ from sidestream.runtime import stepper as module
 from sidestream.runtime.engine import Request
 from sidestream.runtime.gpu_link import Ready, Timing
 from sidestream.runtime.plan import AHEAD, StepPlan, StepResult
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.stepper import Stepper
 from support.fake_runner import FakeRunner, continuation
 

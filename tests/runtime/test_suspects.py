@@ -3,7 +3,7 @@ import random
 
 import pytest
 from sidestream.runtime import rows
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.engines import VOCABULARY, Engine, Request, ask, assert_idle, make_engine, random_prompt, run, tokens
 from support.fake_runner import continuation
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 from sidestream.runtime.detokenizer import Detokenizer, StopStrings
-from sidestream.runtime.errors import RequestError
+from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.tokenizer import eos_token_ids, load_tokenizer
 
 TEXTS = [

@@ -3,8 +3,8 @@ import random
 from collections.abc import Mapping
 
 from sidestream.runtime.engine import Engine, Request
-from sidestream.runtime.outputs import RequestOutput
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.outputs import RequestOutput
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
 
 from .fake_runner import FakeRunner, LoadingFakeRunner

@@ -14,7 +14,7 @@ from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.rows.hadamard import hadamard
 from sidestream.runtime.calibration import FILE_NAME, KEY, KV_DTYPES, TREATMENTS, Calibration, CalibrationError, LayerFigures, load_calibration
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.sampling_params import SamplingParams
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli
 from sidestream.tools.calibrate import PRECISIONS, as_text, attention_inputs, documents
 from sidestream.tools.engine_arguments import compile_arguments, layers

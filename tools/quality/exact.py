@@ -50,7 +50,7 @@ class Needle:
 
 def ask(llm: Any, questions: Sequence[Question], order: Sequence[int]) -> list[str]:
     """The greedy answers, in the questions' order. The base model's questions run in batches of their own: such decode steps have programs without LoRA."""
-    from ...runtime.sampling_params import SamplingParams
+    from ...runtime.requests.sampling_params import SamplingParams
 
     texts = [""] * len(questions)
     for part in ([place for place in order if questions[place].adapter is not None], [place for place in order if questions[place].adapter is None]):

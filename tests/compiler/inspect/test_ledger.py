@@ -143,7 +143,7 @@ def wrong_adapters(graph: fx.Graph, context: Context) -> PassReport:
 
 def test_a_fault_with_adapters_is_named(models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     captured, inputs, state, _ = models[torch.bfloat16]
-    for module in ("ledger", "build"):
+    for module in ("inspect.ledger", "build"):
         monkeypatch.setattr(f"sidestream.compiler.{module}.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_adapters, "keeps")))
     rows = ledger(captured, CompileOptions(), inputs, state)
     found = {row.name: row for row in rows if row.name.endswith(DECODE_LORA)}

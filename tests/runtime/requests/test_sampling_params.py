@@ -2,8 +2,8 @@
 import dataclasses
 
 import pytest
-from sidestream.runtime.errors import RequestError
-from sidestream.runtime.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
+from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 
 REFUSED = [
     ({"n": 0}, "n=0"),
