@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from ..compiler.program.program import Bucket
 from ..ops.core.triton_support import next_power_of_2
-from .plan import StepPlan
+from .steps.plan import StepPlan
 
 FINE_DECODE = 64
 SMALLEST_MIXED = 64

@@ -3,9 +3,9 @@ from typing import cast
 
 from .byte_pieces import ByteDetokenizer
 from .detokenizer import Detokenizer, StopStrings, make_detokenizer
-from .plan import StepResult
 from .request import Sequence
 from .requests.outputs import CompletionOutput, FinishReason, Logprob
+from .steps.plan import StepResult
 from .tokenizer import Tokenizer
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from .completion import Completion
-from .plan import StepPlan, StepResult
 from .request import Sequence
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, Logprob, RequestOutput
 from .requests.sampling_params import SEED_LIMIT, SamplingParams
 from .scheduler import Sampled, Scheduler
+from .steps.plan import StepPlan, StepResult
 from .tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

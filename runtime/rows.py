@@ -2,8 +2,8 @@
 import numpy as np
 
 from ..ops.core.kv_layout import PAGE_SIZE
-from .plan import Int32, Int64, SamplingPlan
 from .request import Sequence
+from .steps.plan import Int32, Int64, SamplingPlan
 
 
 class SequenceFault(Exception):

@@ -14,10 +14,10 @@ from ..compiler.run.ahead import KernelsAhead
 from ..compiler.run.emit import BoundProgram
 from .adapter_stacks import AdapterStacks, Report
 from .buckets import Buckets
-from .plan import StepPlan, StepResult
 from .sampler import DeviceSamples, Sampler
 from .staging import copy_stream
 from .step_inputs import StepInputs
+from .steps.plan import StepPlan, StepResult
 
 CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it
 

@@ -6,8 +6,8 @@ import torch
 
 from ..ops.rows.argmax import argmax
 from ..ops.rows.sample import sample, top_logprobs
-from .plan import SamplingPlan, StepPlan
 from .staging import Staging
+from .steps.plan import SamplingPlan, StepPlan
 
 _NUMBERS = (
     ("temperature", torch.float32),

@@ -5,9 +5,9 @@ from typing import Any
 
 from .engine import Delta, Engine, Request
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
-from .plan import AHEAD, StepPlan, StepResult
 from .requests.outputs import RequestOutput
 from .scheduler import Scheduler, SchedulerLimits
+from .steps.plan import AHEAD, StepPlan, StepResult
 from .tokenizer import Tokenizer
 
 BRIEF_TOKENS = 1024

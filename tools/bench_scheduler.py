@@ -14,10 +14,10 @@ import time
 import numpy as np
 
 from ..runtime.engine import Engine, Request
-from ..runtime.plan import StepPlan, StepResult
 from ..runtime.requests.sampling_params import SamplingParams
 from ..runtime.scheduler import Scheduler
 from ..runtime.scheduler_limits import SchedulerLimits
+from ..runtime.steps.plan import StepPlan, StepResult
 from .engine_arguments import positive
 
 VOCABULARY = 32000

@@ -13,8 +13,8 @@ import numpy as np
 from ..ops.core.kv_layout import PAGE_SIZE
 from ..runtime import gpu_process
 from ..runtime.gpu_link import LoadedAdapter, Ready
-from ..runtime.plan import StepPlan, StepResult
 from ..runtime.serve_settings import ServeSettings
+from ..runtime.steps.plan import StepPlan, StepResult
 
 
 class SimulatedSizes(msgspec.Struct, kw_only=True):

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime import gpu_process
-from ..runtime.plan import StepPlan
 from ..runtime.serve_settings import ServeSettings
 from ..runtime.served_llm import ServedLLM
+from ..runtime.steps.plan import StepPlan
 
 _log = logging.getLogger(__name__)
 FILE_VARIABLE = "SIDESTREAM_TRACE_STEPS"

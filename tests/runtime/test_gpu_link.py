@@ -5,7 +5,7 @@ import numpy as np
 import zmq
 from sidestream.runtime.gpu_link import BatcherEnd, GpuEnd, Load, Ready, Retire, StepFailed, Timing
 from sidestream.runtime.gpu_process import is_fatal, without_directories
-from sidestream.runtime.plan import StepResult
+from sidestream.runtime.steps.plan import StepResult
 
 
 def receive(end, timeout=5.0):

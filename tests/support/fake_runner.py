@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.plan import AHEAD, StepPlan, StepResult
+from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
 
 EMPTY = (-1, -1, -2)
 

@@ -3,8 +3,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from sidestream.runtime.plan import SamplingPlan, StepPlan, StepResult
-from sidestream.runtime.plan_wire import pack_plan, pack_result, unpack_plan, unpack_result
+from sidestream.runtime.steps.plan import SamplingPlan, StepPlan, StepResult
+from sidestream.runtime.steps.wire import pack_plan, pack_result, unpack_plan, unpack_result
 
 FLOATS = {"temperature", "top_p", "min_p", "bias_values", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 
