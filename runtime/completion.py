@@ -3,8 +3,8 @@ from typing import cast
 
 from .byte_pieces import ByteDetokenizer
 from .detokenizer import Detokenizer, StopStrings, make_detokenizer
-from .request import Sequence
 from .requests.outputs import CompletionOutput, FinishReason, Logprob
+from .scheduling.sequence import Sequence
 from .steps.plan import StepResult
 from .tokenizer import Tokenizer
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from .completion import Completion
-from .request import Sequence
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, Logprob, RequestOutput
 from .requests.sampling_params import SEED_LIMIT, SamplingParams
-from .scheduler import Sampled, Scheduler
+from .scheduling.scheduler import Sampled, Scheduler
+from .scheduling.sequence import Sequence
 from .steps.plan import StepPlan, StepResult
 from .tokenizer import Tokenizer
 

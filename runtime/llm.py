@@ -22,7 +22,7 @@ from .quick_start import collections_paused, wake
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.sampling_params import SamplingParams
-from .scheduler import Scheduler, SchedulerLimits
+from .scheduling.scheduler import Scheduler, SchedulerLimits
 from .slot_cache import SlotCache
 from .tokenizer import eos_token_ids, load_tokenizer
 

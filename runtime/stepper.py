@@ -6,7 +6,7 @@ from typing import Any
 from .engine import Delta, Engine, Request
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 from .requests.outputs import RequestOutput
-from .scheduler import Scheduler, SchedulerLimits
+from .scheduling.scheduler import Scheduler, SchedulerLimits
 from .steps.plan import AHEAD, StepPlan, StepResult
 from .tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..runtime.engine import Engine, Request
 from ..runtime.requests.sampling_params import SamplingParams
-from ..runtime.scheduler import Scheduler
-from ..runtime.scheduler_limits import SchedulerLimits
+from ..runtime.scheduling.limits import SchedulerLimits
+from ..runtime.scheduling.scheduler import Scheduler
 from ..runtime.steps.plan import StepPlan, StepResult
 from .engine_arguments import positive
 

@@ -3,7 +3,7 @@ import pytest
 from sidestream.runtime.engine import Engine, Request
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from support.fake_runner import FakeRunner, continuation
 
 

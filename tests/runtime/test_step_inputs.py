@@ -7,7 +7,7 @@ from sidestream.compiler.program.program import Bucket, Buffer, Program
 from sidestream.runtime.buckets import Buckets
 from sidestream.runtime.engine import Engine, Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from sidestream.runtime.step_inputs import NAMES, StepInputs
 from support.fake_runner import FakeRunner
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from sidestream.runtime.engine import Engine, Request
 from sidestream.runtime.requests.outputs import RequestOutput
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 
 from .fake_runner import FakeRunner, LoadingFakeRunner
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .request import Sequence, Status
-from .requests.errors import RequestError
+from ..requests.errors import RequestError
+from ..steps.plan import StepPlan, StepResult
+from .choice import StepChoice
+from .limits import SchedulerLimits, SchedulerStats
 from .rows import SequenceFault
-from .scheduler_limits import SchedulerLimits, SchedulerStats
+from .sequence import Sequence, Status
 from .step_builder import Work, build_plan
-from .step_choice import StepChoice
 from .step_failure import STEP_FAULT, what_is_lost
-from .steps.plan import StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
 PLAN_FAULT = "a fault in the scheduler while this request was worked on; others are not affected"

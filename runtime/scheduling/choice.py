@@ -2,10 +2,10 @@
 from collections.abc import Mapping
 from heapq import heappop, heappush
 
-from ..ops.core.kv_layout import PAGE_SIZE
-from .request import Sequence, Status
-from .scheduler_limits import SchedulerLimits
-from .sequence_states import SequenceStates
+from ...ops.core.kv_layout import PAGE_SIZE
+from .limits import SchedulerLimits
+from .sequence import Sequence, Status
+from .states import SequenceStates
 from .step_builder import Work
 from .step_failure import Issued
 from .suspects import Suspects

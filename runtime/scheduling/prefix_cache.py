@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Mapping
 from hashlib import blake2b
 
-from ..ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE
 from .pages import PageAllocator
-from .request import Sequence
+from .sequence import Sequence
 
 KEY_BYTES = 32
 

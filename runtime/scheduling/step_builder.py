@@ -1,9 +1,9 @@
 """From chosen work to a step plan's flat arrays."""
 import numpy as np
 
-from .request import Sequence
+from ..steps.plan import StepPlan
 from .rows import RowTable
-from .steps.plan import StepPlan
+from .sequence import Sequence
 
 Work = list[tuple[Sequence, int]]  # a sequence, and how many of its tokens the step computes
 

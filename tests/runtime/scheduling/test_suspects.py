@@ -2,8 +2,8 @@
 import random
 
 import pytest
-from sidestream.runtime import rows
 from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.scheduling import rows
 from support.engines import VOCABULARY, Engine, Request, ask, assert_idle, make_engine, random_prompt, run, tokens
 from support.fake_runner import continuation
 

@@ -1,7 +1,7 @@
 """What a failed step takes with it."""
-from ..ops.core.kv_layout import PAGE_SIZE
-from .request import Sequence
-from .steps.plan import StepPlan
+from ...ops.core.kv_layout import PAGE_SIZE
+from ..steps.plan import StepPlan
+from .sequence import Sequence
 
 STEP_FAULT = "the step that computed this request failed on the device; send it again"
 Issued = tuple[StepPlan, list[Sequence]]  # a plan and its sequences, in the order of its rows

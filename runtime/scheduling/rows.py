@@ -1,9 +1,9 @@
 """Per-row tables of the running sequences, so that a step's arrays are gathered by numpy and not by a Python loop."""
 import numpy as np
 
-from ..ops.core.kv_layout import PAGE_SIZE
-from .request import Sequence
-from .steps.plan import Int32, Int64, SamplingPlan
+from ...ops.core.kv_layout import PAGE_SIZE
+from ..steps.plan import Int32, Int64, SamplingPlan
+from .sequence import Sequence
 
 
 class SequenceFault(Exception):

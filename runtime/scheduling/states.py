@@ -2,13 +2,13 @@
 from bisect import insort
 from collections.abc import Mapping
 
-from ..ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE
+from .limits import SchedulerLimits
 from .pages import PageAllocator, pages_for
 from .prefix_cache import PrefixCache
-from .request import Sequence, Status
 from .residency import Residency
 from .rows import RowTable
-from .scheduler_limits import SchedulerLimits
+from .sequence import Sequence, Status
 from .waiting import WaitingQueues
 
 

@@ -1,7 +1,7 @@
 """Which adapters should be on the device: asks for copies ahead of need, shares the slots fairly, and lets go of what nobody wants."""
 from collections.abc import Iterator
 
-from .adapter_slots import AdapterSlots
+from .slots import AdapterSlots
 from .waiting import WaitingQueues
 
 DRAINING_SHARE = 4

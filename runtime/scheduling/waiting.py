@@ -1,7 +1,7 @@
 """Who is admitted next: by priority, then fairly between adapters, then by arrival."""
 from heapq import heapify, heappop, heappush
 
-from .request import Sequence
+from .sequence import Sequence
 
 
 class WaitingQueues:

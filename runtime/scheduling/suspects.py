@@ -1,7 +1,7 @@
 """Whose fault was it? The sequences of a step that failed on the device are computed again in smaller and smaller groups, until one fails alone."""
 from collections import deque
 
-from .request import Sequence
+from .sequence import Sequence
 
 
 class Suspects:

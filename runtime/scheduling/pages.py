@@ -2,7 +2,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from ..ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE
 
 
 def pages_for(tokens: int) -> int:

@@ -4,11 +4,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.engine import Engine, Request
-from sidestream.runtime.pages import PageAllocator, pages_for
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.outputs import RequestOutput
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.scheduling.pages import PageAllocator, pages_for
+from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from support.fake_runner import FakeRunner, continuation
 
 VOCABULARY = 97

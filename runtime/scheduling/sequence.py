@@ -3,7 +3,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .requests.sampling_params import SamplingParams
+from ..requests.sampling_params import SamplingParams
 
 
 class Status(Enum):

@@ -1,0 +1,16 @@
+"""Which tokens of which sequences the next step computes. Pure bookkeeping: no tensor, no device.
+
+scheduler        continuous batching: schedule, commit, abort
+choice           how many tokens of which sequences
+states           waiting, running, held, finished
+sequence         one sequence's state
+rows             tables of the running sequences
+step_builder     chosen work as a plan's arrays
+limits           what a scheduler is told of its engine, and tells about itself
+pages            which KV pages are free, shared or known
+prefix_cache     keys of prompts that begin alike
+waiting          who is admitted next
+suspects, step_failure  what a failed step takes with it, and whose fault it was
+residency        which adapters should be on the device
+slots            which adapter sits in which slot
+"""
