@@ -1,12 +1,12 @@
 """One completion as it grows: text, stop strings, log-probabilities."""
 from typing import cast
 
-from .byte_pieces import ByteDetokenizer
-from .detokenizer import Detokenizer, StopStrings, make_detokenizer
 from .requests.outputs import CompletionOutput, FinishReason, Logprob
 from .scheduling.sequence import Sequence
 from .steps.plan import StepResult
-from .tokenizer import Tokenizer
+from .text.byte_pieces import ByteDetokenizer
+from .text.detokenizer import Detokenizer, StopStrings, make_detokenizer
+from .text.tokenizer import Tokenizer
 
 
 class Completion:

@@ -12,7 +12,7 @@ from .requests.sampling_params import SEED_LIMIT, SamplingParams
 from .scheduling.scheduler import Sampled, Scheduler
 from .scheduling.sequence import Sequence
 from .steps.plan import StepPlan, StepResult
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 WAIT_FOR_LOADS = 0.01  # seconds; deadlines and new requests are looked at in between

@@ -7,11 +7,9 @@ from typing import Any
 from msgspec import structs
 
 from .connections import MAX_FAULTS, Client, Connections
-from .encoding import INLINE_CHARACTERS, Encoder
 from .engine import Request
 from .gpu_link import Answer
 from .open_requests import OpenRequest, OpenRequests
-from .prompts import check_request
 from .protocol import (
     MAX_OPEN_REQUESTS,
     NO_INSTANCE,
@@ -41,7 +39,9 @@ from .requests.errors import RequestError
 from .requests.sampling_params import SamplingParams
 from .serve_settings import ServeSettings
 from .stepper import Stepper
-from .tokenizer import Tokenizer
+from .text.encoder import INLINE_CHARACTERS, Encoder
+from .text.prompts import check_request
+from .text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 FAULT = "a fault in the server while this request was worked on; others are not affected"

@@ -17,14 +17,14 @@ from .build import build_runner
 from .calibration import Calibration, calibrated
 from .engine import Engine, Request
 from .engine_options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions, check_layers, compile_options, resolve_device, resolve_sizes
-from .prompts import make_requests
 from .quick_start import collections_paused, wake
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler, SchedulerLimits
 from .slot_cache import SlotCache
-from .tokenizer import eos_token_ids, load_tokenizer
+from .text.prompts import make_requests
+from .text.tokenizer import eos_token_ids, load_tokenizer
 
 DEMO_MODEL = Path(__file__).parent.parent / "tools" / "demo_model"
 LOAD_FORMATS = ("auto", "safetensors", "dummy")

@@ -8,7 +8,7 @@ from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, 
 from .requests.outputs import RequestOutput
 from .scheduling.scheduler import Scheduler, SchedulerLimits
 from .steps.plan import AHEAD, StepPlan, StepResult
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 BRIEF_TOKENS = 1024
 """A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make new requests wait."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..runtime.byte_pieces import letters
+from ..runtime.text.byte_pieces import letters
 from .bench_latency import LLAMA_8B
 from .random_adapters import write_random_adapter
 

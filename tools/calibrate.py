@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     from ..graphs.checkpoint import Checkpoint
     from ..runtime.calibration import fingerprint
     from ..runtime.engine_options import resolve_device
-    from ..runtime.tokenizer import load_tokenizer
+    from ..runtime.text.tokenizer import load_tokenizer
 
     device = resolve_device(options.device)
     tokenizer = load_tokenizer(directory)

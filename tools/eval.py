@@ -143,7 +143,7 @@ def all_adapters(options: argparse.Namespace) -> dict[str, Path]:
 def make_suite(options: argparse.Namespace, directory: Path, adapters: dict[str, Path]) -> Any:
     """What is asked, as the model and the options say."""
     from ..graphs.config import LlamaConfig
-    from ..runtime.tokenizer import load_tokenizer
+    from ..runtime.text.tokenizer import load_tokenizer
     from .quality.suite import Limits, corpus_suite, demo_suite, file_suite, task_suite
     from .quality.tasks import TASKS
 

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     from ..compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ..compiler.options import CompileOptions
     from ..compiler.pipeline import check_disabled
-    from ..runtime.tokenizer import load_tokenizer
+    from ..runtime.text.tokenizer import load_tokenizer
 
     compile_options = CompileOptions(**compile_arguments(options))
     check_disabled(compile_options)

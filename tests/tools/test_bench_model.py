@@ -2,7 +2,7 @@
 import json
 
 import sidestream
-from sidestream.runtime.tokenizer import load_tokenizer
+from sidestream.runtime.text.tokenizer import load_tokenizer
 from sidestream.tools.bench_model import TINY, write_model, write_tokenizer
 
 

@@ -200,7 +200,7 @@ def _start_worker(directory: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
-    from ...runtime.tokenizer import load_tokenizer
+    from ...runtime.text.tokenizer import load_tokenizer
 
     its_own = Tokenizer.from_file(str(directory / "tokenizer.json"))
     WORKER_SETTINGS["tokenizer"], WORKER_SETTINGS["directory"] = load_tokenizer(directory), directory

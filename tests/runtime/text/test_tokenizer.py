@@ -2,9 +2,9 @@
 import json
 
 import pytest
-from sidestream.runtime.detokenizer import Detokenizer, StopStrings
 from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.tokenizer import eos_token_ids, load_tokenizer
+from sidestream.runtime.text.detokenizer import Detokenizer, StopStrings
+from sidestream.runtime.text.tokenizer import eos_token_ids, load_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

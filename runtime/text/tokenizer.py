@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..requests.errors import RequestError
 from .byte_pieces import BytePieces, byte_pieces
-from .requests.errors import RequestError
 
 
 class Tokenizer(Protocol):

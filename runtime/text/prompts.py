@@ -2,9 +2,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .engine import Request
-from .requests.errors import RequestError
-from .requests.sampling_params import SamplingParams
+from ..engine import Request
+from ..requests.errors import RequestError
+from ..requests.sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

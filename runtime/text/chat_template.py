@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .requests.errors import RequestError
+from ..requests.errors import RequestError
 
 MAX_TEMPLATE_CHARACTERS = 1 << 18
 MAX_INPUT_CHARACTERS = 4 << 20
