@@ -21,7 +21,7 @@ from ..graphs.lora import LoraShape
 from .adapter_stacks import AdapterStacks
 from .adapters import AdapterRegistry
 from .buckets import Buckets
-from .engine_options import EngineOptions, EngineSizes
+from .engine.options import EngineOptions, EngineSizes
 from .loading import checkpoint_lookup, dummy_lookup, load_weights
 from .memory import Demand, nbytes, plan_cpu_pages, plan_pages, sampling_bytes
 from .runner import ModelRunner

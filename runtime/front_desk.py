@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from .connections import MAX_FAULTS, Client, Connections
-from .engine import Request
+from .engine.engine import Request
 from .gpu_link import Answer
 from .open_requests import OpenRequest, OpenRequests
 from .protocol import (

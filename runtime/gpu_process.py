@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from .channel import Channel, ChannelClosed
-from .engine import Runner
+from .engine.engine import Runner
 from .gpu_link import Answer, GpuEnd, InHostMemory, Load, LoadDone, LoadedAdapter, Loading, Notice, Ready, Reporter, Retire, StartLoad, StepFailed, Unload
 from .serve_settings import ServeSettings
 

@@ -14,9 +14,9 @@ from ..graphs.lora import RANK_MULTIPLE, LoraShape
 from ..graphs.stack import lora_shape_for
 from .adapters import AdapterRegistry
 from .build import build_runner
-from .calibration import Calibration, calibrated
-from .engine import Engine, Request
-from .engine_options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions, check_layers, compile_options, resolve_device, resolve_sizes
+from .engine.calibration import Calibration, calibrated
+from .engine.engine import Engine, Request
+from .engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions, check_layers, compile_options, resolve_device, resolve_sizes
 from .quick_start import collections_paused, wake
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput

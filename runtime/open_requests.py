@@ -3,7 +3,7 @@ import time
 from dataclasses import dataclass, field
 
 from .connections import Client, Connections
-from .engine import Delta
+from .engine.engine import Delta
 from .protocol import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
 from .requests.outputs import CompletionOutput, Logprob, RequestOutput
 

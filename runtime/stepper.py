@@ -3,7 +3,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from .engine import Delta, Engine, Request
+from .engine.engine import Delta, Engine, Request
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 from .requests.outputs import RequestOutput
 from .scheduling.scheduler import Scheduler, SchedulerLimits

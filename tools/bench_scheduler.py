@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from ..runtime.engine import Engine, Request
+from ..runtime.engine.engine import Engine, Request
 from ..runtime.requests.sampling_params import SamplingParams
 from ..runtime.scheduling.limits import SchedulerLimits
 from ..runtime.scheduling.scheduler import Scheduler

@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from ..graphs.checkpoint import Checkpoint
-    from ..runtime.calibration import fingerprint
-    from ..runtime.engine_options import resolve_device
+    from ..runtime.engine.calibration import fingerprint
+    from ..runtime.engine.options import resolve_device
     from ..runtime.text.tokenizer import load_tokenizer
 
     device = resolve_device(options.device)
@@ -152,7 +152,7 @@ class Sums:
 
     def simulate(self, q: Any, k: Any, v: Any, softmax_scale: float) -> None:
         """Errors of one piece for every cache dtype and treatment."""
-        from ..runtime.calibration import KV_DTYPES, TREATMENTS
+        from ..runtime.engine.calibration import KV_DTYPES, TREATMENTS
         from .kv_error import attention_weights, score_variance, value_error
 
         weights = attention_weights(q, k, softmax_scale)
@@ -170,7 +170,7 @@ class Sums:
 
     def figures(self) -> Any:
         """As `LayerFigures`."""
-        from ..runtime.calibration import LayerFigures
+        from ..runtime.engine.calibration import LayerFigures
 
         bias = self.tokens * float((self.key / self.tokens).square().sum()) / max(self.key_square, 1e-30)
         return LayerFigures(
@@ -184,7 +184,7 @@ def calibrate(model: Any, jobs: Sequence[tuple[Sequence[int], int]], device: Any
     """The `Calibration` of our plain Llama (with adapter i in slot i) from (token ids, slot) pairs. `mark`: the model's fingerprint."""
     from tqdm import tqdm
 
-    from ..runtime.calibration import Calibration
+    from ..runtime.engine.calibration import Calibration
 
     layers = [Sums() for _ in range(model.config.num_hidden_layers)]
     factors = [_balance(layer, model.config) for layer in model.model.layers]
@@ -251,7 +251,7 @@ def as_text(calibration: Any, precision: str) -> str:
     """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
     from ..compiler.options import DEFAULT_KV_DTYPE
     from ..compiler.records import columns
-    from ..runtime.calibration import KV_DTYPES, TREATMENTS
+    from ..runtime.engine.calibration import KV_DTYPES, TREATMENTS
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]
     short = {kv_dtype: kv_dtype.removeprefix("fp8_") for kv_dtype in KV_DTYPES}
@@ -274,7 +274,7 @@ def as_text(calibration: Any, precision: str) -> str:
 
 def _choice(calibration: Any, precision: str) -> str:
     """What a mode gets, in words, and whether rotated values are worth their while."""
-    from ..runtime.calibration import WORTH_DTYPE
+    from ..runtime.engine.calibration import WORTH_DTYPE
 
     kv_dtype = calibration.kv_dtype(precision)
     treated = [layer.treatment(kv_dtype) for layer in calibration.layers]

@@ -2,7 +2,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine import Request
+from ..engine.engine import Request
 from ..requests.errors import RequestError
 from ..requests.sampling_params import SamplingParams
 from .tokenizer import Tokenizer

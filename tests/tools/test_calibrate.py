@@ -12,7 +12,7 @@ from sidestream.compiler.options import DEFAULT_PRECISION, EIGHT_BITS, CompileOp
 from sidestream.ops.attention.append_kv import append_kv
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.rows.hadamard import hadamard
-from sidestream.runtime.calibration import FILE_NAME, KEY, KV_DTYPES, TREATMENTS, Calibration, CalibrationError, LayerFigures, load_calibration
+from sidestream.runtime.engine.calibration import FILE_NAME, KEY, KV_DTYPES, TREATMENTS, Calibration, CalibrationError, LayerFigures, load_calibration
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli

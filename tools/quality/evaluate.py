@@ -244,8 +244,8 @@ def calibrate_model(directory: Path, adapters: Mapping[str, Path], texts: Sequen
     from argparse import Namespace
 
     from ...graphs.checkpoint import Checkpoint
-    from ...runtime.calibration import fingerprint
-    from ...runtime.engine_options import resolve_device
+    from ...runtime.engine.calibration import fingerprint
+    from ...runtime.engine.options import resolve_device
     from ..calibrate import calibrate
     from ..ledger import load_model
 

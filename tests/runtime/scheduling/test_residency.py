@@ -3,7 +3,7 @@ import os
 import random
 
 import pytest
-from sidestream.runtime.engine import Request
+from sidestream.runtime.engine.engine import Request
 from sidestream.runtime.requests.errors import RequestError
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, run, tokens
 from support.fake_runner import continuation

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.engine import Engine, Request
+from sidestream.runtime.engine.engine import Engine, Request
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.outputs import RequestOutput
 from sidestream.runtime.requests.sampling_params import SamplingParams

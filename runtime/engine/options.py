@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..compiler.options import LAYERED, CompileOptions, Layers, OptionError
-from ..ops.core.kv_layout import PAGE_SIZE
+from ...compiler.options import LAYERED, CompileOptions, Layers, OptionError
+from ...ops.core.kv_layout import PAGE_SIZE
 
 DEFAULT_MAX_MODEL_LEN = 8192
 MAX_NUM_SEQS = 256

@@ -1,6 +1,6 @@
 """Text, stop strings and streams, over a fake model."""
 import pytest
-from sidestream.runtime.engine import Engine, Request
+from sidestream.runtime.engine.engine import Engine, Request
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits

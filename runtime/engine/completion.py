@@ -1,12 +1,12 @@
 """One completion as it grows: text, stop strings, log-probabilities."""
 from typing import cast
 
-from .requests.outputs import CompletionOutput, FinishReason, Logprob
-from .scheduling.sequence import Sequence
-from .steps.plan import StepResult
-from .text.byte_pieces import ByteDetokenizer
-from .text.detokenizer import Detokenizer, StopStrings, make_detokenizer
-from .text.tokenizer import Tokenizer
+from ..requests.outputs import CompletionOutput, FinishReason, Logprob
+from ..scheduling.sequence import Sequence
+from ..steps.plan import StepResult
+from ..text.byte_pieces import ByteDetokenizer
+from ..text.detokenizer import Detokenizer, StopStrings, make_detokenizer
+from ..text.tokenizer import Tokenizer
 
 
 class Completion:

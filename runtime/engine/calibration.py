@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ..compiler.options import DEFAULT_KV_DTYPE, CompileOptions, OptionError
-from ..compiler.passes.center_keys import key_center_name
-from ..graphs.checkpoint import Checkpoint
-from ..graphs.config import LlamaConfig
+from ...compiler.options import DEFAULT_KV_DTYPE, CompileOptions, OptionError
+from ...compiler.passes.center_keys import key_center_name
+from ...graphs.checkpoint import Checkpoint
+from ...graphs.config import LlamaConfig
 
 FILE_NAME = "sidestream_calibration.safetensors"
 KEY = "sidestream_calibration"

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from ..requests.errors import RequestError
+from ..requests.outputs import FinishReason, Logprob, RequestOutput
+from ..requests.sampling_params import SEED_LIMIT, SamplingParams
+from ..scheduling.scheduler import Sampled, Scheduler
+from ..scheduling.sequence import Sequence
+from ..steps.plan import StepPlan, StepResult
+from ..text.tokenizer import Tokenizer
 from .completion import Completion
-from .requests.errors import RequestError
-from .requests.outputs import FinishReason, Logprob, RequestOutput
-from .requests.sampling_params import SEED_LIMIT, SamplingParams
-from .scheduling.scheduler import Sampled, Scheduler
-from .scheduling.sequence import Sequence
-from .steps.plan import StepPlan, StepResult
-from .text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 WAIT_FOR_LOADS = 0.01  # seconds; deadlines and new requests are looked at in between

@@ -1,0 +1,7 @@
+"""The loop, and its options.
+
+engine           scheduler -> runner -> text
+completion       one completion as it grows: text, stop strings, log-probabilities
+options          the options of `LLM`, checked before any work
+calibration      what `sidestream calibrate` measured, as a file
+"""
