@@ -18,8 +18,8 @@ from ..compiler.program.program import Program
 from ..graphs.config import LlamaConfig
 from ..graphs.llama import Llama
 from ..graphs.lora import LoraShape
-from .adapter_stacks import AdapterStacks
-from .adapters import AdapterRegistry
+from .adapters.registry import AdapterRegistry
+from .adapters.stacks import AdapterStacks
 from .buckets import Buckets
 from .engine.options import EngineOptions, EngineSizes
 from .loading import checkpoint_lookup, dummy_lookup, load_weights

@@ -12,7 +12,8 @@ from ..compiler.pipeline import PASSES, Pass, check_disabled
 from ..graphs.config import LlamaConfig
 from ..graphs.lora import RANK_MULTIPLE, LoraShape
 from ..graphs.stack import lora_shape_for
-from .adapters import AdapterRegistry
+from .adapters.registry import AdapterRegistry
+from .adapters.slot_cache import SlotCache
 from .build import build_runner
 from .engine.calibration import Calibration, calibrated
 from .engine.engine import Engine, Request
@@ -22,7 +23,6 @@ from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler, SchedulerLimits
-from .slot_cache import SlotCache
 from .text.prompts import make_requests
 from .text.tokenizer import eos_token_ids, load_tokenizer
 

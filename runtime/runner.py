@@ -12,7 +12,7 @@ from ..compiler.api import CompiledModel
 from ..compiler.program.program import Bucket
 from ..compiler.run.ahead import KernelsAhead
 from ..compiler.run.emit import BoundProgram
-from .adapter_stacks import AdapterStacks, Report
+from .adapters.stacks import AdapterStacks, Report
 from .buckets import Buckets
 from .sampler import DeviceSamples, Sampler
 from .staging import copy_stream

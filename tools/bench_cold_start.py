@@ -131,8 +131,8 @@ def measure(bench: Bench, names: list[str], repeats: int, cache: Any) -> dict[st
 
 def kept(llm: Any, directory: Path) -> Any:
     """A cache in `directory` that holds every adapter packed. Raises RuntimeError when the disk does not take them."""
-    from ..runtime.cache_folder import CacheFolder
-    from ..runtime.slot_cache import SlotCache
+    from ..runtime.adapters.cache_folder import CacheFolder
+    from ..runtime.adapters.slot_cache import SlotCache
 
     cache, store = SlotCache(CacheFolder(directory, sys.maxsize)), llm.engine.runner.stacks.store
     store.cache = cache
@@ -166,8 +166,8 @@ def main() -> None:
     parser.add_argument("--layers", type=positive, help="fewer layers than the model's 32, for a quick look")
     parser.add_argument("--hidden", type=positive, help="a smaller model, for a look without a GPU")
     options = parser.parse_args()
+    from ..runtime.adapters.slot_cache import VARIABLE
     from ..runtime.llm import LLM
-    from ..runtime.slot_cache import VARIABLE
 
     config = dict(LLAMA_8B)
     if options.layers:

@@ -3,8 +3,8 @@ import torch
 from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight, unsqueeze
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime.adapter_stacks import AdapterStacks
-from sidestream.runtime.adapters import AdapterRegistry
+from sidestream.runtime.adapters.registry import AdapterRegistry
+from sidestream.runtime.adapters.stacks import AdapterStacks
 from sidestream.runtime.loading import dummy_lookup, load_weights
 from support.tiny import TINY, AdapterSpec, tiny_adapters, tiny_llama
 

@@ -20,12 +20,13 @@ from sidestream.compiler.options import OptionError
 from sidestream.graphs.adapter import WEIGHTS, AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime import adapters, cache_folder, slot_cache
-from sidestream.runtime.adapter_store import AdapterStore
-from sidestream.runtime.adapters import AdapterRegistry
-from sidestream.runtime.background import Background, Stopped
-from sidestream.runtime.cache_folder import CacheFolder
-from sidestream.runtime.slot_cache import SlotCache, packing_key
+from sidestream.runtime.adapters import cache_folder, slot_cache
+from sidestream.runtime.adapters import registry as adapters
+from sidestream.runtime.adapters.background import Background, Stopped
+from sidestream.runtime.adapters.cache_folder import CacheFolder
+from sidestream.runtime.adapters.registry import AdapterRegistry
+from sidestream.runtime.adapters.slot_cache import SlotCache, packing_key
+from sidestream.runtime.adapters.store import AdapterStore
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 PREFIX = "model.layers.0.self_attn."

@@ -13,7 +13,7 @@ from sidestream.graphs.adapter import WEIGHTS, AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.stack import lora_shape_for, slot_tensor, slot_tensors
-from sidestream.runtime.adapter_packing import Packing
+from sidestream.runtime.adapters.packing import Packing
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 

@@ -21,20 +21,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..compiler.graph.recipe import Recipe
-from ..compiler.options import OptionError
-from ..compiler.program.cache import cache_directory, source_hash
-from ..graphs.adapter import Adapter
-from ..graphs.adapter_file import read_fully, readers
-from ..graphs.config import LlamaConfig
-from ..graphs.lora import LoraShape
+from ...compiler.graph.recipe import Recipe
+from ...compiler.options import OptionError
+from ...compiler.program.cache import cache_directory, source_hash
+from ...graphs.adapter import Adapter
+from ...graphs.adapter_file import read_fully, readers
+from ...graphs.config import LlamaConfig
+from ...graphs.lora import LoraShape
 from .background import Background, Stopped
 from .cache_folder import CacheFolder
 
 VARIABLE = "SIDESTREAM_ADAPTER_CACHE_GB"
 DEFAULT_GB = 32.0
 FORMAT = 1
-SOURCES = ("adapter_packing.py", "adapter_store.py", "slot_cache.py")
+SOURCES = ("packing.py", "store.py", "slot_cache.py")
 PIECES = 4
 LARGEST_PIECE = 32 << 20
 WRITTEN_AT_ONCE = 4 << 20

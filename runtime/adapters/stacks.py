@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..compiler.graph.recipe import Recipe
-from ..graphs.adapter import AdapterError
-from ..graphs.lora import LoraShape
-from .adapter_packing import use_few_threads
-from .adapter_store import AdapterStore, Block
-from .adapters import AdapterRegistry
+from ...compiler.graph.recipe import Recipe
+from ...graphs.adapter import AdapterError
+from ...graphs.lora import LoraShape
+from .packing import use_few_threads
+from .registry import AdapterRegistry
 from .slot_copy import SlotCopies
+from .store import AdapterStore, Block
 
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.0002

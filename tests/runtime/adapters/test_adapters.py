@@ -16,8 +16,8 @@ from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.stack import slot_tensors
-from sidestream.runtime.adapter_stacks import LEAD_SECONDS, AdapterStacks, Flight
-from sidestream.runtime.adapters import AdapterRegistry
+from sidestream.runtime.adapters.registry import AdapterRegistry
+from sidestream.runtime.adapters.stacks import LEAD_SECONDS, AdapterStacks, Flight
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .adapter_store import PIECE, Block, block_starts
+from .store import PIECE, Block, block_starts
 
 WIDE = 8  # bytes that are dealt out at a time where every tensor allows it
 

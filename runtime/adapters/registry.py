@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..graphs.adapter import WEIGHTS, Adapter, AdapterError, load_adapter
-from ..graphs.adapter_config import CONFIG
-from ..graphs.config import LlamaConfig
-from ..graphs.lora import LoraShape
-from ..graphs.stack import check_fits
-from .requests.errors import RequestError
+from ...graphs.adapter import WEIGHTS, Adapter, AdapterError, load_adapter
+from ...graphs.adapter_config import CONFIG
+from ...graphs.config import LlamaConfig
+from ...graphs.lora import LoraShape
+from ...graphs.stack import check_fits
+from ..requests.errors import RequestError
 from .slot_cache import SlotCache
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")

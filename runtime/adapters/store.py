@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..compiler.graph.recipe import Recipe
-from ..graphs.adapter import Adapter
-from ..graphs.lora import LoraShape
-from ..graphs.stack import check_fits, slot_tensor
-from .adapter_packing import Packing
-from .adapters import AdapterRegistry
+from ...compiler.graph.recipe import Recipe
+from ...graphs.adapter import Adapter
+from ...graphs.lora import LoraShape
+from ...graphs.stack import check_fits, slot_tensor
+from .packing import Packing
+from .registry import AdapterRegistry
 from .slot_cache import packing_key, slot_key
 
 ALIGNMENT = 4096

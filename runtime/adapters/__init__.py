@@ -1,0 +1,10 @@
+"""Adapters: disk -> host memory -> a slot on the device.
+
+registry         names and files
+store            adapters in host memory
+stacks           their way into the device's stacks
+packing          one adapter's tensors in its slot's layout
+slot_copy        from host memory into a slot
+slot_cache       packed adapters kept on disk (cache_folder: files of a bounded size together)
+background       threads that load
+"""
