@@ -14,11 +14,11 @@ from ..graphs.lora import RANK_MULTIPLE, LoraShape
 from ..graphs.stack import lora_shape_for
 from .adapters.registry import AdapterRegistry
 from .adapters.slot_cache import SlotCache
-from .build import build_runner
+from .device.model import build_runner
+from .device.quick_start import collections_paused, wake
 from .engine.calibration import Calibration, calibrated
 from .engine.engine import Engine, Request
 from .engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions, check_layers, compile_options, resolve_device, resolve_sizes
-from .quick_start import collections_paused, wake
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.sampling_params import SamplingParams

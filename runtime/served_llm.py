@@ -1,8 +1,8 @@
 """What the GPU process of `sidestream serve` serves: an `LLM`'s runner and its adapters. Its own scheduler stays idle, for the batcher has one."""
 from ..ops.core.kv_layout import PAGE_SIZE
+from .device.runner import ModelRunner
 from .gpu_link import LoadedAdapter, Ready
 from .llm import LLM
-from .runner import ModelRunner
 from .serve_settings import ServeSettings
 
 

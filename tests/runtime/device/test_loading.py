@@ -5,7 +5,7 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.runtime.adapters.registry import AdapterRegistry
 from sidestream.runtime.adapters.stacks import AdapterStacks
-from sidestream.runtime.loading import dummy_lookup, load_weights
+from sidestream.runtime.device.weights import dummy_lookup, load_weights
 from support.tiny import TINY, AdapterSpec, tiny_adapters, tiny_llama
 
 CPU = torch.device("cpu")

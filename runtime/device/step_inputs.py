@@ -4,9 +4,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from ..compiler.program.program import Program
+from ...compiler.program.program import Program
+from ..steps.plan import StepPlan
 from .staging import Staging
-from .steps.plan import StepPlan
 
 NAMES = ("input_ids", "positions", "slot_mapping", "adapter_index", "block_table", "context_lens", "query_start", "logits_indices")
 PADDING = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "adapter_index": -1, "block_table": 0, "context_lens": 0, "logits_indices": 0}

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidestream.compiler.program.program import Bucket, Buffer, Program
-from sidestream.runtime.buckets import Buckets
+from sidestream.runtime.device.buckets import Buckets
+from sidestream.runtime.device.step_inputs import NAMES, StepInputs
 from sidestream.runtime.engine.engine import Engine, Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from sidestream.runtime.step_inputs import NAMES, StepInputs
 from support.fake_runner import FakeRunner
 
 CPU = torch.device("cpu")

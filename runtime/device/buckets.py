@@ -1,9 +1,9 @@
 """Which program serves a step: the smallest bucket that holds it."""
 from dataclasses import dataclass
 
-from ..compiler.program.program import Bucket
-from ..ops.core.triton_support import next_power_of_2
-from .steps.plan import StepPlan
+from ...compiler.program.program import Bucket
+from ...ops.core.triton_support import next_power_of_2
+from ..steps.plan import StepPlan
 
 FINE_DECODE = 64
 SMALLEST_MIXED = 64

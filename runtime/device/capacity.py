@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .requests.errors import CapacityError
-from .scheduling.pages import pages_for
+from ..requests.errors import CapacityError
+from ..scheduling.pages import pages_for
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 GIB = 1 << 30

@@ -3,7 +3,7 @@ import re
 
 import pytest
 import torch
-from sidestream.runtime.memory import GIB, Demand, nbytes, plan_cpu_pages, plan_pages
+from sidestream.runtime.device.capacity import GIB, Demand, nbytes, plan_cpu_pages, plan_pages
 from sidestream.runtime.requests.errors import CapacityError
 
 DEMAND = Demand(weights=8 * GIB, adapters=2 * GIB, activations=GIB, page=4 << 20, reserve=GIB)

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..compiler.api import CompiledModel
-from ..compiler.program.program import Bucket
-from ..compiler.run.ahead import KernelsAhead
-from ..compiler.run.emit import BoundProgram
-from .adapters.stacks import AdapterStacks, Report
+from ...compiler.api import CompiledModel
+from ...compiler.program.program import Bucket
+from ...compiler.run.ahead import KernelsAhead
+from ...compiler.run.emit import BoundProgram
+from ..adapters.stacks import AdapterStacks, Report
+from ..steps.plan import StepPlan, StepResult
 from .buckets import Buckets
 from .sampler import DeviceSamples, Sampler
 from .staging import copy_stream
 from .step_inputs import StepInputs
-from .steps.plan import StepPlan, StepResult
 
 CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..compiler.graph.recipe import Recipe, materialize
-from ..graphs.checkpoint import Checkpoint
+from ...compiler.graph.recipe import Recipe, materialize
+from ...graphs.checkpoint import Checkpoint
 
 Lookup = Callable[[str], torch.Tensor]
 DUMMY_STD = 0.02

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .steps.plan import AHEAD
+from ..steps.plan import AHEAD
 
 ALIGNMENT = 16
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..ops.rows.argmax import argmax
-from ..ops.rows.sample import sample, top_logprobs
+from ...ops.rows.argmax import argmax
+from ...ops.rows.sample import sample, top_logprobs
+from ..steps.plan import SamplingPlan, StepPlan
 from .staging import Staging
-from .steps.plan import SamplingPlan, StepPlan
 
 _NUMBERS = (
     ("temperature", torch.float32),

@@ -8,23 +8,23 @@ from types import MappingProxyType
 
 import torch
 
-from ..compiler.api import CompiledModel, compile_model
-from ..compiler.build import ProgramStore
-from ..compiler.graph.recipe import Recipe
-from ..compiler.options import CompileOptions
-from ..compiler.pipeline import PASSES, Pass, pass_names
-from ..compiler.program.cache import ProgramCache, cache_directory
-from ..compiler.program.program import Program
-from ..graphs.config import LlamaConfig
-from ..graphs.llama import Llama
-from ..graphs.lora import LoraShape
-from .adapters.registry import AdapterRegistry
-from .adapters.stacks import AdapterStacks
+from ...compiler.api import CompiledModel, compile_model
+from ...compiler.build import ProgramStore
+from ...compiler.graph.recipe import Recipe
+from ...compiler.options import CompileOptions
+from ...compiler.pipeline import PASSES, Pass, pass_names
+from ...compiler.program.cache import ProgramCache, cache_directory
+from ...compiler.program.program import Program
+from ...graphs.config import LlamaConfig
+from ...graphs.llama import Llama
+from ...graphs.lora import LoraShape
+from ..adapters.registry import AdapterRegistry
+from ..adapters.stacks import AdapterStacks
+from ..engine.options import EngineOptions, EngineSizes
 from .buckets import Buckets
-from .engine.options import EngineOptions, EngineSizes
-from .loading import checkpoint_lookup, dummy_lookup, load_weights
-from .memory import Demand, nbytes, plan_cpu_pages, plan_pages, sampling_bytes
+from .capacity import Demand, nbytes, plan_cpu_pages, plan_pages, sampling_bytes
 from .runner import ModelRunner
+from .weights import checkpoint_lookup, dummy_lookup, load_weights
 
 
 @dataclass

@@ -2,7 +2,7 @@
 import numpy as np
 import torch
 from sidestream.ops.rows.sample import sample_reference
-from sidestream.runtime.sampler import Sampler, edited_logits
+from sidestream.runtime.device.sampler import Sampler, edited_logits
 from sidestream.runtime.steps.plan import SamplingPlan, StepPlan
 
 EMPTY = np.zeros(0, np.int32)

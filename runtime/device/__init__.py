@@ -1,0 +1,11 @@
+"""Owns tensors and CUDA graphs.
+
+runner           executes plans: a bucket's program, filled and replayed
+sampler          from logits to tokens
+step_inputs      a bucket's static inputs
+staging          small arrays to the device in one copy
+buckets          which sizes have a program
+model            from a directory to a runner (quick_start: what makes it quicker)
+weights          a program's weights from a checkpoint
+capacity         does it fit, and how many KV pages the rest holds
+"""
