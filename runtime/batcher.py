@@ -15,18 +15,18 @@ import msgspec
 import zmq
 
 from .. import __version__
-from .addresses import make_private_directory, parse
 from .channel import Channel, ChannelClosed
 from .connections import SEND_HWM, Connections
-from .curve import Gate, load_server_keys
 from .front_desk import FrontDesk
 from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
 from .open_requests import OpenRequests
-from .protocol import INSTANCE_BYTES, MAX_FRAME_BYTES, Health, Welcome
 from .serve_settings import ServeSettings
 from .stepper import Stepper
 from .text.encoder import Encoder
 from .text.tokenizer import load_tokenizer
+from .wire.addresses import make_private_directory, parse
+from .wire.keys import Gate, load_server_keys
+from .wire.protocol import INSTANCE_BYTES, MAX_FRAME_BYTES, Health, Welcome
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1

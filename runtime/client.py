@@ -8,11 +8,11 @@ from typing import Any, Self, TypeVar
 
 from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
 from .client_requests import Prompt
-from .curve import ClientKeys
-from .protocol import AdapterInfo, Chunk, Health, Welcome
 from .requests.errors import RequestError
 from .requests.outputs import RequestOutput
 from .requests.sampling_params import SamplingParams
+from .wire.keys import ClientKeys
+from .wire.protocol import AdapterInfo, Chunk, Health, Welcome
 
 T = TypeVar("T")
 

@@ -10,7 +10,14 @@ from .connections import MAX_FAULTS, Client, Connections
 from .engine.engine import Request
 from .gpu_link import Answer
 from .open_requests import OpenRequest, OpenRequests
-from .protocol import (
+from .requests.errors import RequestError
+from .requests.sampling_params import SamplingParams
+from .serve_settings import ServeSettings
+from .stepper import Stepper
+from .text.encoder import INLINE_CHARACTERS, Encoder
+from .text.prompts import check_request
+from .text.tokenizer import Tokenizer
+from .wire.protocol import (
     MAX_OPEN_REQUESTS,
     NO_INSTANCE,
     Abort,
@@ -35,13 +42,6 @@ from .protocol import (
     Welcome,
     decode_from_client,
 )  # fmt: skip
-from .requests.errors import RequestError
-from .requests.sampling_params import SamplingParams
-from .serve_settings import ServeSettings
-from .stepper import Stepper
-from .text.encoder import INLINE_CHARACTERS, Encoder
-from .text.prompts import check_request
-from .text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 FAULT = "a fault in the server while this request was worked on; others are not affected"

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from .addresses import AddressLock, check_keys, make_private_directory, parse
 from .channel import Channel, ChannelClosed
 from .gpu_link import Ready
 from .serve_settings import ServeSettings
+from .wire.addresses import AddressLock, check_keys, make_private_directory, parse
 
 STOP_SECONDS = 5.0
 DEATHS = 5

@@ -20,7 +20,8 @@ from typing import Any
 
 import zmq
 
-from ..runtime.protocol import (
+from ..runtime.serve_settings import ServeSettings
+from ..runtime.wire.protocol import (
     HEARTBEAT_SECONDS,
     Adapters,
     Beat,
@@ -36,7 +37,6 @@ from ..runtime.protocol import (
     decode_from_server,
     encode,
 )
-from ..runtime.serve_settings import ServeSettings
 
 ADAPTERS = 8
 START_SECONDS = 300.0

@@ -77,8 +77,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
-    from ..runtime.addresses import default_address, parse
     from ..runtime.serve_settings import ServeSettings
+    from ..runtime.wire.addresses import default_address, parse
 
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format")
     if options.no_prefix_caching:

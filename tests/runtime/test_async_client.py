@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.runtime import curve, protocol
 from sidestream.runtime.async_client import AsyncClient
 from sidestream.runtime.requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.wire import keys as curve
+from sidestream.runtime.wire import protocol
 from support.wire_server import WireServer
 
 

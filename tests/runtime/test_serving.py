@@ -2,7 +2,7 @@
 import signal
 
 import pytest
-from sidestream.runtime.protocol import Abort, ListAdapters, LoadAdapter, Sampling, Submit, UnloadAdapter
+from sidestream.runtime.wire.protocol import Abort, ListAdapters, LoadAdapter, Sampling, Submit, UnloadAdapter
 from support.fake_runner import continuation
 from support.serving import GREEDY, Server, serve_fake
 

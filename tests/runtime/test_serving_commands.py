@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sidestream
 from sidestream.runtime import batcher
-from sidestream.runtime.protocol import Sampling
+from sidestream.runtime.wire.protocol import Sampling
 from sidestream.tools.bench_model import TINY, write_model
 from support.fake_runner import continuation
 from support.serving import serve_fake

@@ -4,8 +4,8 @@ import zmq
 from sidestream.runtime import connections
 from sidestream.runtime.connections import Connections
 from sidestream.runtime.open_requests import OpenRequests
-from sidestream.runtime.protocol import Beat, Chunk, Chunks, Error, Hello, decode_from_server, encode
 from sidestream.runtime.requests.outputs import CompletionOutput, RequestOutput
+from sidestream.runtime.wire.protocol import Beat, Chunk, Chunks, Error, Hello, decode_from_server, encode
 
 
 @pytest.fixture

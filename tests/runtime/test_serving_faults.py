@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from sidestream.runtime.protocol import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit, encode, header
+from sidestream.runtime.wire.protocol import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit, encode, header
 from support.fake_runner import continuation
 from support.serving import Wire, serve_fake
 

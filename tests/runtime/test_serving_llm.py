@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from sidestream.runtime.protocol import ListAdapters, LoadAdapter, Sampling, UnloadAdapter
+from sidestream.runtime.wire.protocol import ListAdapters, LoadAdapter, Sampling, UnloadAdapter
 from support.serving import Server
 from support.tiny import AdapterSpec, oracle_greedy, tiny_adapters, tiny_llama
 

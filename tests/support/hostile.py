@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sidestream.runtime import protocol
+from sidestream.runtime.wire import protocol
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "frames"
 FIELDS = (

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 import zmq
-from sidestream.runtime.protocol import (
+from sidestream.runtime.serve_settings import ServeSettings
+from sidestream.runtime.wire.protocol import (
     NO_INSTANCE,
     Beat,
     Chunk,
@@ -34,7 +35,6 @@ from sidestream.runtime.protocol import (
     decode_from_server,
     encode,
 )  # fmt: skip
-from sidestream.runtime.serve_settings import ServeSettings
 
 TESTS = Path(__file__).parent.parent
 FAKE_GPU = [sys.executable, "-m", "support.fake_gpu"]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from sidestream.runtime import protocol
-from sidestream.runtime.curve import Gate, ServerKeys
-from sidestream.runtime.protocol import Chunk, Message, Usage
+from sidestream.runtime.wire import protocol
+from sidestream.runtime.wire.keys import Gate, ServerKeys
+from sidestream.runtime.wire.protocol import Chunk, Message, Usage
 
 
 class WireServer:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sidestream.runtime import protocol
+from sidestream.runtime.wire import protocol
 from sidestream.tools import cli, serve_cold
 from sidestream.tools.serve_report import Record, header, line, live_line, longest_gap, percentile, summarize
 from sidestream.tools.serve_traffic import Planned, log_uniform, plan, poisson_times, zipf_weights

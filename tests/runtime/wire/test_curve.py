@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import zmq
-from sidestream.runtime import addresses, curve
-from sidestream.runtime.addresses import AddressError, AddressLock, parse
+from sidestream.runtime.wire import addresses
+from sidestream.runtime.wire import keys as curve
+from sidestream.runtime.wire.addresses import AddressError, AddressLock, parse
 from sidestream.tools import cli
 
 

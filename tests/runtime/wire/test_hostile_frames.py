@@ -17,9 +17,9 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidestream.runtime import protocol
 from sidestream.runtime.client import Client
 from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.wire import protocol
 from support.fake_runner import continuation
 from support.hostile import corpus, frames
 from support.serving import Server, serve_fake
