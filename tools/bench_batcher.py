@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from ..runtime.serve_settings import ServeSettings
+from ..runtime.server.settings import ServeSettings
 from ..runtime.wire.protocol import (
     HEARTBEAT_SECONDS,
     Adapters,
@@ -158,7 +158,7 @@ def watch(address: str, options: argparse.Namespace) -> dict[str, float]:
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     """Start a server with a simulated GPU, and load it."""
-    from ..runtime.serving import Supervisor
+    from ..runtime.server.supervisor import Supervisor
 
     (directory / "tokenizer.json").write_bytes(options.tokenizer.read_bytes())
     pages = -(-(options.prompt + options.output + 64) // 64)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .client_arguments import add_connection_options, add_sampling_options, connect, harmless, sampling_params
 
 if TYPE_CHECKING:
-    from ..runtime.client import Client
+    from ..runtime.client.client import Client
     from ..runtime.requests.sampling_params import SamplingParams
     from ..runtime.text.chat_template import ChatTemplate
 

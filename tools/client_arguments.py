@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .engine_arguments import positive
 
 if TYPE_CHECKING:
-    from ..runtime.client import Client
+    from ..runtime.client.client import Client
     from ..runtime.requests.sampling_params import SamplingParams
 
 
@@ -50,7 +50,7 @@ def sampling_params(options: argparse.Namespace, **more: Any) -> "SamplingParams
 
 def connect(options: argparse.Namespace) -> "Client":
     """A client that has found its server. Raises EngineDeadError when nothing answers."""
-    from ..runtime.client import Client
+    from ..runtime.client.client import Client
 
     client = Client(options.address, keys=options.keys, connect_timeout=options.connect_timeout)
     try:

@@ -77,7 +77,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
-    from ..runtime.serve_settings import ServeSettings
+    from ..runtime.server.settings import ServeSettings
     from ..runtime.wire.addresses import default_address, parse
 
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format")
@@ -100,7 +100,7 @@ def settings_of(options: argparse.Namespace) -> Any:
 
 def run(options: argparse.Namespace) -> int:
     """Serves; returns 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
-    from ..runtime.serving import serve
+    from ..runtime.server.supervisor import serve
 
     apply(options)
     settings = settings_of(options)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..runtime.async_client import AsyncClient
+from ..runtime.client.async_client import AsyncClient
 from ..runtime.requests.sampling_params import SamplingParams
 from .serve_report import longest_gap, shown
 from .serve_traffic import random_ids

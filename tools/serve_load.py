@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..runtime.async_client import AsyncClient
+from ..runtime.client.async_client import AsyncClient
 from ..runtime.requests.errors import RequestError, ServerError
 from ..runtime.requests.sampling_params import SamplingParams
 from . import collect_env, serve_report

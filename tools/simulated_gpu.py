@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from ..ops.core.kv_layout import PAGE_SIZE
-from ..runtime import gpu_process
-from ..runtime.gpu_link import LoadedAdapter, Ready
-from ..runtime.serve_settings import ServeSettings
+from ..runtime.server import gpu_process
+from ..runtime.server.gpu_link import LoadedAdapter, Ready
+from ..runtime.server.settings import ServeSettings
 from ..runtime.steps.plan import StepPlan, StepResult
 
 

@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..runtime import gpu_process
-from ..runtime.serve_settings import ServeSettings
-from ..runtime.served_llm import ServedLLM
+from ..runtime.server import gpu_process
+from ..runtime.server.served_llm import ServedLLM
+from ..runtime.server.settings import ServeSettings
 from ..runtime.steps.plan import StepPlan
 
 _log = logging.getLogger(__name__)

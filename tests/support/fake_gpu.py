@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime import gpu_process
-from sidestream.runtime.gpu_link import LoadedAdapter, Ready
-from sidestream.runtime.serve_settings import ServeSettings
+from sidestream.runtime.server import gpu_process
+from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready
+from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
 from sidestream.tools.simulated_gpu import SimulatedSizes, TimedRunner
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import zmq
-from sidestream.runtime.serve_settings import ServeSettings
+from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.wire.protocol import (
     NO_INSTANCE,
     Beat,
@@ -271,6 +271,6 @@ def write_byte_tokenizer(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    from sidestream.runtime.serving import serve as run
+    from sidestream.runtime.server.supervisor import serve as run
 
     sys.exit(run(msgspec.json.decode(sys.argv[1], type=ServeSettings), lambda line: print(line, flush=True)))

@@ -57,7 +57,7 @@ def test_a_file_is_checked_like_the_command_line(model, tmp_path, capsys, line, 
 
 
 def test_addresses_that_others_could_reach_need_keys(model, tmp_path):
-    from sidestream.runtime.serving import serve
+    from sidestream.runtime.server.supervisor import serve
 
     with pytest.raises(AddressError, match="keygen"):
         serve(settings(str(model), "--bind", "tcp://0.0.0.0:5757"))

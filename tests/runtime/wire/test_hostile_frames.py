@@ -17,7 +17,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidestream.runtime.client import Client
+from sidestream.runtime.client.client import Client
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import protocol
 from support.fake_runner import continuation

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.client import Client
+from sidestream.runtime.client.client import Client
 from sidestream.runtime.requests.errors import EngineDeadError, RequestError, ServerError
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.wire_server import WireServer

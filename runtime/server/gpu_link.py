@@ -13,8 +13,8 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from .steps.plan import StepPlan, StepResult
-from .steps.wire import pack_plan, pack_result, unpack_plan, unpack_result
+from ..steps.plan import StepPlan, StepResult
+from ..steps.wire import pack_plan, pack_result, unpack_plan, unpack_result
 
 PLAN, RESULT, MESSAGE = b"P", b"R", b"M"
 

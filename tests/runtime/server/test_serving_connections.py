@@ -1,10 +1,10 @@
 """Flow control: what a client does not read waits, joined, within bounds; then the client is cut off."""
 import pytest
 import zmq
-from sidestream.runtime import connections
-from sidestream.runtime.connections import Connections
-from sidestream.runtime.open_requests import OpenRequests
 from sidestream.runtime.requests.outputs import CompletionOutput, RequestOutput
+from sidestream.runtime.server import connections
+from sidestream.runtime.server.connections import Connections
+from sidestream.runtime.server.open_requests import OpenRequests
 from sidestream.runtime.wire.protocol import Beat, Chunk, Chunks, Error, Hello, decode_from_server, encode
 
 

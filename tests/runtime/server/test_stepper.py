@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime import stepper as module
 from sidestream.runtime.engine.engine import Request
-from sidestream.runtime.gpu_link import Ready, Timing
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.stepper import Stepper
+from sidestream.runtime.server import stepper as module
+from sidestream.runtime.server.gpu_link import Ready, Timing
+from sidestream.runtime.server.stepper import Stepper
 from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
 from support.fake_runner import FakeRunner, continuation
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .client_link import ClientLink
-from .client_requests import OpenRequest, exception_of
-from .requests.errors import EngineDeadError, RequestError, ServerError
-from .wire import protocol
-from .wire.addresses import Address, AddressError, check_private_directory
-from .wire.keys import ClientKeys
-from .wire.protocol import Message, Welcome
+from ..requests.errors import EngineDeadError, RequestError, ServerError
+from ..wire import protocol
+from ..wire.addresses import Address, AddressError, check_private_directory
+from ..wire.keys import ClientKeys
+from ..wire.protocol import Message, Welcome
+from .link import ClientLink
+from .requests import OpenRequest, exception_of
 
 _RETRY_PAUSE = 0.1
 

@@ -1,4 +1,6 @@
-"""The GPU process: builds the runner, then takes plans in and hands tokens back. `python -m sidestream.runtime.gpu_process FD` is how the supervisor starts it.
+"""The GPU process: builds the runner, then takes plans in and hands tokens back.
+
+`python -m sidestream.runtime.server.gpu_process FD` is how the supervisor starts it.
 
 Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads adapters from disk. So a plan that arrives
 while the device is busy is launched at once, behind the step that runs.
@@ -17,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import zmq
 
+from ..engine.engine import Runner
 from .channel import Channel, ChannelClosed
-from .engine.engine import Runner
 from .gpu_link import Answer, GpuEnd, InHostMemory, Load, LoadDone, LoadedAdapter, Loading, Notice, Ready, Reporter, Retire, StartLoad, StepFailed, Unload
-from .serve_settings import ServeSettings
+from .settings import ServeSettings
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_MS = 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from .wire.protocol import HEARTBEAT_SECONDS, MAX_CHUNK_TOKENS, MAX_FRAME_CHUNKS, SILENCE_SECONDS, Beat, Chunk, Chunks, Error, FrameError, Message, encode
+from ..wire.protocol import HEARTBEAT_SECONDS, MAX_CHUNK_TOKENS, MAX_FRAME_CHUNKS, SILENCE_SECONDS, Beat, Chunk, Chunks, Error, FrameError, Message, encode
 
 _log = logging.getLogger(__name__)
 MAX_CLIENTS = 1024

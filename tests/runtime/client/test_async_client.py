@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.runtime.async_client import AsyncClient
+from sidestream.runtime.client.async_client import AsyncClient
 from sidestream.runtime.requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import keys as curve

@@ -1,9 +1,9 @@
 """What the GPU process of `sidestream serve` serves: an `LLM`'s runner and its adapters. Its own scheduler stays idle, for the batcher has one."""
-from ..ops.core.kv_layout import PAGE_SIZE
-from .device.runner import ModelRunner
+from ...ops.core.kv_layout import PAGE_SIZE
+from ..device.runner import ModelRunner
+from ..llm import LLM
 from .gpu_link import LoadedAdapter, Ready
-from .llm import LLM
-from .serve_settings import ServeSettings
+from .settings import ServeSettings
 
 
 class ServedLLM:

@@ -2,10 +2,10 @@
 import time
 from dataclasses import dataclass, field
 
+from ..engine.engine import Delta
+from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
+from ..wire.protocol import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
 from .connections import Client, Connections
-from .engine.engine import Delta
-from .requests.outputs import CompletionOutput, Logprob, RequestOutput
-from .wire.protocol import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
 
 MAX_TEXT = 1 << 18
 """Characters of a chunk: a frame holds them in any alphabet."""

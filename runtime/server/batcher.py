@@ -1,4 +1,6 @@
-"""The batcher process: clients on one side, the GPU process on the other, and the loop between them. `python -m sidestream.runtime.batcher FD` starts it.
+"""The batcher process: clients on one side, the GPU process on the other, and the loop between them.
+
+`python -m sidestream.runtime.server.batcher FD` starts it.
 
 One thread. Results of the GPU process come first, because the next plan waits for them; then clients' messages, a limited number at a time.
 """
@@ -14,19 +16,19 @@ from typing import Any
 import msgspec
 import zmq
 
-from .. import __version__
+from ... import __version__
+from ..text.encoder import Encoder
+from ..text.tokenizer import load_tokenizer
+from ..wire.addresses import make_private_directory, parse
+from ..wire.keys import Gate, load_server_keys
+from ..wire.protocol import INSTANCE_BYTES, MAX_FRAME_BYTES, Health, Welcome
 from .channel import Channel, ChannelClosed
 from .connections import SEND_HWM, Connections
 from .front_desk import FrontDesk
 from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
 from .open_requests import OpenRequests
-from .serve_settings import ServeSettings
+from .settings import ServeSettings
 from .stepper import Stepper
-from .text.encoder import Encoder
-from .text.tokenizer import load_tokenizer
-from .wire.addresses import make_private_directory, parse
-from .wire.keys import Gate, load_server_keys
-from .wire.protocol import INSTANCE_BYTES, MAX_FRAME_BYTES, Health, Welcome
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1

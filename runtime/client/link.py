@@ -10,10 +10,10 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from .requests.errors import EngineDeadError, ServerError
-from .wire.addresses import Address
-from .wire.keys import ClientKeys
-from .wire.protocol import MAX_FRAME_BYTES
+from ..requests.errors import EngineDeadError, ServerError
+from ..wire.addresses import Address
+from ..wire.keys import ClientKeys
+from ..wire.protocol import MAX_FRAME_BYTES
 
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _FRAMES_AT_ONCE = 256

@@ -6,13 +6,13 @@ from collections.abc import Coroutine, Generator
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from ..requests.errors import RequestError
+from ..requests.outputs import RequestOutput
+from ..requests.sampling_params import SamplingParams
+from ..wire.keys import ClientKeys
+from ..wire.protocol import AdapterInfo, Chunk, Health, Welcome
 from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
-from .client_requests import Prompt
-from .requests.errors import RequestError
-from .requests.outputs import RequestOutput
-from .requests.sampling_params import SamplingParams
-from .wire.keys import ClientKeys
-from .wire.protocol import AdapterInfo, Chunk, Health, Welcome
+from .requests import Prompt
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.async_client import AsyncClient
-from sidestream.runtime.client import Client
+from sidestream.runtime.client.async_client import AsyncClient
+from sidestream.runtime.client.client import Client
 from sidestream.runtime.requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import keys as curve

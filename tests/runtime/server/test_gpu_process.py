@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
-from sidestream.runtime.channel import Channel
-from sidestream.runtime.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
-from sidestream.runtime.gpu_process import run
-from sidestream.runtime.serve_settings import ServeSettings
+from sidestream.runtime.server.channel import Channel
+from sidestream.runtime.server.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
+from sidestream.runtime.server.gpu_process import run
+from sidestream.runtime.server.settings import ServeSettings
 
 
 class SlowReader:

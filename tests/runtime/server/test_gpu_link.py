@@ -3,8 +3,8 @@ import time
 
 import numpy as np
 import zmq
-from sidestream.runtime.gpu_link import BatcherEnd, GpuEnd, Load, Ready, Retire, StepFailed, Timing
-from sidestream.runtime.gpu_process import is_fatal, without_directories
+from sidestream.runtime.server.gpu_link import BatcherEnd, GpuEnd, Load, Ready, Retire, StepFailed, Timing
+from sidestream.runtime.server.gpu_process import is_fatal, without_directories
 from sidestream.runtime.steps.plan import StepResult
 
 

@@ -3,12 +3,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from .engine.engine import Delta, Engine, Request
+from ..engine.engine import Delta, Engine, Request
+from ..requests.outputs import RequestOutput
+from ..scheduling.scheduler import Scheduler, SchedulerLimits
+from ..steps.plan import AHEAD, StepPlan, StepResult
+from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
-from .requests.outputs import RequestOutput
-from .scheduling.scheduler import Scheduler, SchedulerLimits
-from .steps.plan import AHEAD, StepPlan, StepResult
-from .text.tokenizer import Tokenizer
 
 BRIEF_TOKENS = 1024
 """A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make new requests wait."""

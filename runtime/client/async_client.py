@@ -6,15 +6,15 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from .client_connection import Connection
-from .client_requests import Assembly, Prompt, one_for_each, prompt_list, submission
-from .requests.errors import EngineDeadError
-from .requests.outputs import RequestOutput
-from .requests.sampling_params import SamplingParams
-from .wire import protocol
-from .wire.addresses import AddressError, check_keys, default_address, parse
-from .wire.keys import ClientKeys, load_client_keys
-from .wire.protocol import AdapterInfo, Chunk, Health, Message, Welcome
+from ..requests.errors import EngineDeadError
+from ..requests.outputs import RequestOutput
+from ..requests.sampling_params import SamplingParams
+from ..wire import protocol
+from ..wire.addresses import AddressError, check_keys, default_address, parse
+from ..wire.keys import ClientKeys, load_client_keys
+from ..wire.protocol import AdapterInfo, Chunk, Health, Message, Welcome
+from .connection import Connection
+from .requests import Assembly, Prompt, one_for_each, prompt_list, submission
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0

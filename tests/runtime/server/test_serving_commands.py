@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import sidestream
-from sidestream.runtime import batcher
+from sidestream.runtime.server import batcher
 from sidestream.runtime.wire.protocol import Sampling
 from sidestream.tools.bench_model import TINY, write_model
 from support.fake_runner import continuation

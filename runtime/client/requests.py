@@ -3,10 +3,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
-from .requests.outputs import CompletionOutput, Logprob, RequestOutput
-from .requests.sampling_params import SamplingParams
-from .wire.protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Chunk, Error, Sampling, Submit, sampling_from
+from ..requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
+from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
+from ..requests.sampling_params import SamplingParams
+from ..wire.protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Chunk, Error, Sampling, Submit, sampling_from
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _LISTS = {"stop": "stop_strings", "stop_token_ids": "stop_ids", "logit_bias": "biases"}

@@ -6,18 +6,13 @@ from typing import Any
 
 from msgspec import structs
 
-from .connections import MAX_FAULTS, Client, Connections
-from .engine.engine import Request
-from .gpu_link import Answer
-from .open_requests import OpenRequest, OpenRequests
-from .requests.errors import RequestError
-from .requests.sampling_params import SamplingParams
-from .serve_settings import ServeSettings
-from .stepper import Stepper
-from .text.encoder import INLINE_CHARACTERS, Encoder
-from .text.prompts import check_request
-from .text.tokenizer import Tokenizer
-from .wire.protocol import (
+from ..engine.engine import Request
+from ..requests.errors import RequestError
+from ..requests.sampling_params import SamplingParams
+from ..text.encoder import INLINE_CHARACTERS, Encoder
+from ..text.prompts import check_request
+from ..text.tokenizer import Tokenizer
+from ..wire.protocol import (
     MAX_OPEN_REQUESTS,
     NO_INSTANCE,
     Abort,
@@ -42,6 +37,11 @@ from .wire.protocol import (
     Welcome,
     decode_from_client,
 )  # fmt: skip
+from .connections import MAX_FAULTS, Client, Connections
+from .gpu_link import Answer
+from .open_requests import OpenRequest, OpenRequests
+from .settings import ServeSettings
+from .stepper import Stepper
 
 _log = logging.getLogger(__name__)
 FAULT = "a fault in the server while this request was worked on; others are not affected"

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from ..wire.addresses import AddressLock, check_keys, make_private_directory, parse
 from .channel import Channel, ChannelClosed
 from .gpu_link import Ready
-from .serve_settings import ServeSettings
-from .wire.addresses import AddressLock, check_keys, make_private_directory, parse
+from .settings import ServeSettings
 
 STOP_SECONDS = 5.0
 DEATHS = 5
@@ -106,10 +106,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _start_batcher(self) -> Child:
-        return Child.start("batcher", [sys.executable, "-m", "sidestream.runtime.batcher"], self._settings)
+        return Child.start("batcher", [sys.executable, "-m", "sidestream.runtime.server.batcher"], self._settings)
 
     def _start_gpu(self) -> Child:
-        command = self._settings.gpu_command or [sys.executable, "-m", "sidestream.runtime.gpu_process"]
+        command = self._settings.gpu_command or [sys.executable, "-m", "sidestream.runtime.server.gpu_process"]
         return Child.start("GPU process", command, self._settings)
 
     def _watch(self) -> int:
