@@ -20,7 +20,7 @@ from typing import Any
 
 from .bench_latency import LLAMA_8B
 from .collect_env import collect
-from .engine_arguments import positive
+from .options.engine import positive
 from .random_adapters import write_random_adapter
 
 PROMPT = 128

@@ -18,9 +18,9 @@ from . import collect_env
 from .bench_kernels_attention import measure_attention
 from .bench_latency import pick_adapters
 from .bench_layer import CONTEXT, DEPTHS, Layers, Variant
-from .engine_arguments import DEFAULT_PRECISION, positive
 from .floors import BANDWIDTH
 from .gpu_time import launch_us
+from .options.engine import DEFAULT_PRECISION, positive
 
 ROUNDS = 8  # times that a graph has all layers' launches of a step
 CHOICES = (1, 16, 64, 256)

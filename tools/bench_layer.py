@@ -15,8 +15,8 @@ from typing import Any
 
 from . import collect_env
 from .bench_latency import LLAMA_8B, pick_adapters
-from .engine_arguments import DEFAULT_PRECISION, positive, share
 from .gpu_time import elapsed_us
+from .options.engine import DEFAULT_PRECISION, positive, share
 
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence

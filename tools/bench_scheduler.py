@@ -18,7 +18,7 @@ from ..runtime.requests.sampling_params import SamplingParams
 from ..runtime.scheduling.limits import SchedulerLimits
 from ..runtime.scheduling.scheduler import Scheduler
 from ..runtime.steps.plan import StepPlan, StepResult
-from .engine_arguments import positive
+from .options.engine import positive
 
 VOCABULARY = 32000
 OUTPUT_LENGTHS = (64, 448)

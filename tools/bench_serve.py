@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .client_arguments import add_connection_options, seconds
-from .engine_arguments import positive
+from .options.client import add_connection_options, seconds
+from .options.engine import positive
 
 MOST_REQUESTS = 100_000
 DESCRIPTION = """\

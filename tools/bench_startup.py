@@ -13,7 +13,7 @@ from typing import Any
 
 from . import collect_env
 from .bench_latency import build, make_adapters, model_fields
-from .engine_arguments import add_compile_options, positive, share
+from .options.engine import add_compile_options, positive, share
 
 DESCRIPTION = """\
 Time the start of the engine, split into capture and passes, loading, kernels and CUDA graphs.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .engine_arguments import adapters_of, add_lora_options, add_model, model_directory, positive
 from .ledger import batch_inputs, load_model
+from .options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
 
 DESCRIPTION = """\
 Run a short text through the unquantized model, with the base and with each adapter, and look at every layer's queries, keys and values:

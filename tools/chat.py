@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .client_arguments import add_connection_options, add_sampling_options, connect, harmless, sampling_params
+from .options.client import add_connection_options, add_sampling_options, connect, harmless, sampling_params
 
 if TYPE_CHECKING:
     from ..runtime.client.client import Client

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .engine_arguments import DEMO_MODEL, add_compile_options, demo_prompts, given, precision_arguments
+from .options.engine import DEMO_MODEL, add_compile_options, demo_prompts, given, precision_arguments
 
 if TYPE_CHECKING:
     from ..compiler.records import PassRecord

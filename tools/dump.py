@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .engine_arguments import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, model_directory
+from .options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, model_directory
 
 DESCRIPTION = """\
 Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what it refused and why,

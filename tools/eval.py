@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .engine_arguments import adapters_of, add_lora_options, add_model, model_directory, positive
+from .options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
 
 DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .dump import DEFAULT_BUCKETS, as_bucket, bucket, lora_shape
-from .engine_arguments import add_compile_options, add_lora_options, add_model, compile_arguments, model_directory, positive
+from .options.engine import add_compile_options, add_lora_options, add_model, compile_arguments, model_directory, positive
 
 DESCRIPTION = """\
 Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step against the floor

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from .engine_arguments import add_engine_options, add_model, llm_arguments, positive
+from .options.engine import add_engine_options, add_model, llm_arguments, positive
 
 DESCRIPTION = """\
 Answer prompts, all in one batch; each may use another adapter.

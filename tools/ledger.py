@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .dump import HIGHEST_RANK, lora_shape
-from .engine_arguments import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, demo_prompts, model_directory
+from .options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, demo_prompts, model_directory
 
 DESCRIPTION = """\
 Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about the logits:

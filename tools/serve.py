@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .config_file import ConfigAction, apply
-from .engine_arguments import add_engine_options, add_model, given, llm_arguments, positive
+from .options.config_file import ConfigAction, apply
+from .options.engine import add_engine_options, add_model, given, llm_arguments, positive
 
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .engine_arguments import DEFAULT_PRECISION, positive
+from .options.engine import DEFAULT_PRECISION, positive
 
 if TYPE_CHECKING:
     from ..ops.linear.tuning import LinearConfig

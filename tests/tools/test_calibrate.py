@@ -17,8 +17,8 @@ from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli
 from sidestream.tools.calibrate import PRECISIONS, as_text, attention_inputs, documents
-from sidestream.tools.engine_arguments import compile_arguments, layers
 from sidestream.tools.kv_error import stored
+from sidestream.tools.options.engine import compile_arguments, layers
 from sidestream.tools.serve import settings_of
 from support.paged import plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
@@ -233,7 +233,7 @@ def test_flags_name_layers(base: TinyBase, written: Path, tmp_path: Path, capsys
     llm = settings_of(parse(["serve", str(base.path), "--calibration", str(written), "--center-keys", "1"])).llm
     assert llm["calibration"] == str(written) and llm["center_keys"] == (1,) and "hadamard" not in llm
     (tmp_path / "server.toml").write_text(f'calibration = "{written}"\nhadamard = "0-1"\n')
-    from sidestream.tools.config_file import apply
+    from sidestream.tools.options.config_file import apply
 
     options = parse(["serve", str(base.path), "--config", str(tmp_path / "server.toml")])
     apply(options)

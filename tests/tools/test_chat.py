@@ -14,7 +14,7 @@ from sidestream.runtime.text import chat_template
 from sidestream.runtime.text.chat_template import ChatTemplate, ChatTemplateError, template_of
 from sidestream.runtime.wire import protocol
 from sidestream.tools import cli
-from sidestream.tools.client_arguments import harmless
+from sidestream.tools.options.client import harmless
 from support.wire_server import WireServer
 
 TEMPLATE = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from sidestream.tools import bench_latency, cli
-from sidestream.tools.engine_arguments import DEMO_MODEL, demo_prompts
+from sidestream.tools.options.engine import DEMO_MODEL, demo_prompts
 
 PROMPTS = demo_prompts()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sidestream.tools.demo_corpus import STYLES, facts
-from sidestream.tools.engine_arguments import DEMO_MODEL, demo_prompts
+from sidestream.tools.options.engine import DEMO_MODEL, demo_prompts
 
 ADAPTERS = sorted(path.parent for path in DEMO_MODEL.glob("adapters/*/adapter_config.json"))
 

@@ -11,7 +11,7 @@ import torch
 from sidestream.graphs.config import LlamaConfig
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.tools.cli import main
-from sidestream.tools.engine_arguments import DEMO_MODEL
+from sidestream.tools.options.engine import DEMO_MODEL
 from sidestream.tools.quality import emulation, suite
 from sidestream.tools.quality.arms import ARMS, BY_NAME, chosen_arms, open_arm
 from sidestream.tools.quality.divergence import Divergence, divergences

@@ -10,7 +10,7 @@ from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.tuning import LinearConfig
 from sidestream.tools import cli, tune_bench, tune_layers
-from sidestream.tools.engine_arguments import DEFAULT_PRECISION, DEMO_MODEL
+from sidestream.tools.options.engine import DEFAULT_PRECISION, DEMO_MODEL
 from sidestream.tools.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
 def positive(text: str) -> int:

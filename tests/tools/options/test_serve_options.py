@@ -4,7 +4,7 @@ import json
 import pytest
 from sidestream.runtime.wire.addresses import AddressError
 from sidestream.tools import cli
-from sidestream.tools.config_file import apply
+from sidestream.tools.options.config_file import apply
 from sidestream.tools.serve import settings_of
 
 

@@ -3,11 +3,11 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .engine_arguments import positive
+from .engine import positive
 
 if TYPE_CHECKING:
-    from ..runtime.client.client import Client
-    from ..runtime.requests.sampling_params import SamplingParams
+    from ...runtime.client.client import Client
+    from ...runtime.requests.sampling_params import SamplingParams
 
 
 def seconds(text: str) -> float:
@@ -42,7 +42,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, temperature: float, ma
 
 def sampling_params(options: argparse.Namespace, **more: Any) -> "SamplingParams":
     """The sampling parameters that were asked for. Raises RequestError."""
-    from ..runtime.requests.sampling_params import SamplingParams
+    from ...runtime.requests.sampling_params import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
     return SamplingParams(**({name: getattr(options, name) for name in names} | more))
@@ -50,7 +50,7 @@ def sampling_params(options: argparse.Namespace, **more: Any) -> "SamplingParams
 
 def connect(options: argparse.Namespace) -> "Client":
     """A client that has found its server. Raises EngineDeadError when nothing answers."""
-    from ..runtime.client.client import Client
+    from ...runtime.client.client import Client
 
     client = Client(options.address, keys=options.keys, connect_timeout=options.connect_timeout)
     try:
