@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from . import collect_env
 from .bench_latency import pick_adapters
+from .commands import collect_env
 
 SHARES = (0.1, 0.25, 0.5)
 

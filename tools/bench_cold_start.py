@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench_latency import LLAMA_8B
-from .collect_env import collect
+from .commands.collect_env import collect
 from .options.engine import positive
 from .random_adapters import write_random_adapter
 

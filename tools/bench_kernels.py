@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import collect_env
 from .bench_kernels_attention import measure_attention
 from .bench_latency import pick_adapters
 from .bench_layer import CONTEXT, DEPTHS, Layers, Variant
+from .commands import collect_env
 from .floors import BANDWIDTH
 from .gpu_time import launch_us
 from .options.engine import DEFAULT_PRECISION, positive

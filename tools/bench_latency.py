@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import collect_env
+from .commands import collect_env
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
 from .options.engine import DEMO_MODEL, add_compile_options, given, positive, precision_arguments, share
 from .profile_run import write_profile

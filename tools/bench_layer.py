@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import collect_env
 from .bench_latency import LLAMA_8B, pick_adapters
+from .commands import collect_env
 from .gpu_time import elapsed_us
 from .options.engine import DEFAULT_PRECISION, positive, share
 

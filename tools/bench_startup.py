@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import collect_env
 from .bench_latency import build, make_adapters, model_fields
+from .commands import collect_env
 from .options.engine import add_compile_options, positive, share
 
 DESCRIPTION = """\

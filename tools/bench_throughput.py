@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import collect_env
 from .bench_latency import LORA_CHOICES, build, make_adapters, model_fields, pick_adapters
+from .commands import collect_env
 from .options.engine import add_compile_options, positive, share
 
 FP8_PEAK = 1979e12  # an H200's dense e4m3 rate in FLOP/s, from the vendor's datasheet

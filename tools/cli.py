@@ -7,27 +7,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from . import (
-    bench_kernels,
-    bench_latency,
-    bench_serve,
-    bench_startup,
-    bench_throughput,
-    calibrate,
-    chat,
-    collect_env,
-    complete,
-    demo,
-    diff,
-    dump,
-    explain,
-    generate,
-    keygen,
-    ledger,
-    serve,
-    tune,
-)
-from . import eval as evaluation
+from . import bench_kernels, bench_latency, bench_serve, bench_startup, bench_throughput, tune
+from .commands import calibrate, chat, collect_env, complete, demo, diff, dump, explain, generate, keygen, ledger, serve
+from .commands import eval as evaluation
 
 DESCRIPTION = """\
 Serve many LoRA fine-tunes of one Llama from one GPU.

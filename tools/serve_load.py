@@ -13,7 +13,8 @@ from typing import Any
 from ..runtime.client.async_client import AsyncClient
 from ..runtime.requests.errors import RequestError, ServerError
 from ..runtime.requests.sampling_params import SamplingParams
-from . import collect_env, serve_report
+from . import serve_report
+from .commands import collect_env
 from .serve_cold import cold_starts
 from .serve_report import Record, live_line, summarize
 from .serve_traffic import Planned, plan

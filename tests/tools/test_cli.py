@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sidestream.tools import cli, collect_env
+from sidestream.tools import cli
+from sidestream.tools.commands import collect_env
 
 COMMANDS = (["demo"], ["generate"], ["dump"], ["ledger"], ["complete"], ["chat"], ["keygen"], ["collect-env"], ["bench", "latency"], ["bench", "serve"])
 

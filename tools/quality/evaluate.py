@@ -246,8 +246,8 @@ def calibrate_model(directory: Path, adapters: Mapping[str, Path], texts: Sequen
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.calibration import fingerprint
     from ...runtime.engine.options import resolve_device
-    from ..calibrate import calibrate
-    from ..ledger import load_model
+    from ..commands.calibrate import calibrate
+    from ..commands.ledger import load_model
 
     chosen = resolve_device(device)
     options = Namespace(model=str(directory), lora_modules=[(name, str(path)) for name, path in adapters.items()], max_loras=None, max_lora_rank=None)

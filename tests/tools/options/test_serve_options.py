@@ -4,8 +4,8 @@ import json
 import pytest
 from sidestream.runtime.wire.addresses import AddressError
 from sidestream.tools import cli
+from sidestream.tools.commands.serve import settings_of
 from sidestream.tools.options.config_file import apply
-from sidestream.tools.serve import settings_of
 
 
 @pytest.fixture

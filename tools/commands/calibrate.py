@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
 from .ledger import batch_inputs, load_model
-from .options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
 
 DESCRIPTION = """\
 Run a short text through the unquantized model, with the base and with each adapter, and look at every layer's queries, keys and values:
@@ -76,10 +76,10 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters; leave it out")
     import torch
 
-    from ..graphs.checkpoint import Checkpoint
-    from ..runtime.engine.calibration import fingerprint
-    from ..runtime.engine.options import resolve_device
-    from ..runtime.text.tokenizer import load_tokenizer
+    from ...graphs.checkpoint import Checkpoint
+    from ...runtime.engine.calibration import fingerprint
+    from ...runtime.engine.options import resolve_device
+    from ...runtime.text.tokenizer import load_tokenizer
 
     device = resolve_device(options.device)
     tokenizer = load_tokenizer(directory)
@@ -152,7 +152,7 @@ class Sums:
 
     def simulate(self, q: Any, k: Any, v: Any, softmax_scale: float) -> None:
         """Errors of one piece for every cache dtype and treatment."""
-        from ..runtime.engine.calibration import KV_DTYPES, TREATMENTS
+        from ...runtime.engine.calibration import KV_DTYPES, TREATMENTS
         from .kv_error import attention_weights, score_variance, value_error
 
         weights = attention_weights(q, k, softmax_scale)
@@ -170,7 +170,7 @@ class Sums:
 
     def figures(self) -> Any:
         """As `LayerFigures`."""
-        from ..runtime.engine.calibration import LayerFigures
+        from ...runtime.engine.calibration import LayerFigures
 
         bias = self.tokens * float((self.key / self.tokens).square().sum()) / max(self.key_square, 1e-30)
         return LayerFigures(
@@ -184,7 +184,7 @@ def calibrate(model: Any, jobs: Sequence[tuple[Sequence[int], int]], device: Any
     """The `Calibration` of our plain Llama (with adapter i in slot i) from (token ids, slot) pairs. `mark`: the model's fingerprint."""
     from tqdm import tqdm
 
-    from ..runtime.engine.calibration import Calibration
+    from ...runtime.engine.calibration import Calibration
 
     layers = [Sums() for _ in range(model.config.num_hidden_layers)]
     factors = [_balance(layer, model.config) for layer in model.model.layers]
@@ -207,7 +207,7 @@ def _balance(layer: Any, config: Any) -> Any:
     """[kv heads, head dim]: the factors of a layer's keys (see the pass `balance_keys`)."""
     import torch
 
-    from ..compiler.graph.recipe import key_balance_factors
+    from ...compiler.graph.recipe import key_balance_factors
 
     attention = layer.self_attn
     weights = attention.q_proj.weight.detach(), attention.k_proj.weight.detach(), layer.input_layernorm.weight.detach()
@@ -220,9 +220,9 @@ def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> 
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from ..ops.attention.append_kv import append_kv
-    from ..ops.attention.paged_attention import paged_attention
-    from ..ops.core.kv_layout import kv_cache_shape
+    from ...ops.attention.append_kv import append_kv
+    from ...ops.attention.paged_attention import paged_attention
+    from ...ops.core.kv_layout import kv_cache_shape
 
     appended: list[tuple[Any, Any]] = []
     queries: list[Any] = []
@@ -249,9 +249,9 @@ def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> 
 
 def as_text(calibration: Any, precision: str) -> str:
     """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
-    from ..compiler.options import DEFAULT_KV_DTYPE
-    from ..compiler.records import columns
-    from ..runtime.engine.calibration import KV_DTYPES, TREATMENTS
+    from ...compiler.options import DEFAULT_KV_DTYPE
+    from ...compiler.records import columns
+    from ...runtime.engine.calibration import KV_DTYPES, TREATMENTS
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]
     short = {kv_dtype: kv_dtype.removeprefix("fp8_") for kv_dtype in KV_DTYPES}
@@ -274,7 +274,7 @@ def as_text(calibration: Any, precision: str) -> str:
 
 def _choice(calibration: Any, precision: str) -> str:
     """What a mode gets, in words, and whether rotated values are worth their while."""
-    from ..runtime.engine.calibration import WORTH_DTYPE
+    from ...runtime.engine.calibration import WORTH_DTYPE
 
     kv_dtype = calibration.kv_dtype(precision)
     treated = [layer.treatment(kv_dtype) for layer in calibration.layers]

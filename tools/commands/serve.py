@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options.config_file import ConfigAction, apply
-from .options.engine import add_engine_options, add_model, given, llm_arguments, positive
+from ..options.config_file import ConfigAction, apply
+from ..options.engine import add_engine_options, add_model, given, llm_arguments, positive
 
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.
@@ -77,8 +77,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
-    from ..runtime.server.settings import ServeSettings
-    from ..runtime.wire.addresses import default_address, parse
+    from ...runtime.server.settings import ServeSettings
+    from ...runtime.wire.addresses import default_address, parse
 
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format")
     if options.no_prefix_caching:
@@ -100,7 +100,7 @@ def settings_of(options: argparse.Namespace) -> Any:
 
 def run(options: argparse.Namespace) -> int:
     """Serves; returns 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
-    from ..runtime.server.supervisor import serve
+    from ...runtime.server.supervisor import serve
 
     apply(options)
     settings = settings_of(options)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sidestream.compiler.pipeline import PASSES
 from sidestream.tools import cli
-from sidestream.tools.dump import read_ledger
+from sidestream.tools.commands.dump import read_ledger
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 

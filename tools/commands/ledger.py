@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, demo_prompts, model_directory
 from .dump import HIGHEST_RANK, lora_shape
-from .options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, demo_prompts, model_directory
 
 DESCRIPTION = """\
 Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about the logits:
@@ -58,11 +58,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--prompt is empty; give it some text")
     if options.max_loras is not None and options.max_loras < len(names):
         raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters, which the batch mixes; leave it out")
-    from ..compiler.graph.capture import capture_module
-    from ..compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
-    from ..compiler.options import CompileOptions
-    from ..compiler.pipeline import check_disabled
-    from ..runtime.text.tokenizer import load_tokenizer
+    from ...compiler.graph.capture import capture_module
+    from ...compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
+    from ...compiler.options import CompileOptions
+    from ...compiler.pipeline import check_disabled
+    from ...runtime.text.tokenizer import load_tokenizer
 
     compile_options = CompileOptions(**compile_arguments(options))
     check_disabled(compile_options)
@@ -99,7 +99,7 @@ def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
     """The inputs of one prefill of (token ids, adapter slot) each, but for the KV caches; logits of every token. Page 0 belongs to nobody."""
     import torch
 
-    from ..ops.core.kv_layout import PAGE_SIZE
+    from ...ops.core.kv_layout import PAGE_SIZE
 
     lengths = [len(ids) for ids, _ in batch]
     blocks = max(-(-length // PAGE_SIZE) for length in lengths)
@@ -124,11 +124,11 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     """Our plain Llama on the CPU with the checkpoint's weights, and adapter i in slot i. `dtype` None: fp32."""
     import torch
 
-    from ..graphs.adapter import load_adapter
-    from ..graphs.checkpoint import Checkpoint, load_weights
-    from ..graphs.config import LlamaConfig
-    from ..graphs.llama import Llama
-    from ..graphs.stack import fill_slot, slot_tensors
+    from ...graphs.adapter import load_adapter
+    from ...graphs.checkpoint import Checkpoint, load_weights
+    from ...graphs.config import LlamaConfig
+    from ...graphs.llama import Llama
+    from ...graphs.stack import fill_slot, slot_tensors
 
     config = LlamaConfig.from_directory(directory)
     lora, dtype = lora_shape(options, config), dtype or torch.float32
@@ -146,7 +146,7 @@ def reference_logits(model: Any, inputs: dict[str, Any]) -> Any:
     """Logits of the model itself, uncompiled."""
     import torch
 
-    from ..ops.core.kv_layout import kv_cache_shape
+    from ...ops.core.kv_layout import kv_cache_shape
 
     config, pages = model.config, int(inputs["block_table"].max()) + 1
     shape = kv_cache_shape(pages, config.num_key_value_heads, config.head_dim)

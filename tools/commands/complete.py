@@ -5,8 +5,8 @@ import json
 import sys
 from typing import Any
 
+from ..options.client import add_connection_options, add_sampling_options, connect, harmless, sampling_params
 from .generate import prompts_of, token_ids
-from .options.client import add_connection_options, add_sampling_options, connect, harmless, sampling_params
 
 DESCRIPTION = """\
 Let a running server complete prompts; each may use another adapter.

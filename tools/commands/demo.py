@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .options.engine import DEMO_MODEL, add_compile_options, demo_prompts, given, precision_arguments
+from ..options.engine import DEMO_MODEL, add_compile_options, demo_prompts, given, precision_arguments
 
 if TYPE_CHECKING:
-    from ..compiler.records import PassRecord
+    from ...compiler.records import PassRecord
 
 DESCRIPTION = """\
 Compile the demo model, answer one batch in which every prompt has another adapter (and one has none), and show what each compiler pass did.
@@ -44,8 +44,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the demo. Returns 1 when an answer is not the one that the demo model was trained to give."""
-    from ..runtime.llm import LLM
-    from ..runtime.requests.sampling_params import SamplingParams
+    from ...runtime.llm import LLM
+    from ...runtime.requests.sampling_params import SamplingParams
     from .streaming import stream_answers
 
     prompts = demo_prompts()
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 def pass_summary(records: "Sequence[PassRecord]") -> str:
     """One line a pass: how often it matched, and how many kernels the model calls before and after."""
-    from ..compiler.records import columns
+    from ...compiler.records import columns
 
     rows = [("pass", "matches", "kernels")]
     for record in records:

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..options.engine import add_compile_options, add_lora_options, add_model, compile_arguments, model_directory, positive
 from .dump import DEFAULT_BUCKETS, as_bucket, bucket, lora_shape
-from .options.engine import add_compile_options, add_lora_options, add_model, compile_arguments, model_directory, positive
 
 DESCRIPTION = """\
 Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step against the floor
@@ -55,12 +55,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compiles on the meta device and prints."""
-    from ..compiler.api import compile_model
-    from ..compiler.cost.hardware import gpu_named
-    from ..compiler.cost.work import Assumptions
-    from ..compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
-    from ..compiler.options import CompileOptions
-    from ..graphs.llama import Llama
+    from ...compiler.api import compile_model
+    from ...compiler.cost.hardware import gpu_named
+    from ...compiler.cost.work import Assumptions
+    from ...compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
+    from ...compiler.options import CompileOptions
+    from ...graphs.llama import Llama
 
     gpu, config = gpu_named(options.gpu), _config(options)
     compile_options = CompileOptions(**compile_arguments(options))
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, gpu: Any) -> dict[str, float]:
     """change -> seconds a step of the whole model; of a deep one two cuts are compiled, and what a layer adds is taken times the layers."""
-    from ..compiler.inspect.explain import what_ifs
+    from ...compiler.inspect.explain import what_ifs
 
     depth = config.num_hidden_layers
     if depth <= CUTS[1]:
@@ -96,8 +96,8 @@ def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, g
 
 def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
     """A function options -> (a fresh graph of the model, its tensors' names); the model is captured once for each dtype."""
-    from ..compiler.graph.capture import capture_module
-    from ..graphs.llama import Llama
+    from ...compiler.graph.capture import capture_module
+    from ...graphs.llama import Llama
 
     known: dict[Any, tuple[Any, list[str]]] = {}
 
@@ -114,8 +114,8 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
 
 def _config(options: argparse.Namespace) -> Any:
     """The model's config from whichever of the three ways it was named."""
-    from ..graphs.config import LlamaConfig
-    from .bench_latency import LLAMA_8B
+    from ...graphs.config import LlamaConfig
+    from ..bench_latency import LLAMA_8B
 
     named = [name for name, value in (("MODEL", options.model), ("--model-shape-only", options.shape_only), ("--shape", options.shape)) if value]
     if len(named) > 1:

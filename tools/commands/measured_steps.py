@@ -5,14 +5,14 @@ from collections.abc import Iterable
 import torch
 from tqdm import tqdm
 
-from ..compiler.api import CompiledModel
-from ..compiler.cost.cost import Assumptions, Placed
-from ..compiler.cost.resources import Resources, program_resources
-from ..compiler.cost.timings import Timings
-from ..compiler.inspect.profile import capture_profile
-from ..compiler.program.program import Bucket
-from ..compiler.run.emit import BoundProgram
-from .random_tensors import random_tensors
+from ...compiler.api import CompiledModel
+from ...compiler.cost.cost import Assumptions, Placed
+from ...compiler.cost.resources import Resources, program_resources
+from ...compiler.cost.timings import Timings
+from ...compiler.inspect.profile import capture_profile
+from ...compiler.program.program import Bucket
+from ...compiler.run.emit import BoundProgram
+from ..random_tensors import random_tensors
 
 REPLAYS = 5
 

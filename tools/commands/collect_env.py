@@ -8,7 +8,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from .. import __version__
+from ... import __version__
 
 EXAMPLES = """\
 examples:

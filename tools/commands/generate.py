@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from .options.engine import add_engine_options, add_model, llm_arguments, positive
+from ..options.engine import add_engine_options, add_model, llm_arguments, positive
 
 DESCRIPTION = """\
 Answer prompts, all in one batch; each may use another adapter.
@@ -108,8 +108,8 @@ def run(options: argparse.Namespace) -> int:
     arguments = llm_arguments(options)
     prompts = prompts_of(options)
     chosen = adapters_for(options, len(prompts), arguments["adapters"])
-    from ..runtime.llm import LLM
-    from ..runtime.requests.sampling_params import SamplingParams
+    from ...runtime.llm import LLM
+    from ...runtime.requests.sampling_params import SamplingParams
 
     params = SamplingParams(
         max_tokens=options.max_tokens,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, model_directory
+from ..options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, model_directory
 
 DESCRIPTION = """\
 Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what it refused and why,
@@ -92,11 +92,11 @@ def run(options: argparse.Namespace) -> int:
     directory = model_directory(options)
     if options.output.exists() and not options.output.is_dir():
         raise ValueError(f"--output {options.output} is a file; name a directory")
-    from ..compiler.api import compile_model
-    from ..compiler.cost.timings import Timings
-    from ..compiler.options import CompileOptions
-    from ..graphs.config import LlamaConfig
-    from ..graphs.llama import Llama
+    from ...compiler.api import compile_model
+    from ...compiler.cost.timings import Timings
+    from ...compiler.options import CompileOptions
+    from ...graphs.config import LlamaConfig
+    from ...graphs.llama import Llama
 
     if options.measured is not None and options.measure:
         raise ValueError("--measure and --measured FILE contradict each other: measure here, or read what was measured elsewhere")
@@ -146,9 +146,9 @@ def read_ledger(path: Path) -> dict[str, float]:
 
 def lora_shape(options: argparse.Namespace, config: Any) -> Any:
     """Room for the adapters that are named, or for --max-loras of --max-lora-rank on all projections; None when there are neither."""
-    from ..graphs.adapter import load_adapter
-    from ..graphs.lora import RANK_MULTIPLE, LoraShape
-    from ..graphs.stack import lora_shape_for
+    from ...graphs.adapter import load_adapter
+    from ...graphs.lora import RANK_MULTIPLE, LoraShape
+    from ...graphs.stack import lora_shape_for
 
     adapters = [load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()]
     if adapters:
@@ -162,7 +162,7 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
 
 def as_bucket(kind: str, count: int, lora: bool) -> Any:
     """The compiler's bucket for `decode:count` or `mixed:count`."""
-    from ..compiler.program.program import Bucket
+    from ...compiler.program.program import Bucket
 
     sequences = count if kind == "decode" else min(count, MIXED_SEQUENCES)
     return Bucket(

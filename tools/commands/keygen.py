@@ -35,7 +35,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the keys and says which folder goes where."""
-    from ..runtime.wire.keys import generate
+    from ...runtime.wire.keys import generate
 
     folders = generate(options.directory, options.client or ["default"])
     print(f"{options.directory / 'server'}  stays with the engine: sidestream serve --bind tcp://0.0.0.0:5757 --keys {options.directory / 'server'}")

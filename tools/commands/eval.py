@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
+from ..options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
 
 DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:
@@ -77,7 +77,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs all arms, prints the tables, writes the files. 1: a control passed, or an arm did not run."""
-    from .quality import arms as known
+    from ..quality import arms as known
 
     if options.list_arms:
         print("\n".join(f"{arm.name:28} {arm.about}" for arm in known.ARMS))
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     if options.smoke and options.controls:
         chosen = [arm for arm in chosen if not arm.control or arm.name in known.SMOKE_CONTROLS or arm.name in names]
     begin = time.perf_counter()
-    from .quality.report import tables, verdicts
+    from ..quality.report import tables, verdicts
 
     suite = make_suite(options, directory, adapters)
     if not sys.stderr.isatty():
@@ -116,15 +116,15 @@ def run(options: argparse.Namespace) -> int:
 def write_files(options: argparse.Namespace, rounds: Sequence[Any], about: dict[str, Any]) -> None:
     """The JSON, the picture and the page that were asked for."""
     if options.output_json is not None:
-        from .quality.report import as_json
+        from ..quality.report import as_json
 
         options.output_json.write_text(json.dumps(as_json(rounds, about), indent=1) + "\n", encoding="utf-8")
     if options.plot is not None:
-        from .quality.plot import plot
+        from ..quality.plot import plot
 
         options.plot.write_text(plot(rounds), encoding="utf-8")
     if options.markdown is not None:
-        from .quality.page import page
+        from ..quality.page import page
 
         options.markdown.write_text(page(rounds, about, options.plot, options.markdown), encoding="utf-8")
 
@@ -142,10 +142,10 @@ def all_adapters(options: argparse.Namespace) -> dict[str, Path]:
 
 def make_suite(options: argparse.Namespace, directory: Path, adapters: dict[str, Path]) -> Any:
     """What is asked, as the model and the options say."""
-    from ..graphs.config import LlamaConfig
-    from ..runtime.text.tokenizer import load_tokenizer
-    from .quality.suite import Limits, corpus_suite, demo_suite, file_suite, task_suite
-    from .quality.tasks import TASKS
+    from ...graphs.config import LlamaConfig
+    from ...runtime.text.tokenizer import load_tokenizer
+    from ..quality.suite import Limits, corpus_suite, demo_suite, file_suite, task_suite
+    from ..quality.tasks import TASKS
 
     longest = min(options.max_length, LlamaConfig.from_directory(directory).max_position_embeddings)
     limits = Limits(options.tasks, options.documents, options.needles, longest)
@@ -167,9 +167,9 @@ def run_rounds(options: argparse.Namespace, directory: Path, adapters: dict[str,
     """The clean round, and with --inject the injected one."""
     from tqdm import tqdm
 
-    from .quality.arms import INJECTED, WHOLE_INJECTED
-    from .quality.evaluate import CLEAN, Model, calibrate_model, calibration_texts, evaluate, stages
-    from .quality.outliers import inject
+    from ..quality.arms import INJECTED, WHOLE_INJECTED
+    from ..quality.evaluate import CLEAN, Model, calibrate_model, calibration_texts, evaluate, stages
+    from ..quality.outliers import inject
 
     texts = calibration_texts(suite.documents)
     special = [arm for arm in chosen if arm.name in INJECTED] if options.inject else []
@@ -212,7 +212,7 @@ def describe(options: argparse.Namespace, directory: Path, adapters: dict[str, P
     """What ran, for the files."""
     import torch
 
-    from .. import __version__
+    from ... import __version__
 
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     return {

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .options.client import add_connection_options, add_sampling_options, connect, harmless, sampling_params
+from ..options.client import add_connection_options, add_sampling_options, connect, harmless, sampling_params
 
 if TYPE_CHECKING:
-    from ..runtime.client.client import Client
-    from ..runtime.requests.sampling_params import SamplingParams
-    from ..runtime.text.chat_template import ChatTemplate
+    from ...runtime.client.client import Client
+    from ...runtime.requests.sampling_params import SamplingParams
+    from ...runtime.text.chat_template import ChatTemplate
 
 DESCRIPTION = """\
 Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each line is answered by itself.
@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def load_template(path: Path | None, client: "Client") -> "ChatTemplate | None":
     """The template to use; None if neither the server nor --chat-template has one. Raises ChatTemplateError."""
-    from ..runtime.text.chat_template import ChatTemplate, ChatTemplateError, template_of
+    from ...runtime.text.chat_template import ChatTemplate, ChatTemplateError, template_of
 
     server = client.connect()
     if path is None:
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
 
 def talk(conversation: Conversation) -> int:
     """Reads lines until their end; a fault of one turn is said and the chat goes on. Returns the exit code."""
-    from ..runtime.requests.errors import EngineDeadError, RequestError, ServerError
+    from ...runtime.requests.errors import EngineDeadError, RequestError, ServerError
 
     terminal = sys.stdin.isatty()
     if terminal:
