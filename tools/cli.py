@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from . import bench_kernels, bench_latency, bench_serve, bench_startup, bench_throughput, tune
+from . import bench_kernels, bench_latency, bench_serve, bench_startup, bench_throughput
 from .commands import calibrate, chat, collect_env, complete, demo, diff, dump, explain, generate, keygen, ledger, serve
 from .commands import eval as evaluation
+from .tuning import tune
 
 DESCRIPTION = """\
 Serve many LoRA fine-tunes of one Llama from one GPU.

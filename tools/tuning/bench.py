@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ..ops.linear.kernel_wide import launch_wide
-from ..ops.linear.linear_8bit import launch_config
-from ..ops.linear.tuning import LinearConfig, work_split
-from ..ops.rows.quantize import SILU_ROTATES, quantize_rowwise
-from ..ops.rows.silu_mul import silu_mul_quant
-from .gpu_time import captured, elapsed_us
+from ...ops.linear.kernel_wide import launch_wide
+from ...ops.linear.linear_8bit import launch_config
+from ...ops.linear.tuning import LinearConfig, work_split
+from ...ops.rows.quantize import SILU_ROTATES, quantize_rowwise
+from ...ops.rows.silu_mul import silu_mul_quant
+from ..gpu_time import captured, elapsed_us
 from .tune import Timing, show
 
 COLD_BYTES = 240e6  # weights that take turns; several times the L2 cache

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .options.engine import DEFAULT_PRECISION, positive
+from ..options.engine import DEFAULT_PRECISION, positive
 
 if TYPE_CHECKING:
-    from ..ops.linear.tuning import LinearConfig
+    from ...ops.linear.tuning import LinearConfig
 
 TOKENS = (16, 32, 64, 128, 256, 512)
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -85,7 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures and writes, or lists. Raises ValueError for a model that is none, and without a GPU unless it is a dry run."""
-    from ..ops.core.device import H200_SMS
+    from ...ops.core.device import H200_SMS
 
     name, config = _model(options.model)
     work = list(jobs(config, options.layers, options.tokens, options.dtype))
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ValueError("tune times CUDA kernels, and this machine has no GPU; --dry-run lists what would be measured")
-    from ..ops.linear import tuning
+    from ...ops.linear import tuning
 
     device = torch.cuda.get_device_name(0)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 def _model(path: str | None) -> tuple[str, dict[str, Any]]:
     """(name, fields of config.json)."""
     if path is None:
-        from .bench_latency import LLAMA_8B
+        from ..bench_latency import LLAMA_8B
 
         return "Llama-3.1-8B", LLAMA_8B
     file = Path(path) / "config.json"
@@ -139,8 +139,8 @@ def _model(path: str | None) -> tuple[str, dict[str, Any]]:
 
 def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: str = DEFAULT_PRECISION) -> Iterator[Job]:
     """The entries to measure for a model; token counts are rounded up to those of the table."""
-    from ..graphs.config import LlamaConfig
-    from ..ops.linear.tuning import padded_tokens
+    from ...graphs.config import LlamaConfig
+    from ...ops.linear.tuning import padded_tokens
 
     c = LlamaConfig.from_dict(config)
     heads = c.num_attention_heads * c.head_dim
@@ -155,14 +155,14 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
 
 def linear_configs(job: Job, sms: int) -> "list[LinearConfig]":
     """What to measure of `linear_8bit`."""
-    from ..ops.linear.tuning import candidates
+    from ...ops.linear.tuning import candidates
 
     return candidates(job.tokens, job.n, job.k, sms, int8=job.int8)
 
 
 def activation_configs(job: Job, sms: int) -> "list[LinearConfig]":
     """What to measure of `linear_8bit_silu_mul`; few tokens keep two launches."""
-    from ..ops.linear.tuning import wide_candidates
+    from ...ops.linear.tuning import wide_candidates
 
     if job.layer != "gate_up" or job.tokens <= 64:
         return []
@@ -196,7 +196,7 @@ def show(config: "LinearConfig") -> str:
 
 def sparse(config: "LinearConfig") -> dict[str, Any]:
     """The fields that the table needs."""
-    from ..ops.linear.tuning import LinearConfig
+    from ...ops.linear.tuning import LinearConfig
 
     if config.kernel == "scaled_mm":
         return {"kernel": "scaled_mm"}
@@ -206,7 +206,7 @@ def sparse(config: "LinearConfig") -> dict[str, Any]:
 
 def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
     """Sets one entry of `op` in the section of the job's dtype, or removes it."""
-    from ..ops.linear.tuning import table_op
+    from ...ops.linear.tuning import table_op
 
     shapes = table.setdefault(table_op(op, job.int8), [])
     shape = next((shape for shape in shapes if (shape["n"], shape["k"]) == (job.n, job.k)), None)
@@ -237,7 +237,7 @@ def write(path: Path, table: dict[str, Any]) -> None:
 
 def in_layers(config: dict[str, Any], job: Job, measured: list[Timing], sms: int, say: Callable[[str], Any]) -> "LinearConfig":
     """The configuration, of the best few alone, that makes the fastest decode layers."""
-    from .tune_layers import LayerBench, best_in_layers, finalists
+    from .layers import LayerBench, best_in_layers, finalists
 
     return best_in_layers(LayerBench(config, job.dtype), job, finalists(measured, job, sms), say)
 
@@ -248,8 +248,8 @@ def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: C
 
     Raises ValueError where nothing gave right results.
     """
-    from ..compiler.options import EIGHT_BITS
-    from .tune_bench import Bench
+    from ...compiler.options import EIGHT_BITS
+    from .bench import Bench
 
     bench = Bench(job.n, job.k, job.tokens, repeats, EIGHT_BITS[job.dtype])
     measured = bench.linear(linear_configs(job, sms), sms, advance, say)

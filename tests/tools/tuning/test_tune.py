@@ -9,9 +9,11 @@ import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.tuning import LinearConfig
-from sidestream.tools import cli, tune_bench, tune_layers
+from sidestream.tools import cli
 from sidestream.tools.options.engine import DEFAULT_PRECISION, DEMO_MODEL
-from sidestream.tools.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write
+from sidestream.tools.tuning import bench as tune_bench
+from sidestream.tools.tuning import layers as tune_layers
+from sidestream.tools.tuning.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write
 
 
 def test_a_dry_run_lists_the_shapes_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:

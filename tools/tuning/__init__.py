@@ -1,0 +1,6 @@
+"""`sidestream tune`: how each linear runs fastest on this GPU.
+
+tune             the command
+bench            one linear's configurations, checked and timed
+layers           the best few, timed in whole decode layers
+"""
