@@ -1,6 +1,6 @@
 """docs/internals.md shows the code as it is, docs/custom_pass.md a program that runs.
 
-After a change of passes, programs or the cost model: `python -m sidestream.tools.internals --write`.
+After a change of passes, programs or the cost model: `python -m sidestream.tools.pages.internals --write`.
 """
 import os
 import re
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.tools.excerpts import BLOCK, ExcerptError, rewritten
-from sidestream.tools.internals import EXCERPTS, PAGE, main
+from sidestream.tools.pages.excerpts import BLOCK, ExcerptError, rewritten
+from sidestream.tools.pages.internals import EXCERPTS, PAGE, main
 
 ROOT = Path(__file__).parents[1]
 MADE_WITH = (2, 13)  # other releases of torch capture other node names
@@ -23,7 +23,7 @@ same_torch = pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])
 def test_the_excerpt_is_up_to_date(name: str) -> None:
     blocks = {block["name"]: block["text"] for block in BLOCK.finditer(PAGE.read_text())}
     if name in blocks:
-        assert blocks[name] == EXCERPTS[name](), "run `python -m sidestream.tools.internals --write`"
+        assert blocks[name] == EXCERPTS[name](), "run `python -m sidestream.tools.pages.internals --write`"
 
 
 def test_every_excerpt_but_spare_ones_is_shown_once_and_every_block_is_an_excerpt() -> None:

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from . import bench_kernels, bench_latency, bench_serve, bench_startup, bench_throughput
+from .bench import kernels as bench_kernels
+from .bench import latency as bench_latency
+from .bench import startup as bench_startup
+from .bench import throughput as bench_throughput
+from .bench.serving import serve as bench_serve
 from .commands import calibrate, chat, collect_env, complete, demo, diff, dump, explain, generate, keygen, ledger, serve
 from .commands import eval as evaluation
 from .tuning import tune

@@ -7,7 +7,7 @@ The longer of the two decides, but where they are about as long a kernel hides n
 of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
 Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while the other lane rests. The constants in
 `KINDS` come from measured steps, kernels and layers, not from whole decode steps; `docs/measurements/cost_check_h200.txt` holds the estimates of those beside
-measurements, `cost_model_h200.txt` those of an earlier release step by step. tools/measure_cost.py writes both.
+measurements, `cost_model_h200.txt` those of an earlier release step by step. tools/bench/cost_error.py writes both.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass

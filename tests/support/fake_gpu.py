@@ -11,7 +11,7 @@ from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready
 from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
-from sidestream.tools.simulated_gpu import SimulatedSizes, TimedRunner
+from sidestream.tools.bench.serving.simulated_gpu import SimulatedSizes, TimedRunner
 
 from support.fake_runner import FakeRunner
 

@@ -115,7 +115,7 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
 def _config(options: argparse.Namespace) -> Any:
     """The model's config from whichever of the three ways it was named."""
     from ...graphs.config import LlamaConfig
-    from ..bench_latency import LLAMA_8B
+    from ..bench.latency import LLAMA_8B
 
     named = [name for name, value in (("MODEL", options.model), ("--model-shape-only", options.shape_only), ("--shape", options.shape)) if value]
     if len(named) > 1:

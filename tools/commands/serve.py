@@ -94,7 +94,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         model=model, llm=llm, adapters=adapters, bind=bind, keys=options.keys and str(Path(options.keys).resolve()), drain_seconds=options.drain_seconds,
         restart=options.restart, admin=bind.startswith("ipc://") if allowed is None else allowed, adapter_roots=roots, max_waiting=options.max_waiting,
         served_model_name=options.served_model_name or Path(model).name,
-        gpu_command=[sys.executable, "-m", "sidestream.tools.traced_gpu"] if options.trace_steps is not None else [],
+        gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"] if options.trace_steps is not None else [],
     )  # fmt: skip
 
 

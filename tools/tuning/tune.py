@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 def _model(path: str | None) -> tuple[str, dict[str, Any]]:
     """(name, fields of config.json)."""
     if path is None:
-        from ..bench_latency import LLAMA_8B
+        from ..bench.latency import LLAMA_8B
 
         return "Llama-3.1-8B", LLAMA_8B
     file = Path(path) / "config.json"

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import sidestream
-from sidestream.tools.bench_model import TINY, write_model
-from sidestream.tools.serve_traffic import zipf_weights
+from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.serving.traffic import zipf_weights
 
 ADAPTERS = 500
 REQUESTS = int(os.environ.get("SIDESTREAM_ADAPTER_REQUESTS", "96"))

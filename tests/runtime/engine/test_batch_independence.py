@@ -3,7 +3,7 @@ import random
 
 import pytest
 import sidestream
-from sidestream.tools.bench_model import TINY, write_model
+from sidestream.tools.bench.model_directory import TINY, write_model
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -13,7 +13,7 @@ import pytest
 import sidestream
 from sidestream.runtime.server import batcher
 from sidestream.runtime.wire.protocol import Sampling
-from sidestream.tools.bench_model import TINY, write_model
+from sidestream.tools.bench.model_directory import TINY, write_model
 from support.fake_runner import continuation
 from support.serving import serve_fake
 

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from sidestream.tools import bench_latency, cli
+from sidestream.tools import cli
+from sidestream.tools.bench import latency as bench_latency
 from sidestream.tools.options.engine import DEMO_MODEL, demo_prompts
 
 PROMPTS = demo_prompts()

@@ -1,0 +1,38 @@
+"""The floor formula gives the figures that Llama-3.1-8B is known by."""
+
+import pytest
+from sidestream.tools.bench.floors import adapter_bytes, decode_floor_ms, kv_bytes_per_token, projection_widths, weight_bytes
+from sidestream.tools.bench.latency import LLAMA_8B, pick_adapters
+
+
+def test_bytes_of_llama_8b() -> None:
+    head = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"]
+    assert head == pytest.approx(0.53e9, rel=0.01)
+    assert weight_bytes(LLAMA_8B, "fp8") - head == pytest.approx(6.98e9, rel=0.002)
+    assert weight_bytes(LLAMA_8B, "fp8", "bf16") - weight_bytes(LLAMA_8B, "fp8") == head
+    assert weight_bytes(LLAMA_8B, "bf16") == pytest.approx(2 * weight_bytes(LLAMA_8B, "fp8"), rel=0.002)
+    assert kv_bytes_per_token(LLAMA_8B, 1) == 65536
+    assert adapter_bytes(LLAMA_8B, 32) == pytest.approx(168e6, rel=0.002)
+
+
+def test_an_adapter_on_attention_only_is_smaller() -> None:
+    attention = [name for name, _ in projection_widths(LLAMA_8B).items() if name[0] in "qkvo"]
+    assert 0 < adapter_bytes(LLAMA_8B, 32, attention) < adapter_bytes(LLAMA_8B, 32) / 2
+
+
+def test_floor_of_one_request_and_of_four_adapters() -> None:
+    weights, kv = weight_bytes(LLAMA_8B, "fp8"), kv_bytes_per_token(LLAMA_8B, 1)
+    alone = decode_floor_ms(weights, kv, 272, 0)
+    assert alone == pytest.approx(1.6, abs=0.05)
+    assert decode_floor_ms(weights, kv, 272, 4 * adapter_bytes(LLAMA_8B, 32)) - alone == pytest.approx(0.14, abs=0.01)
+
+
+def test_adapter_mixes() -> None:
+    names = [f"adapter-{index}" for index in range(8)]
+    assert pick_adapters("none", names, 5, 0) == [None] * 5
+    assert pick_adapters("four", names, 6, 0) == [*names[:4], *names[:2]]
+    many = pick_adapters("zipf", names, 4000, 0)
+    assert many == pick_adapters("zipf", names, 4000, 0) != pick_adapters("zipf", names, 4000, 1)
+    counts = [many.count(name) for name in names]
+    assert counts[0] / counts[3] == pytest.approx(4, rel=0.25), "the fourth adapter is a quarter as popular as the first"
+    assert set(pick_adapters("zipf", names, 64, 0)) == set(names), "with 64 requests every adapter is active"

@@ -1,0 +1,13 @@
+"""`sidestream bench`, and what else measures speed.
+
+latency, throughput, startup        the engine: workloads A, B and P, T
+kernels, kernels_attention          each op alone: workload K
+cold_adapters                       workload C in this process
+layer, ablation                     one decode layer; what each optimisation is worth
+cost_error, floors                  the cost model and the bandwidth's floor, next to what is measured
+profile_run                         a trace of an engine at work
+scheduler                           what planning costs on the CPU
+model_directory, random_adapters, random_tensors   models of random weights to measure with
+gpu_time                            how long launches take
+serving/                            a running server under load
+"""

@@ -1,0 +1,134 @@
+"""`sidestream bench kernels`: workload K, every op of a decode layer alone, beside the time that its bytes need.
+
+The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights, in int8 or e4m3. One op's launches of all six
+layers follow each other in a CUDA graph, so its weights (100 MB and more in all) are never in the L2 cache; launches don't overlap (no programmatic
+dependent launch).
+
+A second table is attention alone: decode by sequences and context beside the bytes, prefill beside the tensor cores' peak, for each cache dtype.
+"""
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..commands import collect_env
+from ..options.engine import DEFAULT_PRECISION, positive
+from .floors import BANDWIDTH
+from .gpu_time import launch_us
+from .kernels_attention import measure_attention
+from .latency import pick_adapters
+from .layer import CONTEXT, DEPTHS, Layers, Variant
+
+ROUNDS = 8  # times that a graph has all layers' launches of a step
+CHOICES = (1, 16, 64, 256)
+
+EXAMPLES = """\
+examples:
+  sidestream bench kernels                 all ops for 1, 16, 64 and 256 sequences
+  sidestream bench kernels --tokens 64 --precision fp8
+  sidestream bench kernels --only attention"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of the layer; microseconds."""
+
+    tokens: int
+    place: int
+    op: str
+    output: str
+    us: float
+    floor_us: float
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the bench to the `sidestream bench` parser."""
+    parser = commands.add_parser("kernels", help="time every op of a decode layer alone (needs a GPU)", description=__doc__, epilog=EXAMPLES,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=list(CHOICES), metavar="T", help="sequences in a step (default: 1 16 64 256)")
+    parser.add_argument("--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION,
+                        help="of the ops' weights and activations; adapters and the cache as it has them (default: %(default)s)")
+    parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)")
+    parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: 8)")
+    parser.add_argument("--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)")
+    parser.add_argument("--only", choices=("ops", "attention"), help="one of the two tables (default: both)")
+    parser.add_argument("--output-json", type=Path, default=Path("bench-kernels.json"), metavar="FILE", help="where the figures go")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures and prints the table. Raises ValueError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench kernels times CUDA kernels, and this machine has no GPU")
+    tables: dict[str, Any] = {"workload": "K"}
+    if options.only != "attention":
+        tables.update(precision=options.precision, rows=print_ops(options))
+    if options.only != "ops":
+        tables["attention"] = print_attention(options.repeats)
+    options.output_json.write_text(json.dumps({**tables, "environment": collect_env.collect()}, indent=2) + "\n")
+    print(f"wrote {options.output_json}")
+    return 0
+
+
+def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The table of a layer's ops, printed as it grows."""
+    from ...compiler.options import CompileOptions
+
+    layers = Layers(options.lora_rank, options.num_adapters, options=CompileOptions(precision=options.precision))
+    rows: list[dict[str, Any]] = []
+    print(f"{'T':>4}  {f'op ({options.precision})':<36}{'result':<24}{'us':>8}{'floor':>8}{'share':>7}")
+    for tokens in options.tokens:
+        names = [str(slot) for slot in range(options.num_adapters)]
+        adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
+        for row in measure(layers, tokens, adapters, options.repeats):
+            rows.append(asdict(row))
+            print(f"{row.tokens:>4}  {row.op:<36}{row.output:<24}{row.us:>8.2f}{row.floor_us:>8.2f}{row.floor_us / row.us:>7.0%}", flush=True)
+    return rows
+
+
+def print_attention(repeats: int) -> list[dict[str, Any]]:
+    """The table of attention, printed as it grows."""
+    rows: list[dict[str, Any]] = []
+    print(f"{'attention':<10}{'sequences x tokens':<27}{'cache':<14}{'us':>10}{'rate':>16}{'share':>7}")
+    for row in measure_attention(repeats):
+        rows.append(asdict(row))
+        unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
+        print(f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{row.share:>7.0%}", flush=True)
+    return rows
+
+
+def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) -> list[Row]:
+    """Every step that each layer has once, timed over the layers."""
+    from ...compiler.cost.work import Assumptions, step_bytes
+    from ...compiler.run.emit import BoundProgram
+
+    depth = DEPTHS[-1]
+    program = layers.program(depth, tokens, Variant("serial", pdl=False))
+    bound = BoundProgram(program, layers.tensors(depth, tokens, adapters), layers.device)
+    bound.run()  # every input of every step is a real activation
+    assume = Assumptions(context=CONTEXT, adapters=len(set(adapters)))
+    rows = []
+    for place, indices in enumerate(repeated_steps(program, depth)):
+        step = program.steps[indices[0]]
+        floor = step_bytes(program, step, assume) / BANDWIDTH * 1e6
+        shape = "x".join(map(str, next((out.shape for out in step.outs if 0 not in out.shape), ())))  # what nobody reads is empty
+        us = launch_us([partial(bound.run_step, index) for index in indices], ROUNDS, repeats)
+        rows.append(Row(tokens, place, step.op, shape, round(us, 3), round(floor, 3)))
+    return rows
+
+
+def repeated_steps(program: Any, depth: int) -> list[list[int]]:
+    """Indices of the steps that occur once in each layer, layer by layer, in the order of the layer's steps."""
+    from ...compiler.program.layers import step_layers
+
+    by_layer: list[list[int]] = [[] for _ in range(depth)]
+    for index, layer in enumerate(step_layers(program)):
+        if 0 <= layer < depth:
+            by_layer[layer].append(index)
+    middle = by_layer[1:-1]  # the first and the last layer may begin or end otherwise
+    return [list(group) for group in zip(*middle, strict=True)]

@@ -1,0 +1,129 @@
+"""The attention part of `sidestream bench kernels`: decode and prefill of Llama-3.1-8B's heads over a cache of each dtype.
+
+Decode rows stand beside the time that their keys, values, scales, queries and results need at the memory's bandwidth; prefill rows beside the
+tensor cores' peak for their products: half of the operations in e4m3 and half in 16 bits for an e4m3 cache, all in 16 bits else. Pages lie in
+random order. A row's launches follow each other in a CUDA graph, over copies of the cache where one would stay in the L2.
+
+Prefill over an int8 cache is measured as prompt programs run it, with widen_kv in front; "int8 by tile" is attention alone, which converts what it reads.
+"""
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .floors import BANDWIDTH
+from .gpu_time import launch_us
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+PEAK_16_BIT, PEAK_8_BIT = 989e12, 1979e12  # operations a second, an H200's data sheet
+CACHES = ("fp8_e4m3", "int8", "bf16")
+BY_TILE = "int8 by tile"
+WIDE_STEPS = 512  # what a program's buffer has room for
+DECODE_SEQUENCES = (1, 8, 64, 256)
+DECODE_CONTEXTS = (256, 1024, 8192, 32768)
+DECODE_BYTES = 24e9  # larger caches than this are left out
+RAGGED = tuple(64 << step for step in range(8)) * 8  # 64 sequences of 64..8192 tokens
+L2_BYTES = 120e6
+PREFILLS = {  # name -> (tokens in the cache, of which new) of each sequence
+    "16 x 2048": ((2048, 2048),) * 16,
+    "2048": ((2048, 2048),),
+    "2048 after 8k": ((8192 + 2048, 2048),),
+    "2048 after 32k": ((32768 + 2048, 2048),),
+    "1536 + 64 decodes of 1024": ((1024, 1),) * 64 + ((1536, 1536),),
+}
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One launch: `rate` in GB/s (decode) or TFLOP/s (prefill), `share` of the H200's ceiling."""
+
+    kind: str
+    shape: str
+    cache: str
+    us: float
+    rate: float
+    share: float
+
+
+def measure_attention(repeats: int) -> Iterator[AttentionRow]:
+    """Every row of the table, one after the other."""
+    for cache in CACHES:
+        for sequences in DECODE_SEQUENCES:
+            for context in DECODE_CONTEXTS:
+                if moved_bytes([context] * sequences, cache) <= DECODE_BYTES:
+                    yield decode_row(f"{sequences} x {context}", [context] * sequences, cache, repeats)
+        yield decode_row("64 x 64..8192", RAGGED, cache, repeats)
+        for shape, sequences_of in PREFILLS.items():
+            yield prefill_row(shape, sequences_of, cache, repeats)
+            if cache == "int8":
+                yield prefill_row(shape, sequences_of, BY_TILE, repeats)
+
+
+def moved_bytes(contexts: Sequence[int], cache: str) -> int:
+    """Bytes that a decode step reads and writes: keys and values with their scales, the query and the result in bf16."""
+    per_value = HEAD_DIM * 2 if cache == "bf16" else HEAD_DIM + 4
+    return sum(contexts) * KV_HEADS * 2 * per_value + len(contexts) * HEADS * HEAD_DIM * 4
+
+
+def operations(sequences: Sequence[tuple[int, int]]) -> int:
+    """Multiplications and additions of causal attention: (tokens in the cache, of which new) of each sequence."""
+    return sum(4 * HEADS * HEAD_DIM * (new * total - new * (new - 1) // 2) for total, new in sequences)
+
+
+def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int) -> AttentionRow:
+    us = time_attention([(context, 1) for context in contexts], cache, repeats, decode=True)
+    moved = moved_bytes(contexts, cache)
+    return AttentionRow("decode", shape, cache, round(us, 2), round(moved / us / 1e3, 1), round(moved / BANDWIDTH / us * 1e6, 3))
+
+
+def prefill_row(shape: str, sequences: Sequence[tuple[int, int]], cache: str, repeats: int) -> AttentionRow:
+    us = time_attention(sequences, cache, repeats, decode=False)
+    done = operations(sequences)
+    peak = 2 / (1 / PEAK_16_BIT + 1 / PEAK_8_BIT) if cache == "fp8_e4m3" else PEAK_16_BIT
+    return AttentionRow("prefill", shape, cache, round(us, 2), round(done / us / 1e6, 1), round(done / us * 1e6 / peak, 3))
+
+
+def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: int, decode: bool) -> float:
+    """Microseconds of one launch."""
+    import torch
+
+    from ...ops.attention.paged_attention import paged_attention
+    from ...ops.attention.prefill_gluon import tile_tokens
+    from ...ops.attention.widen_kv import widen_kv
+    from ...ops.attention.widen_plan import widen_plan
+    from ...ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
+
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, BY_TILE: torch.int8, "bf16": torch.bfloat16}[cache]
+    owned = [-(-total // PAGE_SIZE) for total, _ in sequences]
+    pages, tokens = sum(owned), sum(new for _, new in sequences)
+    copies = min(8, 1 + int(L2_BYTES // moved_bytes([total for total, _ in sequences], cache))) if decode else 1
+    shuffled = torch.randperm(pages).int()
+    table = torch.zeros(len(sequences), max(owned), dtype=torch.int32)
+    for row, (first, count) in enumerate(zip([0, *torch.tensor(owned).cumsum(0).tolist()], owned, strict=False)):
+        table[row, :count] = shuffled[first : first + count]
+    starts = torch.tensor([0, *(new for _, new in sequences)]).cumsum(0).int().cuda()
+    tables = (table.cuda(), torch.tensor([total for total, _ in sequences], dtype=torch.int32, device="cuda"), starts)
+    q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    out = q.new_empty(tokens, HEADS * HEAD_DIM)
+    plan, listed = widen_plan(*tables, tile_tokens(HEADS, KV_HEADS), WIDE_STEPS)
+    launches: list[Callable[[], None]] = []
+    for _ in range(copies):
+        stored = torch.empty(kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda").random_(-100, 101)
+        kv = stored
+        if dtype != torch.int8:
+            kv = torch.empty_like(stored, dtype=dtype)
+            for target, source in zip(kv.split(4096), stored.split(4096), strict=True):
+                target.copy_(source / 50)
+        scales = None if cache == "bf16" else torch.rand(kv_scales_shape(pages, KV_HEADS), device="cuda") * 0.02 + 0.01
+
+        widens = cache == "int8" and not decode
+        wide = widen_kv.fake(kv, scales, listed) if widens else None
+
+        def launch(kv: Any = kv, scales: Any = scales, wide: Any = wide) -> None:
+            if wide is not None:
+                widen_kv.launch(kv, scales, listed, out=(wide,))
+            paged_attention.launch(q, kv, scales, *tables, HEAD_DIM**-0.5, not decode, decode, wide, None if wide is None else plan, out=(out,))
+
+        launches.append(launch)
+    for run in launches:
+        run()  # compiles
+    return launch_us(launches, max(1, 16 // copies) if decode else 1, repeats)

@@ -1,0 +1,315 @@
+"""`sidestream bench latency`: workload A, milliseconds per decode step beside the floor.
+
+C requests of random token ids start at once, end-of-sequence is ignored, sampling is greedy. A step's time is
+(time for `output_len` outputs - time for 32 outputs) / (output_len - 32), so the prefill and everything else that happens once cancels out.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..commands import collect_env
+from ..options.engine import DEMO_MODEL, add_compile_options, given, positive, precision_arguments, share
+from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
+from .profile_run import write_profile
+from .random_adapters import write_random_adapter
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+SHORT_OUTPUT = 32
+LORA_CHOICES = ("none", "zipf", "four")
+
+DESCRIPTION = """\
+Measure milliseconds per decode step and output tokens per second, beside the floor that the GPU's memory bandwidth sets.
+
+By default the model has the shape of Llama-3.1-8B with random weights, and 8 random adapters of rank 32 on all linear layers; nothing is downloaded.
+  --lora none   no request uses an adapter
+  --lora zipf   each request picks one of the adapters with p(k) ~ 1/k
+  --lora four   four adapters in turn"""
+
+EXAMPLES = """\
+examples:
+  sidestream bench latency                                              C = 1, 8, 64 without adapters and with a Zipf mix
+  sidestream bench latency --concurrency 64 --lora none zipf four
+  sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
+  sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
+  sidestream bench latency --model demo --output-len 40 --concurrency 2  the demo model, to see the format without a GPU"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; times in milliseconds, throughput in output tokens per second."""
+
+    concurrency: int
+    lora: str
+    active_adapters: int
+    ms_per_step: float
+    spread_percent: float
+    tokens_per_second: float
+    floor_ms: float
+    share_of_floor: float
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the bench to the `sidestream bench` parser."""
+    parser = commands.add_parser(
+        "latency",
+        help="time decode steps beside the memory-bandwidth floor",
+        usage="%(prog)s [--model MODEL] [--concurrency C ...] [--lora none|zipf|four ...] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive,
+        nargs="+",
+        default=[1, 8, 64],
+        metavar="C",
+        help="requests at once; several values are measured in turn (default: 1 8 64)",
+    )
+    parser.add_argument(
+        "--lora", nargs="+", choices=LORA_CHOICES, default=["none", "zipf"], help="how requests use adapters (default: none zipf)"
+    )
+    parser.add_argument("--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)")
+    parser.add_argument(
+        "--output-len", type=positive, default=256, metavar="N", help=f"output tokens, above {SHORT_OUTPUT} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-iters", type=positive, default=3, metavar="N", help="measurements of each line; the median counts (default: %(default)s)"
+    )
+    parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: %(default)s)")
+    parser.add_argument(
+        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-json", type=Path, default=Path("bench-latency.json"), metavar="FILE", help="where the figures go (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ablate", action="store_true", help="instead of the table: turn off one optimisation at a time and print what each is worth, us a layer (GPU)"
+    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="afterwards write a trace of some steps of the last line for Perfetto")
+    add_compile_options(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)")
+    group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts, weights and the adapters' mix (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> list[str | None]:
+    """The adapter of each of `count` requests."""
+    if kind == "none":
+        return [None] * count
+    if kind == "four":
+        return [names[index % min(4, len(names))] for index in range(count)]
+    source = random.Random(seed)
+    return [*source.choices(list(names), weights=[1 / rank for rank in range(1, len(names) + 1)], k=count)]
+
+
+def measure(generate: Callable[[int], Any], output_len: int, repeats: int, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
+    """(median ms per step, spread in percent, median seconds of a whole run); `generate(n)` makes n outputs for every request.
+
+    Raises ValueError when the longer run was not slower, so that no time per step follows.
+    """
+    generate(min(8, SHORT_OUTPUT))
+    generate(SHORT_OUTPUT)
+    steps, wholes = [], []
+    for _ in range(repeats):
+        seconds = {}
+        for length in (SHORT_OUTPUT, output_len):
+            started = clock()
+            generate(length)
+            seconds[length] = clock() - started
+        steps.append(1e3 * (seconds[output_len] - seconds[SHORT_OUTPUT]) / (output_len - SHORT_OUTPUT))
+        wholes.append(seconds[output_len])
+    middle = statistics.median(steps)
+    if middle <= 0:
+        raise ValueError(f"{output_len} outputs took no longer than {SHORT_OUTPUT}: raise --output-len or --num-iters")
+    return middle, 100 * (max(steps) - min(steps)) / middle, statistics.median(wholes)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be measured, before anything is built."""
+    if options.output_len <= SHORT_OUTPUT:
+        raise ValueError(
+            f"--output-len {options.output_len} must be above {SHORT_OUTPUT}: a step's time is the difference to a run of {SHORT_OUTPUT} outputs"
+        )
+    if options.output_json.is_dir() or not options.output_json.absolute().parent.is_dir():
+        raise ValueError(f"--output-json {options.output_json} is not a file in an existing directory")
+
+
+def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
+    """The fields of config.json and the checkpoint's directory (None: random weights)."""
+    if options.model is None:
+        return LLAMA_8B, None
+    directory = DEMO_MODEL if options.model == "demo" else Path(options.model)
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{directory} is no model directory: it has no config.json; give a directory, `demo`, or no --model for Llama-3.1-8B's shape"
+        )
+    return json.loads((directory / "config.json").read_text()), directory
+
+
+def run(options: argparse.Namespace) -> int:
+    """Builds the engine once, measures every (lora, concurrency) pair, prints the table and writes the JSON."""
+    check(options)
+    if options.ablate:
+        from .ablation import run as ablate
+
+        return ablate(options.concurrency, options.lora_rank, options.num_adapters, options.num_iters, options.output_json)
+    config, directory = model_fields(options)
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
+        adapters = make_adapters(options, config, Path(scratch))
+        started = time.perf_counter()
+        llm = build(options, config, directory, adapters)
+        start_up = time.perf_counter() - started
+        print(f"ready after {start_up:.1f} s\n")
+        print(header())
+        rows = []
+        for kind in options.lora:
+            for concurrency in options.concurrency:
+                row = measure_row(llm, options, config, kind, list(adapters), concurrency)
+                rows.append(row)
+                print(line(row), flush=True)
+        if options.profile is not None:
+            again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
+            steps = write_profile(llm, again, options.profile)
+            print(f"\nwrote {options.profile}: {steps} steps, for https://ui.perfetto.dev")
+    print(f"\nC: requests at once; spread: (slowest - fastest) / median of {options.num_iters} runs;")
+    print(f"floor: weights + KV cache + active adapters, read once at {BANDWIDTH / 1e12:.2f} TB/s (an H200's memory)")
+    write(options, config, rows, start_up)
+    print(f"wrote {options.output_json}")
+    return 0
+
+
+def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Random adapters under `directory`, name -> path; none when no line of the table uses any."""
+    names = [f"random-{index}" for index in range(options.num_adapters)] if set(options.lora) - {"none"} else []
+    return {
+        name: write_random_adapter(directory / name, config, options.lora_rank, options.seed + index) for index, name in enumerate(names)
+    }
+
+
+def build(options: argparse.Namespace, config: dict[str, Any], directory: Path | None, adapters: dict[str, str]) -> Any:
+    """The engine under test."""
+    from ...runtime.llm import LLM
+
+    arguments = precision_arguments(options) | given(options, "gpu_memory_utilization", "device")
+    arguments |= {
+        "max_model_len": options.input_len + options.output_len,
+        "max_num_seqs": max(options.concurrency),
+        "adapters": adapters,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": False,  # the same prompts come again and again
+        "seed": options.seed,
+    }
+    if adapters:
+        arguments |= {"max_loras": len(adapters), "max_lora_rank": options.lora_rank}
+    llm = LLM(config, load_format="dummy", **arguments) if directory is None else LLM(str(directory), **arguments)
+    llm.prefetch_adapters()  # reading them in the background would be measured with the first lines
+    return llm
+
+
+def load(
+    llm: Any, options: argparse.Namespace, config: dict[str, Any], kind: str, names: Sequence[str], concurrency: int
+) -> tuple[Callable[[int], None], int]:
+    """(a function that makes so many outputs for each request, adapters in use)."""
+    from ...runtime.requests.sampling_params import SamplingParams
+
+    source = random.Random(options.seed)
+    prompts = [[source.randrange(config["vocab_size"]) for _ in range(options.input_len)] for _ in range(concurrency)]
+    chosen = pick_adapters(kind, names, concurrency, options.seed)
+
+    def generate(length: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+        outputs = llm.generate(prompts, params, adapter=chosen, use_tqdm=False)
+        made = sum(len(output.outputs[0].token_ids) for output in outputs)
+        if made != length * concurrency:
+            raise RuntimeError(f"{made} tokens came back where {length * concurrency} were asked for")
+
+    return generate, len(set(chosen) - {None})
+
+
+def measure_row(llm: Any, options: argparse.Namespace, config: dict[str, Any], kind: str, names: Sequence[str], concurrency: int) -> Row:
+    """One line of the table."""
+    generate, active = load(llm, options, config, kind, names, concurrency)
+    step, spread, whole = measure(generate, options.output_len, options.num_iters)
+    middle_context = options.input_len + (SHORT_OUTPUT + options.output_len) / 2
+    floor = decode_floor_ms(
+        weight_bytes(config, options.precision),
+        kv_bytes_per_token(config, kv_element_bytes(options)),
+        concurrency * middle_context,
+        active * adapter_bytes(config, options.lora_rank, element_bytes=4 if options.precision == "fp32" else 2),
+    )
+    return Row(concurrency, kind, active, step, spread, concurrency * options.output_len / whole, floor, floor / step)
+
+
+def kv_element_bytes(options: argparse.Namespace) -> int:
+    """Bytes of one element of the KV cache."""
+    if options.kv_cache_dtype == "auto":
+        return ELEMENT_BYTES[options.precision]
+    return 2 if options.kv_cache_dtype == "bf16" else 1
+
+
+def header() -> str:
+    """The table's head."""
+    return f"{'lora':<6}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    return (
+        f"{row.lora:<6}{row.concurrency:>5}{row.active_adapters:>10}{row.ms_per_step:>10.3f}{row.spread_percent:>8.1f}%{row.tokens_per_second:>11.0f}"
+        f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}"
+    )
+
+
+def write(options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Row], start_up: float) -> None:
+    """Writes everything that is needed to read the figures later."""
+    asked = {name: value for name, value in vars(options).items() if name not in ("run", "output_json", "profile", "model")}
+    content = {
+        "workload": "A",
+        "model": {None: "llama-3.1-8b shape, random weights", "demo": "demo"}.get(options.model, Path(options.model or "").name),
+        "config": config,
+        "options": asked,
+        "start_up_seconds": round(start_up, 2),
+        "rows": [asdict(row) for row in rows],
+        "environment": collect_env.collect(),
+    }
+    options.output_json.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,11 @@
+"""`sidestream bench serve`: a running server under load, and what is measured of servers otherwise.
+
+serve            the command: workloads S and C
+traffic          what is sent: arrivals, lengths, adapters
+load             sends it, and watches
+cold             what an adapter's cold start costs
+report           records become figures and a table
+batcher          what the batcher alone costs
+simulated_gpu    a GPU process that only takes its time
+traced_gpu       a GPU process that measures how long the device stands still (workload G)
+"""

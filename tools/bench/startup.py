@@ -1,0 +1,92 @@
+"""`sidestream bench startup`: workload T, from `LLM(...)` to ready, cold and with warm caches.
+
+Each start is a process of its own. Cold: empty caches for programs and kernels. Warm: the same start again.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..commands import collect_env
+from ..options.engine import add_compile_options, positive, share
+from .latency import build, make_adapters, model_fields
+
+DESCRIPTION = """\
+Time the start of the engine, split into capture and passes, loading, kernels and CUDA graphs.
+
+By default the model has the shape of Llama-3.1-8B with random weights; nothing is downloaded. Reading a checkpoint from disk comes on top."""
+
+KEEPING_SECONDS = 60.0  # that a start may take to put its packed adapters into the cache
+
+EXAMPLES = """\
+examples:
+  sidestream bench startup                    a cold start, then a warm one
+  sidestream bench startup --model demo       the demo model"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the bench to the `sidestream bench` parser."""
+    parser = commands.add_parser("startup", help="time a cold and a warm start", description=DESCRIPTION, epilog=EXAMPLES,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="MODEL", help="model directory, or `demo` (default: Llama-3.1-8B's shape with random weights)")
+    parser.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", dest="concurrency_limit", help="requests at once (default: 256)")
+    parser.add_argument("--num-adapters", type=int, default=8, metavar="N", help="random adapters to make, 0 for none (default: 8)")
+    parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)")
+    parser.add_argument("--output-json", type=Path, default=Path("bench-startup.json"), metavar="FILE", help="where the figures go")
+    parser.add_argument("--once", action="store_true", help="start once, with the caches as they are, and print the figures as JSON")
+    add_compile_options(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)")
+    group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    group.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Starts twice in processes of their own, prints the split and writes the JSON."""
+    if options.once:
+        print(json.dumps(start(options)))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as caches:
+        rows = {kind: start_in_a_process(Path(caches)) for kind in ("cold", "warm")}
+    parts = list(rows["cold"])
+    print(f"{'seconds':<24}{'cold':>10}{'warm':>10}")
+    for part in parts:
+        print(f"{part.replace('_', ' '):<24}{rows['cold'][part]:>10.2f}{rows['warm'].get(part, 0.0):>10.2f}")
+    options.output_json.write_text(json.dumps({"workload": "T", "seconds": rows, "environment": collect_env.collect()}, indent=2) + "\n")
+    print(f"wrote {options.output_json}")
+    return 0
+
+
+def start_in_a_process(caches: Path) -> dict[str, float]:
+    """The figures of one start with the same arguments. Raises RuntimeError with what it said when it fails."""
+    environment = {**os.environ, "SIDESTREAM_CACHE": str(caches / "sidestream"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    done = subprocess.run([sys.executable, "-m", "sidestream.tools.cli", *sys.argv[1:], "--once"], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the start failed: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def start(options: argparse.Namespace) -> dict[str, float]:
+    """Build the engine and answer one token; seconds of each part and of the whole."""
+    import time
+
+    config, directory = model_fields(options)
+    options.input_len, options.output_len, options.concurrency = 1024, 1024, [options.concurrency_limit]
+    options.lora = ["zipf"] if options.num_adapters else ["none"]
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
+        adapters = make_adapters(options, config, Path(scratch))
+        begin = time.perf_counter()
+        llm: Any = build(options, config, directory, adapters)
+        total = time.perf_counter() - begin
+        first = time.perf_counter()
+        llm.generate([[1, 2, 3]], use_tqdm=False)
+        answered = time.perf_counter() - first
+        if llm.registry.cache is not None:
+            llm.registry.cache.background.finish(KEEPING_SECONDS)  # a server lives long enough by itself
+        return {**llm.seconds, "other": total - sum(llm.seconds.values()), "ready": total, "first_answer": answered}
