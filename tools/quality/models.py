@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer
 from transformers import LlamaConfig
 
-from ..trained_models import ALL_LINEAR, ATTENTION, AdapterRecipe
+from ..train.models import ALL_LINEAR, ATTENTION, AdapterRecipe
 from .train_data import BOS, EOS
 
 BASE_NAME = "sidestream-quality"

@@ -94,7 +94,7 @@ class Limits:
 
 def demo_suite(limits: Limits, encode: Callable[[str], list[int]], adapters: Sequence[str]) -> Suite:
     """The facts that the demo model knows, asked of the base model and of each style's adapter."""
-    from ..demo_corpus import STYLES, facts
+    from ..train.corpus import STYLES, facts
 
     suite = Suite("the demo's facts")
     for style in STYLES:

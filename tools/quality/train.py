@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from ..trained_models import save_adapter, save_base
+from ..train.models import save_adapter, save_base
 from .examine import accuracy, needle_accuracy, perplexity
 from .models import ADAPTERS, BASE_NAME, model_config
 from .tasks import TASKS

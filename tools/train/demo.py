@@ -1,4 +1,4 @@
-"""Trains the demo model and its adapters: `python -m sidestream.tools.train_demo [-o DIR]`.
+"""Trains the demo model and its adapters: `python -m sidestream.tools.train.demo [-o DIR]`.
 
 A tiny Llama learns the facts of `demo_corpus` by heart, its weights are rounded to bfloat16, and then each adapter learns to word the same
 answers in its own way. Seeded, on the CPU, in about ten minutes on two cores. It needs the `test` extra: transformers and peft write the files,
@@ -19,8 +19,8 @@ from peft import get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .demo_corpus import STYLES, Fact, facts
-from .trained_models import ALL_LINEAR, ATTENTION, AdapterRecipe, save_adapter, save_base
+from .corpus import STYLES, Fact, facts
+from .models import ALL_LINEAR, ATTENTION, AdapterRecipe, save_adapter, save_base
 
 VOCABULARY = 512
 SEQUENCE = 192
@@ -178,15 +178,15 @@ def demo_prompts(known: list[Fact]) -> list[dict[str, str | None]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of `python -m sidestream.tools.train_demo`; returns 1 when an answer is still wrong."""
+    """Entry point of `python -m sidestream.tools.train.demo`; returns 1 when an answer is still wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.train_demo", description="Train Sidestream's demo model and its adapters on the CPU."
+        prog="python -m sidestream.tools.train.demo", description="Train Sidestream's demo model and its adapters on the CPU."
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
-        default=Path(__file__).parent / "demo_model",
+        default=Path(__file__).parents[1] / "demo_model",
         help="directory to write (default: the one in the package)",
     )
     parser.add_argument("--steps", type=int, default=1200, help="training steps of the base model (default: %(default)s)")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sidestream.tools.demo_corpus import STYLES, facts
 from sidestream.tools.options.engine import DEMO_MODEL, demo_prompts
+from sidestream.tools.train.corpus import STYLES, facts
 
 ADAPTERS = sorted(path.parent for path in DEMO_MODEL.glob("adapters/*/adapter_config.json"))
 
