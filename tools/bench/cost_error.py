@@ -243,7 +243,9 @@ def _again(compiled: CompiledModel, options: argparse.Namespace, earlier: dict[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.bench.cost_error", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.bench.cost_error", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="PREFIX", help="write PREFIX.txt and PREFIX.json")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="measure nothing: hold the estimates against the steps in FILE, an earlier PREFIX.json")
     parser.add_argument("--steps", type=Path, metavar="FILE", help="measure nothing: hold estimates of whole steps against FILE, of `sidestream bench latency`")

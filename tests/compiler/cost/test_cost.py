@@ -190,7 +190,8 @@ def test_every_op_has_constants_of_its_own_kind() -> None:
 def test_whole_decode_steps_are_estimated_as_the_page_says() -> None:
     rows = json.loads((MEASURED / "cost_check_h200.json").read_text())
     bench = {(row["lora"], row["concurrency"]): row["ms_per_step"] for row in json.loads((MEASURED / "bench_latency_h200.json").read_text())["rows"]}
-    remedy = "write it again: python -m sidestream.tools.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o docs/measurements/cost_check_h200"
+    command = "python -m sidestream.tools.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o docs/measurements/cost_check_h200"
+    remedy = f"write it again: {command}"
     assert {(row["lora"], row["concurrency"]): row["measured"] for row in rows} == bench, remedy
     errors = [abs(row["estimated"] / row["measured"] - 1) for row in rows]
     told = re.match(r"(\d+)% on average, (\d+)% at most", KNOWN_ERROR)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import sidestream
-from sidestream.runtime.server import batcher
 from sidestream.runtime.wire.protocol import Sampling
 from sidestream.tools.bench.model_directory import TINY, write_model
 from support.fake_runner import continuation

@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer; a finished request is followed by another")
-    parser.add_argument("--tokenizer", type=Path, default=DEMO_MODEL / "tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[2] / "demo_model" / "tokenizer.json")
     parser.add_argument("--address", help="load this server instead, and print its figures")
     parser.add_argument("--adapters", type=int, default=0, metavar="N", help="with --address: use N of its adapters in turn (default: the base model only)")
     parser.add_argument("--json", type=Path, help="write the figures there")
