@@ -32,10 +32,12 @@ test: $(VENV)/.installed-test lint  ## ruff, mypy, then all tests with a coverag
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(SAY) 'ruff'
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet .
 	$(SAY) 'mypy'
 	@$(PY) -m mypy
 
-format: $(VENV)/.installed-test  ## let ruff fix what it can
+format: $(VENV)/.installed-test  ## let ruff format, and fix what it can
+	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
 setup: $(VENV)/.installed-test  ## only set .venv up

@@ -2,6 +2,7 @@
 
 The names below load on first use, so that `import sidestream` takes milliseconds and no torch.
 """
+
 from importlib import import_module
 from typing import Any
 

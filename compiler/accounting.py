@@ -1,4 +1,7 @@
-"""How often each pass must match, told from the model's shape: a pattern that silently stops matching fails the compilation."""
+"""How often each pass must match, told from the model's shape: a pattern that silently stops matching fails the
+compilation.
+"""
+
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,8 +20,8 @@ class PassCountError(RuntimeError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the counts depend on: decoder layers, projections with LoRA, how many of these remain when q/k/v and gate/up are packed, and
-    whether attention reads a paged cache (our Llama) or is left to ATen (transformers')."""
+    """What the counts depend on: decoder layers, projections with LoRA, how many of these remain when q/k/v and gate/up
+    are packed, and whether attention reads a paged cache (our Llama) or is left to ATen (transformers')."""
 
     layers: int
     lora_linears: int
@@ -27,7 +30,9 @@ class ModelShape:
 
 
 def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
-    """Reads the shape off parameter and buffer names (any spelling with `layers.N` and `q_proj`); None when there are no such layers."""
+    """Reads the shape off parameter and buffer names (any spelling with `layers.N` and `q_proj`); None when there
+    are no such layers.
+    """
     layers: set[str] = set()
     adapted: set[tuple[str, str]] = set()
     for name in names:
@@ -55,7 +60,9 @@ class Expectation:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing but semantic ops stands between projections and their consumers: packed, and LoRA (if any) lifted."""
+        """Whether nothing but semantic ops stands between projections and their consumers: packed, and LoRA (if any)
+        lifted.
+        """
         return self.on("pack_projections") and (self.on("lift_lora") or not self.shape.lora_linears)
 
     def count(self, name: str) -> int | None:
@@ -68,9 +75,15 @@ class Expectation:
         expected = self.count(name)
         if expected is None or matches == expected:
             return
-        reasons = "\n  ".join(rejected) or "no near-miss was seen: the idiom is spelled in a way that the pattern's anchor doesn't know"
-        raise PassCountError(f"pass {name} matched {matches} times where {self.shape.layers} layers imply {expected}; what it refused:\n  {reasons}\n"
-                             f"Leave it out with disable=({name!r},), or compile with check_counts=False to go on without the fusion.")
+        reasons = (
+            "\n  ".join(rejected)
+            or "no near-miss was seen: the idiom is spelled in a way that the pattern's anchor doesn't know"
+        )
+        raise PassCountError(
+            f"pass {name} matched {matches} times where {self.shape.layers} layers imply {expected}; what it "
+            f"refused:\n  {reasons}\n"
+            f"Leave it out with disable=({name!r},), or compile with check_counts=False to go on without the fusion."
+        )
 
 
 def _lora_branches(e: Expectation) -> int:
@@ -88,11 +101,14 @@ def _linears(e: Expectation) -> int | None:
 
 
 def _quantize_fused(e: Expectation) -> int | None:
-    """Per layer both norms, SiLU * mul and attention; what an earlier pass was to make and didn't is not there to fuse."""
+    """Per layer both norms, SiLU * mul and attention; what an earlier pass was to make and didn't is not there to
+    fuse.
+    """
     if not e.options.quantizes or not e.on("quantize_linears"):
         return 0
     if not e.shape.paged:
-        return None  # whether rows are selected behind the last norm, and how attention is spelled, is the model's choice
+        # whether rows are selected behind the last norm, and how attention is spelled, is the model's choice
+        return None
     norms = 2 * e.shape.layers if e.on("lift_rms_norm") else 0
     silu = e.shape.layers if e.on("fuse_silu_mul") and e.clean else 0
     return norms + silu + e.shape.layers
@@ -114,12 +130,16 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * e.shape.layers,
     "lift_lora": lambda e: e.shape.lora_linears,
-    "rotate_values": lambda e: _layers(e, "rotate_values") if e.shape.paged and (e.on("lift_lora") or not e.shape.lora_linears) else None,
+    "rotate_values": lambda e: (
+        _layers(e, "rotate_values") if e.shape.paged and (e.on("lift_lora") or not e.shape.lora_linears) else None
+    ),
     "pack_projections": lambda e: 2 * e.shape.layers,
     "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
     "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,
     "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,
-    "center_keys": lambda e: _layers(e, "center_keys") if e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv") else 0,
+    "center_keys": lambda e: (
+        _layers(e, "center_keys") if e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv") else 0
+    ),
     "fuse_rope_append": lambda e: e.shape.layers if e.shape.paged and e.on("lift_rope") and e.clean else 0,
     "balance_keys": _balanced,
     "quantize_linears": _linears,

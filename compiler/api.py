@@ -1,4 +1,5 @@
 """`sidestream.compile`: a module in, a CompiledModel out, which makes a Program for each bucket and runs it."""
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,28 +28,41 @@ ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 
 
 def compile_model(
-    module: torch.nn.Module, options: CompileOptions | None = None, *, example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
-    dynamic_shapes: Any = None, passes: tuple[Pass, ...] = PASSES, cache: ProgramCache | None = None,
-) -> "CompiledModel":  # fmt: skip
+    module: torch.nn.Module,
+    options: CompileOptions | None = None,
+    *,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    dynamic_shapes: Any = None,
+    passes: tuple[Pass, ...] = PASSES,
+    cache: ProgramCache | None = None,
+) -> "CompiledModel":
     """Capture `module`, run the passes, and hand back what makes programs of it.
 
-    `module`         our Llama (also on the meta device: nothing is loaded), or any module that torch.export can trace, such as transformers' Llama with peft.
+    `module`         our Llama (also on the meta device: nothing is loaded), or any module that torch.export can trace,
+                     such as transformers' Llama with peft.
     `example_inputs` keyword (mapping) or positional arguments for the capture; our Llama knows its own.
     `dynamic_shapes` symbolic dimensions as torch.export takes them; without them each shape is captured as it is.
     `passes`         the pass list, for those who add or replace one.
-    `cache`          where programs are kept between runs; capture and passes then wait until a program is missing there.
+    `cache`          where programs are kept between runs; capture and passes then wait until a program is missing
+                     there.
 
-    Raises CaptureError, OptionError, or PassCountError when a pattern matches another number of times than the model's layers imply.
+    Raises CaptureError, OptionError, or PassCountError when a pattern matches another number of times than the model's
+    layers imply.
     """
     options = options or CompileOptions()
     own: Any = module
     if example_inputs is None and not hasattr(own, "example_inputs"):
-        raise TypeError(f"{type(module).__name__} has no example_inputs(); pass example_inputs={{...}} with the arguments to capture it with")
+        raise TypeError(
+            f"{type(module).__name__} has no example_inputs(); pass example_inputs={{...}} with the arguments to "
+            "capture it with"
+        )
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     check_disabled(options, passes)
 
     def make() -> Optimized:
-        given, symbols = (own.example_inputs(), own.dynamic_shapes()) if example_inputs is None else (example_inputs, dynamic_shapes)
+        given, symbols = (
+            (own.example_inputs(), own.dynamic_shapes()) if example_inputs is None else (example_inputs, dynamic_shapes)
+        )
         inputs = dict(given) if isinstance(given, Mapping) else given
         return optimize(capture_module(module, inputs, symbols), options, names, passes)
 
@@ -63,7 +77,9 @@ class Optimized:
     records: list[PassRecord]
 
 
-def optimize(captured: Captured, options: CompileOptions, names: Sequence[str], passes: tuple[Pass, ...] = PASSES) -> Optimized:
+def optimize(
+    captured: Captured, options: CompileOptions, names: Sequence[str], passes: tuple[Pass, ...] = PASSES
+) -> Optimized:
     """Run the passes over a captured graph; `names` (of parameters and buffers) tell how often each must match."""
     paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in captured.graph_module.graph.nodes)
     shape = model_shape(names, paged)
@@ -72,15 +88,20 @@ def optimize(captured: Captured, options: CompileOptions, names: Sequence[str], 
 
 
 class CompiledModel:
-    """An optimized graph, and the programs made from it. Capture and passes run when they are first needed: with a warm cache, never.
+    """An optimized graph, and the programs made from it. Capture and passes run when they are first needed: with a warm
+    cache, never.
 
     options          what it was compiled with
     programs         the programs made so far, by bucket
     """
 
     def __init__(
-        self, make: Callable[[], Optimized], options: CompileOptions, module: torch.nn.Module | None = None, cache: ProgramCache | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        make: Callable[[], Optimized],
+        options: CompileOptions,
+        module: torch.nn.Module | None = None,
+        cache: ProgramCache | None = None,
+    ) -> None:
         self.options = options
         self.programs: dict[Bucket, Program] = {}
         self._make, self._module, self._cache = make, module, cache
@@ -108,7 +129,9 @@ class CompiledModel:
         return self._optimized.records
 
     def _placeholders(self, kind: str) -> list[fx.Node]:
-        return [node for node in self.graph_module.graph.nodes if node.op == "placeholder" and node.meta["kind"] == kind]
+        return [
+            node for node in self.graph_module.graph.nodes if node.op == "placeholder" and node.meta["kind"] == kind
+        ]
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -132,7 +155,9 @@ class CompiledModel:
 
     def tensor_specs(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of every input, weight and adapter stack at the sizes of `bucket`."""
-        return {name: spec for name, spec in bucket_inputs(self.graph_module, bucket).items() if isinstance(spec, tuple)}
+        return {
+            name: spec for name, spec in bucket_inputs(self.graph_module, bucket).items() if isinstance(spec, tuple)
+        }
 
     def program(self, bucket: Bucket) -> Program:
         """The program for `bucket`: made once, or taken from the cache."""
@@ -150,13 +175,21 @@ class CompiledModel:
         return BoundProgram(self.program(bucket), tensors, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the module's own weights with the arguments that the module takes; a program is made for each new set of shapes.
+        """Run on the module's own weights with the arguments that the module takes; a program is made for each new set
+        of shapes.
 
-        A quantized KV cache is passed as the options say (`kv_caches` in `options.cache_dtype`), its scales as `kv_scales=[...]`.
+        A quantized KV cache is passed as the options say (`kv_caches` in `options.cache_dtype`), its scales as
+        `kv_scales=[...]`.
         """
         inputs = self._flatten(args, kwargs)
-        key = tuple((name, tuple(value.shape), value.dtype, value.device) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-        device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), torch.device("cpu"))
+        key = tuple(
+            (name, tuple(value.shape), value.dtype, value.device)
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor)
+        )
+        device = next(
+            (value.device for value in inputs.values() if isinstance(value, torch.Tensor)), torch.device("cpu")
+        )
         tensors = {**self._module_weights(device), **inputs}
         if key not in self._by_shape:
             self._by_shape[key] = build_program(self.graph_module, tensors, self.options)
@@ -168,28 +201,54 @@ class CompiledModel:
         return pass_table(self.records)
 
     def explain(self, buckets: Sequence[Bucket] = ()) -> str:
-        """Where the time of a step goes in each program (those made so far, or `buckets`), estimated; `compiler.explain` has the same as values."""
+        """Where the time of a step goes in each program (those made so far, or `buckets`), estimated;
+        `compiler.explain` has the same as values.
+        """
         from .inspect.explain import as_text, explain
 
         return as_text(explain(self, buckets or list(self.programs)), self.records)
 
     def dump(
-        self, directory: str | Path, buckets: Sequence[Bucket] = (), *, layers: Sequence[int] | None = None, timings: Timings | None = None,
-        show_timings: bool = False, show_resources: bool = False, ledger: Mapping[str, float] | None = None,
-    ) -> Path:  # fmt: skip
-        """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules, traces and `index.html`; returns the directory.
+        self,
+        directory: str | Path,
+        buckets: Sequence[Bucket] = (),
+        *,
+        layers: Sequence[int] | None = None,
+        timings: Timings | None = None,
+        show_timings: bool = False,
+        show_resources: bool = False,
+        ledger: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules, traces and
+        `index.html`; returns the directory.
 
-        Same model, options and version, same bytes, but for `timings.json`. `layers`: whose graphs to write, default all. `timings`: steps measured on a
-        GPU and what `program_resources` says of the kernels, for timings.json, and with `show_timings` or `show_resources` for the page. `ledger`: pass
-        name -> relative error that it added, for the page.
+        Same model, options and version, same bytes, but for `timings.json`. `layers`: whose graphs to write, default
+        all. `timings`: steps measured on a GPU and what `program_resources` says of the kernels, for timings.json, and
+        with `show_timings` or `show_resources` for the page. `ledger`: pass name -> relative error that it added, for
+        the page.
         """
         from .inspect.dump import dump
 
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
-        target, count = Path(directory), len({line.layer for record in self.records[:1] for line in record.lines_before} - {HEAD, TAIL})
-        title = f"{'A graph' if self._module is None else type(self._module).__name__}, {count} layer{'s' * (count != 1)}"
+        target, count = (
+            Path(directory),
+            len({line.layer for record in self.records[:1] for line in record.lines_before} - {HEAD, TAIL}),
+        )
+        title = (
+            f"{'A graph' if self._module is None else type(self._module).__name__}, {count} layer{'s' * (count != 1)}"
+        )
         shown = {"show_timings": show_timings, "show_resources": show_resources}
-        dump(target, self.records, programs, options=self.options, title=title, layers=layers, timings=timings, ledger=ledger, **shown)
+        dump(
+            target,
+            self.records,
+            programs,
+            options=self.options,
+            title=title,
+            layers=layers,
+            timings=timings,
+            ledger=ledger,
+            **shown,
+        )
         return target
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -201,11 +260,17 @@ class CompiledModel:
             wanted = list(spec.child(1).context if hasattr(spec, "child") else spec.children_specs[1].context)
             unknown, missing = set(kwargs) - set(wanted), set(wanted) - set(kwargs)
             if unknown or missing:
-                raise TypeError(f"the compiled model takes the keyword arguments {wanted}; unknown: {sorted(unknown)}, missing: {sorted(missing)}")
+                raise TypeError(
+                    f"the compiled model takes the keyword arguments {wanted}; unknown: {sorted(unknown)}, missing: "
+                    f"{sorted(missing)}"
+                )
             kwargs = {name: kwargs[name] for name in wanted}
         flat, given = pytree.tree_flatten((args, kwargs))
         if len(flat) != len(names):
-            raise TypeError(f"the compiled model takes {len(names)} tensors and values, got {len(flat)} ({given}); it was captured with: {', '.join(names)}")
+            raise TypeError(
+                f"the compiled model takes {len(names)} tensors and values, got {len(flat)} ({given}); it was "
+                f"captured with: {', '.join(names)}"
+            )
         inputs = dict(zip(names, flat, strict=True))
         for index, value in enumerate(extra.get("kv_scales", ())):
             inputs[f"kv_scales_{index}"] = value
@@ -214,15 +279,22 @@ class CompiledModel:
     def _module_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         if not self._weights:
             if self._module is None:
-                raise RuntimeError("this model was compiled without its module's weights; use bind() with tensors of your own")
+                raise RuntimeError(
+                    "this model was compiled without its module's weights; use bind() with tensors of your own"
+                )
             state = {**self.constants, **dict(self._module.named_buffers()), **dict(self._module.named_parameters())}
             if any(value.is_meta for value in state.values()):
-                raise RuntimeError("the module is on the meta device and has no weights to run with; load it first, or use bind() with tensors of your own")
+                raise RuntimeError(
+                    "the module is on the meta device and has no weights to run with; load it first, or use bind() "
+                    "with tensors of your own"
+                )
             self._weights = materialize_all({**self.recipes, **self.adapter_recipes}, state, device)
         return self._weights
 
 
-def materialize_all(recipes: Mapping[str, Recipe], state: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+def materialize_all(
+    recipes: Mapping[str, Recipe], state: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
     """Every recipe's tensor from `state`, on `device`."""
     memo: dict[Recipe, Any] = {}
     lookup = partial(_detached, state)

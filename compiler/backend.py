@@ -1,8 +1,10 @@
 """`torch.compile(model, backend="sidestream")`: a thin adaptor in front of the same pipeline.
 
-Registered by the `torch_dynamo_backends` entry point alone. Dynamo keeps guarding shapes and control flow; each call then runs a Program made for
-its concrete shapes. The engine itself calls Programs directly: Dynamo's guards cost 0.1-0.5 ms a call.
+Registered by the `torch_dynamo_backends` entry point alone. Dynamo keeps guarding shapes and control flow; each call
+then runs a Program made for its concrete shapes. The engine itself calls Programs directly: Dynamo's guards cost
+0.1-0.5 ms a call.
 """
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,15 +18,21 @@ from .options import CompileOptions, OptionError
 from .run.emit import BoundProgram
 
 
-def sidestream_backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **_: Any) -> Callable[..., Any]:
-    """Dynamo's backend. `options` (torch.compile's) are CompileOptions by name; the default precision is the model's own.
+def sidestream_backend(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """Dynamo's backend. `options` (torch.compile's) are CompileOptions by name; the default precision is the model's
+    own.
 
     Raises OptionError for an unknown option.
     """
     values = dict(options or {})
     unknown = set(values) - set(CompileOptions.__dataclass_fields__)
     if unknown:
-        raise OptionError(f"torch.compile(options=...) names {sorted(unknown)}; known: {', '.join(CompileOptions.__dataclass_fields__)}")
+        raise OptionError(
+            f"torch.compile(options=...) names {sorted(unknown)}; known: "
+            f"{', '.join(CompileOptions.__dataclass_fields__)}"
+        )
     if "precision" not in values:
         dtypes = {value.dtype for value in example_inputs if isinstance(value, torch.nn.Parameter)}
         values["precision"] = "fp32" if torch.float32 in dtypes else "bf16"
@@ -32,7 +40,9 @@ def sidestream_backend(graph_module: fx.GraphModule, example_inputs: Sequence[An
 
 
 class _ByShape:
-    """One compiled graph for each set of input shapes; traced when these shapes are first seen, so symbolic sizes need no special case."""
+    """One compiled graph for each set of input shapes; traced when these shapes are first seen, so symbolic sizes
+    need no special case.
+    """
 
     def __init__(self, graph_module: fx.GraphModule, options: CompileOptions) -> None:
         self.graph_module, self.options = graph_module, options
@@ -40,20 +50,31 @@ class _ByShape:
         self.made: dict[tuple[Any, ...], _Entry] = {}
 
     def __call__(self, *inputs: Any) -> Any:
-        key = tuple((tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else value for value in inputs)
+        key = tuple(
+            (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
+            for value in inputs
+        )
         if key not in self.made:
             self.made[key] = _Entry(self.graph_module, self.placeholders, self.options, inputs)
         return self.made[key](inputs)
 
 
 class _Entry:
-    """The program for one set of shapes, bound to the weights of the first call (again when one was changed or replaced)."""
+    """The program for one set of shapes, bound to the weights of the first call (again when one was changed or
+    replaced).
+    """
 
-    def __init__(self, graph_module: fx.GraphModule, names: list[str], options: CompileOptions, inputs: Sequence[Any]) -> None:
-        self.parameters = {place: names[place] for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
+    def __init__(
+        self, graph_module: fx.GraphModule, names: list[str], options: CompileOptions, inputs: Sequence[Any]
+    ) -> None:
+        self.parameters = {
+            place: names[place] for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)
+        }
         captured = capture_callable(fx.Interpreter(graph_module).run, inputs, self.parameters)
         self.compiled = CompiledModel(lambda: optimize(captured, options, list(self.parameters.values())), options)
-        places = {name: place for place, name in enumerate(captured.user_inputs) if isinstance(inputs[place], torch.Tensor)}
+        places = {
+            name: place for place, name in enumerate(captured.user_inputs) if isinstance(inputs[place], torch.Tensor)
+        }
         self.positions = {name: place for name, place in places.items() if name in self.compiled.input_names}
         self.program = build_program(self.compiled.graph_module, self._specs(inputs), options)
         self.versions: tuple[Any, ...] = ()
@@ -76,5 +97,9 @@ class _Entry:
         for node in self.compiled.graph_module.graph.nodes:
             if node.op == "placeholder":
                 value = node.meta["val"]
-                specs[node.name] = (tuple(int(size) for size in value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+                specs[node.name] = (
+                    (tuple(int(size) for size in value.shape), value.dtype)
+                    if isinstance(value, torch.Tensor)
+                    else value
+                )
         return specs | {name: inputs[place] for name, place in self.positions.items()}

@@ -1,4 +1,5 @@
 """A captured, optimized graph and a bucket in, a Program out; and the store that keeps programs between runs."""
+
 import hashlib
 import json
 import logging
@@ -26,12 +27,17 @@ log = logging.getLogger(__name__)
 
 
 def build_program(
-    graph_module: fx.GraphModule, sizes: Bucket | Mapping[str, Spec], options: CompileOptions | None = None, *, sm_count: int = H200_SMS
+    graph_module: fx.GraphModule,
+    sizes: Bucket | Mapping[str, Spec],
+    options: CompileOptions | None = None,
+    *,
+    sm_count: int = H200_SMS,
 ) -> Program:
     """Specialize, schedule and lay out one program.
 
-    `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `options.lora_lowering` decides whether side-lane nodes get their
-    own stream (`auto` and `one_launch`: in decode buckets). Raises ProgramError (SpecializeError) when the graph does not fit these sizes.
+    `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `options.lora_lowering` decides
+    whether side-lane nodes get their own stream (`auto` and `one_launch`: in decode buckets). Raises ProgramError
+    (SpecializeError) when the graph does not fit these sizes.
     """
     options = options or CompileOptions()
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -44,10 +50,23 @@ def build_program(
         return any(record.matches for record in records)
 
     draft = lower(specialize(graph_module, sizes, rewrite=rewrite if own else None))
-    two_streams = options.lora_lowering == "side_stream" or (options.lora_lowering in ("auto", "one_launch") and bucket is not None and bucket.decode)
-    steps = schedule(draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl)
+    two_streams = options.lora_lowering == "side_stream" or (
+        options.lora_lowering in ("auto", "one_launch") and bucket is not None and bucket.decode
+    )
+    steps = schedule(
+        draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl
+    )
     buffers, arena_bytes = plan_memory(draft.buffers, steps)
-    return Program(bucket, buffers, steps, arena_bytes, draft.outputs, draft.recipes, single_output=draft.single_output, passes=_pass_text(records))
+    return Program(
+        bucket,
+        buffers,
+        steps,
+        arena_bytes,
+        draft.outputs,
+        draft.recipes,
+        single_output=draft.single_output,
+        passes=_pass_text(records),
+    )
 
 
 def _pass_text(records: Sequence[PassRecord]) -> str:
@@ -56,7 +75,13 @@ def _pass_text(records: Sequence[PassRecord]) -> str:
     return pass_table(records) + refused if records else ""
 
 
-def program_key(versions: Mapping[str, str], config: Mapping[str, Any], options: CompileOptions, passes: Sequence[str], bucket: Bucket | None) -> str:
+def program_key(
+    versions: Mapping[str, str],
+    config: Mapping[str, Any],
+    options: CompileOptions,
+    passes: Sequence[str],
+    bucket: Bucket | None,
+) -> str:
     """The sha256 (hex) under which a program is kept: it changes with every one of these."""
     content = {
         "program_version": VERSION,
@@ -80,7 +105,9 @@ class ProgramStore:
         return self.directory / f"{key}.json"
 
     def load(self, key: str, edit: Edit | None = None) -> Program | None:
-        """The program kept under `key`, its fields changed by `edit`; None when there is none, or only a damaged or outdated one (logged)."""
+        """The program kept under `key`, its fields changed by `edit`; None when there is none, or only a damaged or
+        outdated one (logged).
+        """
         try:
             return Program.load(self.path(key), edit)
         except FileNotFoundError:

@@ -1,7 +1,9 @@
 """The pipeline: which passes run, in which order. Read it from top to bottom.
 
-The driver, not the passes, removes dead code, checks the graph, counts matches against the model's shape, and keeps before and after.
+The driver, not the passes, removes dead code, checks the graph, counts matches against the model's shape, and keeps
+before and after.
 """
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +42,9 @@ from .records import PassRecord, graph_lines, op_counts, text_of
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass and its tier: "keeps" leaves numerics as they are (up to where a sum is rounded), "quantizes" doesn't, "lowers" chooses kernels."""
+    """A pass and its tier: "keeps" leaves numerics as they are (up to where a sum is rounded), "quantizes" doesn't,
+    "lowers" chooses kernels.
+    """
 
     run: Callable[[fx.Graph, Context], PassReport]
     tier: str
@@ -104,19 +108,30 @@ def pass_names() -> tuple[str, ...]:
 
 
 def insert_pass(
-    run: Callable[[fx.Graph, Context], PassReport], *, after: str = "", before: str = "", tier: str = "keeps", passes: tuple[Pass, ...] = PASSES,
-) -> tuple[Pass, ...]:  # fmt: skip
-    """The pass list with `run` behind the pass named `after`, or in front of the one named `before`; hand it to `compile(..., passes=...)`.
+    run: Callable[[fx.Graph, Context], PassReport],
+    *,
+    after: str = "",
+    before: str = "",
+    tier: str = "keeps",
+    passes: tuple[Pass, ...] = PASSES,
+) -> tuple[Pass, ...]:
+    """The pass list with `run` behind the pass named `after`, or in front of the one named `before`; hand it to
+    `compile(..., passes=...)`.
 
     The new pass goes by its function's name. Raises OptionError when there is no such place, or the name is taken.
     """
     names, new = [each.name for each in passes], Pass(run, tier)
     if bool(after) == bool(before):
-        raise OptionError(f"say where {new.name!r} goes: after=PASS or before=PASS, one of the two; passes: {', '.join(names)}")
+        raise OptionError(
+            f"say where {new.name!r} goes: after=PASS or before=PASS, one of the two; passes: {', '.join(names)}"
+        )
     if new.name in names:
         raise OptionError(f"there is a pass named {new.name!r} already; give the function another name")
     if (after or before) not in names:
-        raise OptionError(f"{new.name!r} can't go {'behind' if after else 'before'} {after or before!r}, which is no pass; passes: {', '.join(names)}")
+        raise OptionError(
+            f"{new.name!r} can't go {'behind' if after else 'before'} {after or before!r}, which is no pass; passes: "
+            f"{', '.join(names)}"
+        )
     place = names.index(after) + 1 if after else names.index(before)
     return (*passes[:place], new, *passes[place:])
 
@@ -132,10 +147,14 @@ def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -
 
 
 def run_passes(
-    graph_module: fx.GraphModule, options: CompileOptions, expectation: Expectation | None = None, passes: tuple[Pass, ...] = PASSES,
+    graph_module: fx.GraphModule,
+    options: CompileOptions,
+    expectation: Expectation | None = None,
+    passes: tuple[Pass, ...] = PASSES,
     observe: Callable[[PassRecord], None] | None = None,
-) -> list[PassRecord]:  # fmt: skip
-    """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what the model implies.
+) -> list[PassRecord]:
+    """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what
+    the model implies.
 
     `observe` is called behind each pass, while the graph is as that pass left it.
     """
@@ -155,7 +174,19 @@ def run_passes(
         graph.lint()
         new_lines, new_counts = graph_lines(graph_module), op_counts(graph_module)
         new_text = text_of(new_lines)
-        found = (each.name, each.tier, report.matches, report.rejected, counts, new_counts, text, new_text, seconds, lines, new_lines)
+        found = (
+            each.name,
+            each.tier,
+            report.matches,
+            report.rejected,
+            counts,
+            new_counts,
+            text,
+            new_text,
+            seconds,
+            lines,
+            new_lines,
+        )
         records.append(PassRecord(*found, about=each.about))
         lines, text, counts = new_lines, new_text, new_counts
         if expectation is not None and options.check_counts:
@@ -166,8 +197,12 @@ def run_passes(
     return records
 
 
-def run_static_passes(graph: fx.Graph, options: CompileOptions, sm_count: int, passes: tuple[Pass, ...]) -> list[PassRecord]:
-    """Rewrites a program's static graph in place; one record (without the graphs' text) for each of `passes` that is switched on."""
+def run_static_passes(
+    graph: fx.Graph, options: CompileOptions, sm_count: int, passes: tuple[Pass, ...]
+) -> list[PassRecord]:
+    """Rewrites a program's static graph in place; one record (without the graphs' text) for each of `passes` that is
+    switched on.
+    """
     context, records = Context(options, sm_count), []
     for each in passes:
         if each.name in options.disable:
@@ -176,12 +211,27 @@ def run_static_passes(graph: fx.Graph, options: CompileOptions, sm_count: int, p
         report = each.run(graph, context)
         graph.eliminate_dead_code()
         seconds = time.perf_counter() - start
-        records.append(PassRecord(each.name, each.tier, report.matches, report.rejected, counts, op_counts(graph), "", "", seconds, about=each.about))
+        records.append(
+            PassRecord(
+                each.name,
+                each.tier,
+                report.matches,
+                report.rejected,
+                counts,
+                op_counts(graph),
+                "",
+                "",
+                seconds,
+                about=each.about,
+            )
+        )
     return records
 
 
 def clean_up(graph: fx.Graph) -> None:
-    """Removes dead nodes, and weights and adapter stacks that nothing reads any more; inputs stay, they are the caller's contract."""
+    """Removes dead nodes, and weights and adapter stacks that nothing reads any more; inputs stay, they are the
+    caller's contract.
+    """
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta.get("kind") in ("weight", "adapter"):

@@ -1,4 +1,5 @@
 """What a person reads about a compilation: a graph as Python with shapes, op counts, one line for each pass."""
+
 import operator
 import re
 from collections import Counter
@@ -15,8 +16,18 @@ from .program.layers import HEAD, TAIL, graph_layers, spans
 from .program.sizes import describe_size, symbol_roles
 
 SHORT_NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
-    torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "bool",
 }
 
 
@@ -26,8 +37,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)')
 
 @dataclass(frozen=True)
 class GraphLine:
-    """A node as a line of text: `parameter` tells the graph's inputs from its body; `layer` as `layers.graph_layers` says; `module` is the path of the
-    module that it comes from, `source` the file, line and text behind it ("" where unknown)."""
+    """A node as a line of text: `parameter` tells the graph's inputs from its body; `layer` as `layers.graph_layers`
+    says; `module` is the path of the module that it comes from, `source` the file, line and text behind it ("" where
+    unknown)."""
 
     text: str
     layer: int
@@ -38,8 +50,8 @@ class GraphLine:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: how often it matched, why near-misses were refused, kernel counts and the graph before and after (as text, and the
-    same line by line), wall seconds; `about` is the first line of its docstring."""
+    """What one pass did: how often it matched, why near-misses were refused, kernel counts and the graph before and
+    after (as text, and the same line by line), wall seconds; `about` is the first line of its docstring."""
 
     name: str
     tier: str
@@ -67,7 +79,9 @@ def op_counts(graph: fx.GraphModule | fx.Graph) -> dict[str, int]:
 
 
 def graph_text(graph: fx.GraphModule | fx.Graph) -> str:
-    """The graph as Python source with each value's dtype and shape in a comment (T tokens, B sequences, P blocks, NP pages); the same graph, the same text."""
+    """The graph as Python source with each value's dtype and shape in a comment (T tokens, B sequences, P blocks, NP
+    pages); the same graph, the same text.
+    """
     return text_of(graph_lines(graph))
 
 
@@ -89,12 +103,18 @@ def graph_lines(graph: fx.GraphModule | fx.Graph) -> tuple[GraphLine, ...]:
             share = f", {node.meta['sm_share']:.0%} of the SMs" if lane and "sm_share" in node.meta else ""
             text = f"{node.name} = {_expression(node)}  # {shape}{lane}{share}"
         module = next((path for path, _ in reversed(node.meta.get("nn_module_stack", {}).values())), "")
-        lines.append(GraphLine(text, layers[node], node.op == "placeholder", module, source_line(node.meta.get("stack_trace") or "")))
+        lines.append(
+            GraphLine(
+                text, layers[node], node.op == "placeholder", module, source_line(node.meta.get("stack_trace") or "")
+            )
+        )
     return tuple(lines)
 
 
 def text_of(lines: Sequence[GraphLine], only: Container[int] | None = None) -> str:
-    """Lines as one Python function; `only` names the layers to keep (what lies before and after all layers stays), the others become a comment."""
+    """Lines as one Python function; `only` names the layers to keep (what lies before and after all layers stays),
+    the others become a comment.
+    """
     keep = [only is None or line.layer in (HEAD, TAIL) or line.layer in only for line in lines]
     left_out = spans(line.layer for line, kept in zip(lines, keep, strict=True) if not kept)
     parameters = [f"    {line.text}" for line, kept in zip(lines, keep, strict=True) if kept and line.parameter]
@@ -104,7 +124,9 @@ def text_of(lines: Sequence[GraphLine], only: Container[int] | None = None) -> s
 
 
 def source_line(stack_trace: str) -> str:
-    """The innermost frame of a traceback as `graphs/llama.py:87  return self.o_proj(...)`; paths start at the package or at site-packages."""
+    """The innermost frame of a traceback as `graphs/llama.py:87  return self.o_proj(...)`; paths start at the
+    package or at site-packages.
+    """
     frames = _FRAME.findall(stack_trace)
     if not frames:
         return ""
@@ -123,7 +145,11 @@ def _expression(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{_argument(node.args[0])}[{_argument(node.args[1])}]"
     arguments = [*map(_argument, node.args), *(f"{name}={_argument(value)}" for name, value in node.kwargs.items())]
-    name = op_name(node) if isinstance(node.target, torch._ops.OpOverload) else f"{getattr(node.target, '__module__', '').strip('_')}.{op_name(node)}"
+    name = (
+        op_name(node)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else f"{getattr(node.target, '__module__', '').strip('_')}.{op_name(node)}"
+    )
     return f"{name}({', '.join(arguments)})"
 
 
@@ -153,14 +179,23 @@ def _describe(value: Any, roles: Mapping[Any, str]) -> str:
 
 
 def pass_table(records: Sequence[PassRecord]) -> str:
-    """One line a pass: its tier, matches, refusals, kernels before and after, and which ops came and went. No timings."""
+    """One line a pass: its tier, matches, refusals, kernels before and after, and which ops came and went.
+
+    No timings.
+    """
     rows = [("pass", "tier", "matches", "rejected", "kernels", "changes")]
     for record in records:
         before, after = sum(record.ops_before.values()), sum(record.ops_after.values())
         change = Counter(record.ops_after)
         change.subtract(record.ops_before)
-        moves = ", ".join(f"{count:+d} {name}" for name, count in sorted(change.items(), key=lambda entry: (entry[1], entry[0])) if count)
-        rows.append((record.name, record.tier, str(record.matches), str(len(record.rejected)), f"{before} -> {after}", moves))
+        moves = ", ".join(
+            f"{count:+d} {name}"
+            for name, count in sorted(change.items(), key=lambda entry: (entry[1], entry[0]))
+            if count
+        )
+        rows.append(
+            (record.name, record.tier, str(record.matches), str(len(record.rejected)), f"{before} -> {after}", moves)
+        )
     return columns(rows, right=(2, 3))
 
 
@@ -169,7 +204,10 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for index, row in enumerate(rows):
-        cells = [cell.rjust(width) if column in right else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
         if index == 0:
             lines.append("  ".join("-" * width for width in widths))

@@ -1,4 +1,7 @@
-"""A pass of one's own, by name: the cosines and sines of the rotary embedding are computed on the side stream, beside the embedding and the first norm."""
+"""A pass of one's own, by name: the cosines and sines of the rotary embedding are computed on the side stream,
+beside the embedding and the first norm.
+"""
+
 import sys
 
 import sidestream
@@ -26,7 +29,15 @@ def angles_beside(graph: fx.Graph, context: Context) -> PassReport:
     return report
 
 
-config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+config = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+)
 passes = insert_pass(angles_beside, after="lift_rope_angles", tier="lowers")
 compiled = sidestream.compile(Llama(config, device="meta"), passes=passes)
 decode = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True, lora=False)

@@ -1,4 +1,7 @@
-"""Adapter: one PEFT LoRA adapter read from disk, checked against its config and against the base; what cannot be served exactly is refused by name."""
+"""Adapter: one PEFT LoRA adapter read from disk, checked against its config and against the base; what cannot be
+served exactly is refused by name.
+"""
+
 import hashlib
 import logging
 import re
@@ -26,11 +29,13 @@ Recall = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter, nameless. Per module (`model.layers.0.self_attn.q_proj`): `tensors` A [r, in] and B [out, r] as stored, and the `scaling` of B A.
+    """A LoRA adapter, nameless. Per module (`model.layers.0.self_attn.q_proj`): `tensors` A [r, in] and B [out, r] as
+    stored, and the `scaling` of B A.
 
-    `rank` is the largest r; `targets` the projections that occur (`q_proj`, ...), in Llama's order. `content_hash` (sha256, hex) covers everything that
-    affects outputs: same hash, same outputs. `differences` says where the tensors and adapter_config.json disagree (the tensors are what is served).
-    `source` (sha256, hex) covers everything that was read, the file's layout included: same source, same `content_hash`.
+    `rank` is the largest r; `targets` the projections that occur (`q_proj`, ...), in Llama's order. `content_hash`
+    (sha256, hex) covers everything that affects outputs: same hash, same outputs. `differences` says where the tensors
+    and adapter_config.json disagree (the tensors are what is served). `source` (sha256, hex) covers everything that was
+    read, the file's layout included: same source, same `content_hash`.
     """
 
     rank: int
@@ -47,24 +52,33 @@ class Adapter:
         return sum(tensor.nbytes for pair in self.tensors.values() for tensor in pair)
 
 
-def load_adapter(path: str | Path, config: LlamaConfig, max_rank: int, lenient: bool = False, recall: Recall | None = None) -> Adapter:
+def load_adapter(
+    path: str | Path, config: LlamaConfig, max_rank: int, lenient: bool = False, recall: Recall | None = None
+) -> Adapter:
     """Reads the PEFT adapter in directory `path` for the base that `config` describes.
 
-    `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of refused. `recall`: given a `source`, the
-    content hash that an earlier call found for it, or None; where it knows one, the values are not looked at again and `tensors` stays empty. Only
-    safetensors are read. Raises AdapterError naming the field or tensor and the remedy.
+    `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of
+    refused. `recall`: given a `source`, the content hash that an earlier call found for it, or None; where it knows
+    one, the values are not looked at again and `tensors` stays empty. Only safetensors are read. Raises AdapterError
+    naming the field or tensor and the remedy.
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise AdapterError(f"adapter directory {directory} does not exist: give the directory that holds adapter_config.json and {WEIGHTS}")
+        raise AdapterError(
+            f"adapter directory {directory} does not exist: give the directory that holds adapter_config.json and "
+            f"{WEIGHTS}"
+        )
     settings = AdapterConfig.from_directory(directory, lenient)
     if not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists():
         raise AdapterError(
-            "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with save_pretrained(safe_serialization=True)"
+            "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
+            "save_pretrained(safe_serialization=True)"
         )
     with AdapterFile(directory / WEIGHTS, AdapterError, _AGAIN) as file:
         pairs = _pairs(file, config)
-        ranks = {module: _check_shapes(file, module, names, config, settings, max_rank) for module, names in pairs.items()}
+        ranks = {
+            module: _check_shapes(file, module, names, config, settings, max_rank) for module, names in pairs.items()
+        }
         scaling = {module: settings.scaling(module, rank) for module, rank in ranks.items()}
         file.read()
     source = hashlib.sha256(f"{settings!r}\n{config!r}\n{file.digest}".encode()).hexdigest()
@@ -99,7 +113,10 @@ def _pairs(file: AdapterFile, config: LlamaConfig) -> dict[str, tuple[str, str]]
             raise AdapterError(f"{WEIGHTS}: {_why_foreign(key, match['module'] if match else None, config)}")
         module, side = match["module"], match["side"]
         if (module, side) in sides:
-            raise AdapterError(f"{WEIGHTS}: tensors {sides[module, side]!r} and {key!r} are both lora_{side} of {module}: remove one, or {_AGAIN}")
+            raise AdapterError(
+                f"{WEIGHTS}: tensors {sides[module, side]!r} and {key!r} are both lora_{side} of {module}: remove "
+                f"one, or {_AGAIN}"
+            )
         sides[module, side] = key
     if not sides:
         raise AdapterError(f"{WEIGHTS} holds no LoRA tensors: {_AGAIN}")
@@ -113,9 +130,15 @@ def _pairs(file: AdapterFile, config: LlamaConfig) -> dict[str, tuple[str, str]]
 def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
     """Why a tensor is none of ours."""
     if any(name in key for name in _EMBEDDINGS):
-        return f"tensor {key!r} adapts the embedding or the output head, which is not supported: train with target_modules on the layers' projections only"
+        return (
+            f"tensor {key!r} adapts the embedding or the output head, which is not supported: train with "
+            "target_modules on the layers' projections only"
+        )
     if "lora_magnitude_vector" in key:
-        return f"tensor {key!r} belongs to DoRA, which is not supported: merge the adapter into its base, or train with use_dora=False"
+        return (
+            f"tensor {key!r} belongs to DoRA, which is not supported: merge the adapter into its base, or train "
+            "with use_dora=False"
+        )
     if ".lora_" in key and key.endswith(".bias"):
         return f"tensor {key!r} is a LoRA bias, which is not supported: train with lora_bias=False"
     layer = re.match(r"model\.layers\.(\d+)\.", module or "")
@@ -124,25 +147,34 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
     return f"tensor {key!r} is not LoRA A or B of a Llama projection: remove it, or {_AGAIN}"
 
 
-def _check_shapes(file: AdapterFile, module: str, names: tuple[str, str], config: LlamaConfig, settings: AdapterConfig, max_rank: int) -> int:
+def _check_shapes(
+    file: AdapterFile, module: str, names: tuple[str, str], config: LlamaConfig, settings: AdapterConfig, max_rank: int
+) -> int:
     """The module's rank, once its shapes fit the base, its config and the limit."""
     outputs, inputs = config.module_shape(module)
     shape_a, shape_b = file.shapes[names[0]], file.shapes[names[1]]
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
-        raise AdapterError(f"{WEIGHTS}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and [{outputs}, r]: {_AGAIN}")
+        raise AdapterError(
+            f"{WEIGHTS}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
+            f"[{outputs}, r]: {_AGAIN}"
+        )
     if shape_a[1] != inputs or shape_b[0] != outputs:
         raise AdapterError(
-            f"{WEIGHTS}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to {outputs}: {_OTHER_BASE}"
+            f"{WEIGHTS}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to {outputs}: "
+            f"{_OTHER_BASE}"
         )
     for name in names:
         file.check_floating(name)
     rank, stated = shape_a[0], settings.rank_of(module)
     if rank != stated:
         raise AdapterError(
-            f"{WEIGHTS}: {module} has rank {rank}, adapter_config.json says {stated} (r or rank_pattern): the files do not belong together; {_AGAIN}"
+            f"{WEIGHTS}: {module} has rank {rank}, adapter_config.json says {stated} (r or rank_pattern): the files "
+            f"do not belong together; {_AGAIN}"
         )
     if rank > max_rank:
-        raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with --max-lora-rank {rank} or more")
+        raise AdapterError(
+            f"{module} has rank {rank}, above the limit of {max_rank}: start with --max-lora-rank {rank} or more"
+        )
     return rank
 
 
@@ -157,7 +189,7 @@ def _content_hash(file: AdapterFile, pairs: Mapping[str, tuple[str, str]], scali
         return digest.digest()
 
     modules = list(pairs)
-    parts = [modules[first:first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
+    parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
     digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -171,5 +203,7 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]
     for surplus, text in (without, beyond):
         if surplus:
             ordered = [module for module in config.linear_modules() if module in surplus]
-            found.append(f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}")
+            found.append(
+                f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}"
+            )
     return tuple(found)

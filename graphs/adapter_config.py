@@ -1,4 +1,5 @@
 """adapter_config.json of PEFT: what is honoured, what is harmless, and what is refused with its remedy."""
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,22 +17,53 @@ class AdapterError(ValueError):
     """An adapter that cannot be served: names the field or tensor and the remedy."""
 
 
-# Known fields that do not change what a plain LoRA layer computes (or that only mattered while training), whatever their value.
-_HARMLESS = frozenset({
-    "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "megatron_core",
-    "eva_config", "runtime_config", "qalora_group_size", "ensure_weight_tying", "loftq_config", "corda_config", "lora_ga_config",
-})  # fmt: skip
-_HONOURED = frozenset({
-    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "bias", "init_lora_weights", "task_type",
-})  # fmt: skip
+# Known fields that do not change what a plain LoRA layer computes (or that only mattered while training), whatever
+# their value.
+_HARMLESS = frozenset(
+    {
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "eva_config",
+        "runtime_config",
+        "qalora_group_size",
+        "ensure_weight_tying",
+        "loftq_config",
+        "corda_config",
+        "lora_ga_config",
+    }
+)
+_HONOURED = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "bias",
+        "init_lora_weights",
+        "task_type",
+    }
+)
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
 _REFUSED = {
     "use_dora": f"DoRA is not supported: {_MERGE}",
     "lora_bias": f"a bias in lora_B is not supported: train with lora_bias=False, or {_MERGE}",
-    "modules_to_save": "fully trained copies of modules are not supported: train without modules_to_save, or merge the adapter into its base",
-    "trainable_token_indices": "trained token embeddings are not supported: train without trainable_token_indices, or merge the adapter into its base",
-    "layer_replication": "replicated layers are not supported: apply the replication to the base checkpoint and train on that",
+    "modules_to_save": "fully trained copies of modules are not supported: train without modules_to_save, or merge "
+    "the adapter into its base",
+    "trainable_token_indices": "trained token embeddings are not supported: train without trainable_token_indices, "
+    "or merge the adapter into its base",
+    "layer_replication": "replicated layers are not supported: apply the replication to the base checkpoint and "
+    "train on that",
     "fan_in_fan_out": "transposed weights (Conv1D) do not occur in Llama: train with fan_in_fan_out=False",
     "megatron_config": "Megatron's parallel layers are not supported: export the adapter as plain PEFT LoRA",
     "target_parameters": "LoRA on bare parameters is not supported: use target_modules on the projections",
@@ -64,7 +96,10 @@ class AdapterConfig:
     @classmethod
     def from_directory(cls, directory: Path, lenient: bool = False) -> "AdapterConfig":
         """Reads `directory`/adapter_config.json."""
-        return cls.from_dict(read_json_object(directory / CONFIG, AdapterError, "give the directory that peft's save_pretrained wrote"), lenient)
+        return cls.from_dict(
+            read_json_object(directory / CONFIG, AdapterError, "give the directory that peft's save_pretrained wrote"),
+            lenient,
+        )
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], lenient: bool = False) -> "AdapterConfig":
@@ -79,14 +114,21 @@ class AdapterConfig:
             for name, value in fields.items():
                 if name not in _HARMLESS | _HONOURED | _REFUSED.keys() and value not in (None, False, [], {}, ""):
                     raise AdapterError(
-                        f"{CONFIG}: unknown field {name} = {str(value)[:60]!r} may change what the adapter computes: remove it, or pass --lora-lenient"
+                        f"{CONFIG}: unknown field {name} = {str(value)[:60]!r} may change what the adapter computes: "
+                        "remove it, or pass --lora-lenient"
                     )
         return cls(
             r=_rank("r", fields.get("r", 8)),
             lora_alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
             use_rslora=_typed(fields, "use_rslora", bool, False),
-            rank_pattern={pattern: _rank(f"rank_pattern[{pattern!r}]", value) for pattern, value in _typed(fields, "rank_pattern", dict, {}).items()},
-            alpha_pattern={pattern: _alpha(f"alpha_pattern[{pattern!r}]", value) for pattern, value in _typed(fields, "alpha_pattern", dict, {}).items()},
+            rank_pattern={
+                pattern: _rank(f"rank_pattern[{pattern!r}]", value)
+                for pattern, value in _typed(fields, "rank_pattern", dict, {}).items()
+            },
+            alpha_pattern={
+                pattern: _alpha(f"alpha_pattern[{pattern!r}]", value)
+                for pattern, value in _typed(fields, "alpha_pattern", dict, {}).items()
+            },
             target_modules=_names(fields, "target_modules") or (),
             exclude_modules=_names(fields, "exclude_modules"),
             layers_to_transform=_layers(fields.get("layers_to_transform")),
@@ -105,7 +147,9 @@ class AdapterConfig:
     def targets_module(self, module: str) -> bool:
         """Whether the config applies LoRA to `module`."""
         try:
-            return targeted(module, self.target_modules, self.exclude_modules, self.layers_to_transform, self.layers_pattern)
+            return targeted(
+                module, self.target_modules, self.exclude_modules, self.layers_to_transform, self.layers_pattern
+            )
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
@@ -125,14 +169,18 @@ def _check_choices(fields: Mapping[str, Any]) -> None:
     init = fields.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_CHANGED_BASE):
         raise AdapterError(
-            f"{CONFIG}: init_lora_weights = {init!r} changed the base while training: convert the adapter to plain LoRA "
+            f"{CONFIG}: init_lora_weights = {init!r} changed the base while training: convert the adapter to plain "
+            "LoRA "
             "(save_pretrained with path_initial_model_for_weight_conversion), or merge it into that base"
         )
     if not (isinstance(init, bool) or init is None or init in _PLAIN_INITS):
         raise AdapterError(f"{CONFIG}: init_lora_weights = {str(init)[:60]!r} is not supported: {_MERGE}")
     task = fields.get("task_type")
     if task not in (None, "CAUSAL_LM"):
-        raise AdapterError(f"{CONFIG}: task_type = {str(task)[:60]!r} is not supported: only CAUSAL_LM adapters generate text; train one for it")
+        raise AdapterError(
+            f"{CONFIG}: task_type = {str(task)[:60]!r} is not supported: only CAUSAL_LM adapters generate text; "
+            "train one for it"
+        )
 
 
 def _typed(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -151,7 +199,8 @@ def _rank(name: str, value: Any) -> int:
 
 
 def _alpha(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e9:  # NaN fails the comparison too
+    # NaN fails the comparison too
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e9:
         raise AdapterError(f"{CONFIG}: {name} must be a finite number, not {str(value)[:60]!r}: {_AGAIN}")
     return float(value)
 

@@ -1,7 +1,10 @@
-"""The .safetensors file of one adapter, read into memory once and whole: in large pieces, hashed on the way and checked for NaN, on some threads.
+"""The .safetensors file of one adapter, read into memory once and whole: in large pieces, hashed on the way and checked
+for NaN, on some threads.
 
-What is hashed is what is used, whoever writes to the file meanwhile. While a piece is read, hashed or checked, other threads run Python.
+What is hashed is what is used, whoever writes to the file meanwhile. While a piece is read, hashed or checked, other
+threads run Python.
 """
+
 import hashlib
 import json
 import math
@@ -21,12 +24,18 @@ from .safetensors_file import FLOATING
 PIECE = 16 << 20
 READERS = 8
 _LARGEST_HEADER = 100_000_000
-_EXPONENT = {torch.bfloat16: (np.uint16, np.int16, 0x7F80), torch.float16: (np.uint16, np.int16, 0x7C00), torch.float32: (np.uint32, np.int32, 0x7F800000)}
+_EXPONENT = {
+    torch.bfloat16: (np.uint16, np.int16, 0x7F80),
+    torch.float16: (np.uint16, np.int16, 0x7C00),
+    torch.float32: (np.uint32, np.int32, 0x7F800000),
+}
 
 
 @cache
 def readers() -> ThreadPoolExecutor:
-    """Threads for what needs the interpreter only now and then: reading, hashing, checking. numpy's operations, unlike torch's, start none of their own."""
+    """Threads for what needs the interpreter only now and then: reading, hashing, checking. numpy's operations,
+    unlike torch's, start none of their own.
+    """
     return ThreadPoolExecutor(READERS, "adapter-content")
 
 
@@ -62,7 +71,8 @@ class AdapterFile:
         try:
             self._size = os.fstat(self._file.fileno()).st_size
             self._header, self._places = _parse(self._file.fileno(), self._size)
-        except (OSError, EOFError, ValueError, RecursionError) as problem:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        except (OSError, EOFError, ValueError, RecursionError) as problem:
             self._file.close()
             raise self._damaged(problem) from None
         self.shapes: dict[str, tuple[int, ...]] = {name: shape for name, (_, shape, _, _) in self._places.items()}
@@ -71,20 +81,25 @@ class AdapterFile:
     def __enter__(self) -> "AdapterFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def check_floating(self, name: str) -> None:
         """Raises unless the tensor is bf16, fp16 or fp32."""
         if self.dtypes[name] not in FLOATING:
-            raise self._error(f"{self._path.name}: tensor {name!r} has dtype {self.dtypes[name]}, expected one of {', '.join(FLOATING)}: save it unquantized")
+            raise self._error(
+                f"{self._path.name}: tensor {name!r} has dtype {self.dtypes[name]}, expected one of "
+                f"{', '.join(FLOATING)}: save it unquantized"
+            )
 
     def read(self) -> None:
         """Read the contents, once every tensor has passed `check_floating`."""
         memory = np.empty(self._size, np.uint8)
 
         def digest(first: int) -> bytes:
-            piece = memory[first:first + PIECE]
+            piece = memory[first : first + PIECE]
             read_fully(self._file.fileno(), piece, first)
             return hashlib.sha256(piece.data).digest()
 
@@ -92,7 +107,7 @@ class AdapterFile:
             digests = list(readers().map(digest, range(0, self._size, PIECE)))
         except (OSError, EOFError) as problem:
             raise self._damaged(problem) from None
-        if memory[:len(self._header)].tobytes() != self._header:
+        if memory[: len(self._header)].tobytes() != self._header:
             raise self._damaged("it was written to meanwhile")
         self._memory = memory
         self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
@@ -102,11 +117,19 @@ class AdapterFile:
         start, kinds = len(self._header), set(self.dtypes.values())
         if len(kinds) == 1 and not start % 4:  # in large pieces, whatever the tensors
             dtype = FLOATING[kinds.pop()]
-            if all(readers().map(lambda first: finite(self._memory[max(start, first):first + PIECE], dtype), range(0, self._size, PIECE))):
+            if all(
+                readers().map(
+                    lambda first: finite(self._memory[max(start, first) : first + PIECE], dtype),
+                    range(0, self._size, PIECE),
+                )
+            ):
                 return
         for name in self.shapes:
             if not finite(self.data(name), FLOATING[self.dtypes[name]]):
-                raise self._error(f"{self._path.name}: tensor {name!r} holds NaN or infinity: training diverged; use an earlier checkpoint of the adapter")
+                raise self._error(
+                    f"{self._path.name}: tensor {name!r} holds NaN or infinity: training diverged; use an earlier "
+                    "checkpoint of the adapter"
+                )
 
     def data(self, name: str) -> NDArray[np.uint8]:
         """A tensor's bytes, once they are read."""
@@ -125,15 +148,21 @@ class AdapterFile:
 def finite(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
     """Whether no value of `dtype` among these bytes has an exponent of ones only.
 
-    As integers those are the largest: from `exponent` on, and with a sign from there on in unsigned ones. So two maxima tell, and nothing is stored.
+    As integers those are the largest: from `exponent` on, and with a sign from there on in unsigned ones. So two maxima
+    tell, and nothing is stored.
     """
     unsigned, signed, exponent = _EXPONENT[dtype]
     sign = 1 << (8 * dtype.itemsize - 1)
-    return not data.size or (int(data.view(signed).max()) < exponent and int(data.view(unsigned).max()) < sign + exponent)
+    return not data.size or (
+        int(data.view(signed).max()) < exponent and int(data.view(unsigned).max()) < sign + exponent
+    )
 
 
 def _parse(handle: int, size: int) -> tuple[bytes, dict[str, tuple[str, tuple[int, ...], int, int]]]:
-    """(everything before the data, tensor -> dtype, shape, first and last byte in the file). Raises ValueError for what is no safetensors file."""
+    """(everything before the data, tensor -> dtype, shape, first and last byte in the file).
+
+    Raises ValueError for what is no safetensors file.
+    """
     start = np.empty(8, np.uint8)
     read_fully(handle, start, 0)
     length = int.from_bytes(start.tobytes(), "little")

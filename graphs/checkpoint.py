@@ -1,4 +1,7 @@
-"""Checkpoint: the weights of a model in safetensors form, one file or shards with an index; validated before anything is loaded, read lazily."""
+"""Checkpoint: the weights of a model in safetensors form, one file or shards with an index; validated before
+anything is loaded, read lazily.
+"""
+
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,13 +26,17 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """The tensors of a checkpoint directory, by name.
 
-    Opening reads headers only, so that a missing shard or a truncated file is reported before any weight is touched; `tensor` reads through a memory map.
+    Opening reads headers only, so that a missing shard or a truncated file is reported before any weight is touched;
+    `tensor` reads through a memory map.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory} is not a directory: point at a Hugging Face checkpoint with config.json and safetensors files")
+            raise CheckpointError(
+                f"{self.directory} is not a directory: point at a Hugging Face checkpoint with config.json and "
+                "safetensors files"
+            )
         index = self.directory / INDEX
         if (self.directory / SINGLE).exists():
             self._files = [SafetensorsFile(self.directory / SINGLE, CheckpointError, _AGAIN)]
@@ -41,33 +48,51 @@ class Checkpoint:
         for file in self._files:
             for name in file.shapes:
                 if name in self._home:
-                    raise CheckpointError(f"tensor {name!r} is in {self._home[name].path.name} and in {file.path.name}: remove one; {_AGAIN}")
+                    raise CheckpointError(
+                        f"tensor {name!r} is in {self._home[name].path.name} and in {file.path.name}: remove one; "
+                        f"{_AGAIN}"
+                    )
                 self._home[name] = file
 
     def _open_shards(self, index: Path) -> list[SafetensorsFile]:
         """The shards that the index names, in name order, each proved to hold what the index says."""
         weight_map = read_json_object(index, CheckpointError, _AGAIN, _MAX_INDEX_BYTES).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(shard, str) for shard in weight_map.values())
+        ):
             raise CheckpointError(f"{INDEX} has no weight_map from tensor to file: {_AGAIN}")
         shards = sorted(set(weight_map.values()))
         for shard in shards:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointError(f"{INDEX} names {shard!r}, which is not a safetensors file of this directory: {_AGAIN}")
+                raise CheckpointError(
+                    f"{INDEX} names {shard!r}, which is not a safetensors file of this directory: {_AGAIN}"
+                )
         missing = [shard for shard in shards if not (self.directory / shard).exists()]
         if missing:
             lost = next(name for name, shard in weight_map.items() if shard == missing[0])
-            raise CheckpointError(f"{len(missing)} of {len(shards)} shards missing, first {missing[0]} (with tensor {lost!r}): {_AGAIN} into {self.directory}")
+            raise CheckpointError(
+                f"{len(missing)} of {len(shards)} shards missing, first {missing[0]} (with tensor {lost!r}): "
+                f"{_AGAIN} into {self.directory}"
+            )
         files = {shard: SafetensorsFile(self.directory / shard, CheckpointError, _AGAIN) for shard in shards}
         for name, shard in weight_map.items():
             if name not in files[shard].shapes:
-                raise CheckpointError(f"{shard} lacks tensor {name!r}, which {INDEX} expects there: the shards are of different downloads; {_AGAIN}")
+                raise CheckpointError(
+                    f"{shard} lacks tensor {name!r}, which {INDEX} expects there: the shards are of different "
+                    f"downloads; {_AGAIN}"
+                )
         return list(files.values())
 
     def _why_nothing(self) -> str:
         """The message for a directory without safetensors."""
         pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickles:
-            return f"{pickles[0]} is a pickle, which can run code and is never loaded: save the model again with safe_serialization=True"
+            return (
+                f"{pickles[0]} is a pickle, which can run code and is never loaded: save the model again with "
+                "safe_serialization=True"
+            )
         return f"{self.directory} has neither {SINGLE} nor {INDEX}: point at a Hugging Face checkpoint"
 
     def names(self) -> list[str]:
@@ -96,14 +121,17 @@ class Checkpoint:
         return total
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) for the named tensors (None: all), shard after shard and in file order, so that each file is read once from front to back."""
+        """(name, tensor) for the named tensors (None: all), shard after shard and in file order, so that each file
+        is read once from front to back.
+        """
         wanted = None if names is None else set(names)
         for name in self._home:
             if wanted is None or name in wanted:
                 yield name, self.tensor(name)
 
     def validate(self, expected: Mapping[str, tuple[int, ...]], tied: bool = False) -> None:
-        """Compares names, shapes and dtypes with what the model expects (`Llama.checkpoint_tensors()`); raises CheckpointError at the first difference.
+        """Compares names, shapes and dtypes with what the model expects (`Llama.checkpoint_tensors()`); raises
+        CheckpointError at the first difference.
 
         `tied`: the output head is the embedding, and a stored lm_head.weight is superfluous.
         """
@@ -116,12 +144,17 @@ class Checkpoint:
             file = self._home[name]
             if file.shapes[name] != tuple(shape):
                 found = f"{file.path.name}: tensor {name!r} has shape {list(file.shapes[name])}"
-                raise CheckpointError(f"{found}, config.json implies {list(shape)}: use the config.json that came with the weights")
+                raise CheckpointError(
+                    f"{found}, config.json implies {list(shape)}: use the config.json that came with the weights"
+                )
             file.check_floating(name)
         for name in self._home:
             if name in expected or _HARMLESS.fullmatch(name) or (tied and name == "lm_head.weight"):
                 continue
-            raise CheckpointError(f"{self._home[name].path.name}: unexpected tensor {name!r}: this is not a plain Llama checkpoint; use one without it")
+            raise CheckpointError(
+                f"{self._home[name].path.name}: unexpected tensor {name!r}: this is not a plain Llama checkpoint; "
+                "use one without it"
+            )
 
     def _where(self) -> str:
         return self._files[0].path.name if len(self._files) == 1 else f"all {len(self._files)} shards"
@@ -133,7 +166,9 @@ class Checkpoint:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copies a validated checkpoint into a plain model's parameters (for eager runs; the compiler streams and quantizes instead)."""
+    """Copies a validated checkpoint into a plain model's parameters (for eager runs; the compiler streams and
+    quantizes instead).
+    """
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in checkpoint.stream(parameters):

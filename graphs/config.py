@@ -2,6 +2,7 @@
 
 Everything that would change the arithmetic and that the graph does not do is refused by name; other fields are ignored.
 """
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes and constants of one Llama. Field names are those of config.json; `dtype` is the checkpoint's, as torch spells it."""
+    """Shapes and constants of one Llama.
+
+    Field names are those of config.json; `dtype` is the checkpoint's, as torch spells it.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -52,10 +56,14 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
-            raise ConfigError(f"head_dim {self.head_dim} is not supported: the attention kernels handle {HEAD_DIMS[0]} and {HEAD_DIMS[1]}; use such a Llama")
+            raise ConfigError(
+                f"head_dim {self.head_dim} is not supported: the attention kernels handle {HEAD_DIMS[0]} and "
+                f"{HEAD_DIMS[1]}; use such a Llama"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}: correct config.json"
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}: correct config.json"
             )
 
     @classmethod
@@ -65,13 +73,17 @@ class LlamaConfig:
         heads = _integer(fields, "num_attention_heads")
         hidden = _integer(fields, "hidden_size")
         if fields.get("head_dim") is None and hidden % heads:
-            raise ConfigError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: give head_dim in config.json")
+            raise ConfigError(
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: give head_dim in config.json"
+            )
         positions = _integer(fields, "max_position_embeddings", 2048)
         theta, scaling = _rope(fields, positions)
         eos = fields.get("eos_token_id")
         dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in _DTYPES:
-            raise ConfigError(f"dtype {dtype!r} is not supported: use a checkpoint saved in one of {', '.join(_DTYPES)}")
+            raise ConfigError(
+                f"dtype {dtype!r} is not supported: use a checkpoint saved in one of {', '.join(_DTYPES)}"
+            )
         return cls(
             vocab_size=_integer(fields, "vocab_size"),
             hidden_size=hidden,
@@ -93,7 +105,11 @@ class LlamaConfig:
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
         """Reads `directory`/config.json."""
-        return cls.from_dict(read_json_object(Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"))
+        return cls.from_dict(
+            read_json_object(
+                Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"
+            )
+        )
 
     def module_shape(self, module: str) -> tuple[int, int]:
         """(output, input) features of a projection, e.g. module_shape("q_proj") or its full name."""
@@ -120,7 +136,9 @@ class LlamaConfig:
         return [f"model.layers.{layer}.{name}" for layer in range(self.num_hidden_layers) for name in inside]
 
 
-def read_json_object(path: Path, error: type[ValueError], missing_remedy: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_json_object(
+    path: Path, error: type[ValueError], missing_remedy: str, max_bytes: int = _MAX_CONFIG_BYTES
+) -> dict[str, Any]:
     """The JSON object in `path`; whatever is wrong with the file is raised as `error`, naming it."""
     try:
         if path.stat().st_size > max_bytes:
@@ -144,16 +162,25 @@ def _refuse_foreign(fields: Mapping[str, Any]) -> None:
     architectures = fields.get("architectures") or ["LlamaForCausalLM"]
     if fields.get("model_type", "llama") != "llama" or architectures != ["LlamaForCausalLM"]:
         raise ConfigError(
-            f"architecture {architectures} (model_type {fields.get('model_type')!r}) is not supported: serve a LlamaForCausalLM (Llama 2, 3, 3.1, 3.2)"
+            f"architecture {architectures} (model_type {fields.get('model_type')!r}) is not supported: serve a "
+            "LlamaForCausalLM (Llama 2, 3, 3.1, 3.2)"
         )
     for bias in ("attention_bias", "mlp_bias"):
         if fields.get(bias):
-            raise ConfigError(f"{bias} is not supported: the projections here have no bias; use a Llama checkpoint trained without it")
+            raise ConfigError(
+                f"{bias} is not supported: the projections here have no bias; use a Llama checkpoint trained without it"
+            )
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {activation!r} is not supported: only 'silu' is; use a Llama checkpoint that was trained with it")
+        raise ConfigError(
+            f"hidden_act {activation!r} is not supported: only 'silu' is; use a Llama checkpoint that was trained "
+            "with it"
+        )
     if fields.get("quantization_config"):
-        raise ConfigError("quantization_config is set: this checkpoint is already quantized; use the bf16 original, Sidestream quantizes it while loading")
+        raise ConfigError(
+            "quantization_config is set: this checkpoint is already quantized; use the bf16 original, Sidestream "
+            "quantizes it while loading"
+        )
 
 
 def _rope(fields: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling]:
@@ -162,10 +189,16 @@ def _rope(fields: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling
     table = fields.get(source) or {}
     if not isinstance(table, Mapping):
         raise ConfigError(f"{source} must be an object, not {table!r}: correct config.json")
-    theta = _number(table, "rope_theta", None) if table.get("rope_theta") is not None else _number(fields, "rope_theta", 10000.0)
+    theta = (
+        _number(table, "rope_theta", None)
+        if table.get("rope_theta") is not None
+        else _number(fields, "rope_theta", 10000.0)
+    )
     kind = table.get("rope_type", table.get("type", "default"))
     if _number(table, "partial_rotary_factor", 1.0) != 1.0 or _number(fields, "partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor is not supported: Llama rotates whole heads; use a checkpoint without it")
+        raise ConfigError(
+            "partial_rotary_factor is not supported: Llama rotates whole heads; use a checkpoint without it"
+        )
     if kind == "default":
         return theta, RopeScaling()
     if kind == "linear":
@@ -181,7 +214,10 @@ def _rope(fields: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise ConfigError(f"{source}: high_freq_factor must exceed low_freq_factor: correct config.json")
         return theta, scaling
-    raise ConfigError(f"{source}: rope type {kind!r} is not supported: 'default', 'linear' and 'llama3' are; remove it to serve the original context length")
+    raise ConfigError(
+        f"{source}: rope type {kind!r} is not supported: 'default', 'linear' and 'llama3' are; remove it to serve "
+        "the original context length"
+    )
 
 
 def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -1,7 +1,10 @@
-"""Llama as a plain module: what the compiler captures, and, run eagerly with the reference ops, what it is compared with.
+"""Llama as a plain module: what the compiler captures, and, run eagerly with the reference ops, what it is compared
+with.
 
-Tokens of all sequences lie flattened in one dimension T; each sequence's keys and values live in pages of a paged cache.
+Tokens of all sequences lie flattened in one dimension T; each sequence's keys and values live in pages of a paged
+cache.
 """
+
 from typing import Any
 
 import torch
@@ -63,7 +66,9 @@ class RotaryEmbedding(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache, to which it first appends this step's keys and values."""
 
-    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(
+        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__()
         self.query_shape = (-1, config.num_attention_heads, config.head_dim)
         self.key_shape = (-1, config.num_key_value_heads, config.head_dim)
@@ -74,23 +79,35 @@ class Attention(nn.Module):
         self.o_proj = _projection("o_proj", config, lora, dtype, device)
 
     def forward(
-        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor,
-        block_table: torch.Tensor, context_lens: torch.Tensor, query_start: torch.Tensor, kv_cache: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_index: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> torch.Tensor:
         q = self.q_proj(hidden_states, adapter_index).view(self.query_shape)
         k = self.k_proj(hidden_states, adapter_index).view(self.key_shape)
         v = self.v_proj(hidden_states, adapter_index).view(self.key_shape)
         q = apply_rotary(q, cos, sin)
         k = apply_rotary(k, cos, sin)
         torch.ops.sidestream.append_kv(k, v, kv_cache, None, slot_mapping)
-        output = torch.ops.sidestream.paged_attention(q, kv_cache, None, block_table, context_lens, query_start, self.softmax_scale, False, False)
+        output = torch.ops.sidestream.paged_attention(
+            q, kv_cache, None, block_table, context_lens, query_start, self.softmax_scale, False, False
+        )
         return self.o_proj(output, adapter_index)
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(
+        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__()
         self.gate_proj = _projection("gate_proj", config, lora, dtype, device)
         self.up_proj = _projection("up_proj", config, lora, dtype, device)
@@ -103,7 +120,9 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind its norm and beside its residual."""
 
-    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(
+        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__()
         self.self_attn = Attention(config, lora, dtype, device)
         self.mlp = MLP(config, lora, dtype, device)
@@ -111,11 +130,27 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
     def forward(
-        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor,
-        block_table: torch.Tensor, context_lens: torch.Tensor, query_start: torch.Tensor, kv_cache: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_index: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> torch.Tensor:
         attended = self.self_attn(
-            self.input_layernorm(hidden_states), cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache
+            self.input_layernorm(hidden_states),
+            cos,
+            sin,
+            slot_mapping,
+            adapter_index,
+            block_table,
+            context_lens,
+            query_start,
+            kv_cache,
         )
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), adapter_index)
@@ -124,7 +159,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and last norm; named `model` in checkpoints."""
 
-    def __init__(self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(
+        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(DecoderLayer(config, lora, dtype, device) for _ in range(config.num_hidden_layers))
@@ -132,24 +169,39 @@ class Decoder(nn.Module):
         self.rotary_emb = RotaryEmbedding(config, device)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor, block_table: torch.Tensor,
-        context_lens: torch.Tensor, query_start: torch.Tensor, kv_caches: list[torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_index: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden_states = layer(hidden_states, cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache)
+            hidden_states = layer(
+                hidden_states, cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache
+            )
         return self.norm(hidden_states)
 
 
 class Llama(nn.Module):
     """A Llama with room for `lora.slots` adapters (`lora=None`: none).
 
-    `dtype` is the dtype of weights, activations and caches; None takes the checkpoint's. Parameters are uninitialised: load them, or build on the meta
-    device to capture.
+    `dtype` is the dtype of weights, activations and caches; None takes the checkpoint's. Parameters are uninitialised:
+    load them, or build on the meta device to capture.
     """
 
-    def __init__(self, config: LlamaConfig, lora: LoraShape | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        lora: LoraShape | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.lora = lora
@@ -161,16 +213,27 @@ class Llama(nn.Module):
             self.lm_head = LoRALinear(config.hidden_size, config.vocab_size, None, self.dtype, place)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, adapter_index: torch.Tensor, block_table: torch.Tensor,
-        context_lens: torch.Tensor, query_start: torch.Tensor, logits_indices: torch.Tensor, kv_caches: list[torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_index: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor,
+        logits_indices: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
         """One step over T tokens of B sequences -> logits [B, V] of the tokens that `logits_indices` names.
 
-        input_ids, positions [T] int64 or int32; slot_mapping [T] int32 (page * 64 + offset, -1 = padding); adapter_index [T] int32 (-1 = no adapter);
-        block_table [B, P], context_lens [B] (this step's tokens included), query_start [B + 1], logits_indices [B] int32; kv_caches: per layer
-        [pages, kv heads, 2, 64, D], written in place.
+        input_ids, positions [T] int64 or int32; slot_mapping [T] int32 (page * 64 + offset, -1 = padding);
+        adapter_index [T] int32 (-1 = no adapter); block_table [B, P], context_lens [B] (this step's tokens included),
+        query_start [B + 1], logits_indices [B] int32; kv_caches: per layer [pages, kv heads, 2, 64, D], written in
+        place.
         """
-        hidden_states = self.model(input_ids, positions, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_caches)
+        hidden_states = self.model(
+            input_ids, positions, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_caches
+        )
         hidden_states = hidden_states.index_select(0, logits_indices)
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return F.linear(hidden_states, head)
@@ -181,14 +244,20 @@ class Llama(nn.Module):
 
     def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each adapter stack: `...q_proj.lora_a` [S, R, K] and `...q_proj.lora_b` [S, N, R]."""
-        return {name: tuple(buffer.shape) for name, buffer in self.named_buffers() if name.endswith((".lora_a", ".lora_b"))}
+        return {
+            name: tuple(buffer.shape) for name, buffer in self.named_buffers() if name.endswith((".lora_a", ".lora_b"))
+        }
 
     def derived_tensors(self) -> dict[str, torch.Tensor]:
-        """Name -> value (on the CPU) of the buffers that come from the config rather than from a checkpoint; real on a meta model too."""
+        """Name -> value (on the CPU) of the buffers that come from the config rather than from a checkpoint; real on
+        a meta model too.
+        """
         return {INV_FREQ: inverse_frequencies(self.config)}
 
     def example_inputs(self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4) -> dict[str, Any]:
-        """Keyword arguments of `forward` for capture, on the model's device; sizes that differ from each other keep the dimensions apart."""
+        """Keyword arguments of `forward` for capture, on the model's device; sizes that differ from each other keep
+        the dimensions apart.
+        """
         device = self.model.norm.weight.device
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -204,7 +273,9 @@ class Llama(nn.Module):
             "context_lens": integers(sequences),
             "query_start": integers(sequences + 1),
             "logits_indices": integers(sequences),
-            "kv_caches": [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.config.num_hidden_layers)],
+            "kv_caches": [
+                torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.config.num_hidden_layers)
+            ],
         }
 
     def dynamic_shapes(self) -> dict[str, Any]:
@@ -223,6 +294,8 @@ class Llama(nn.Module):
         }
 
 
-def _projection(name: str, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None) -> LoRALinear:
+def _projection(
+    name: str, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+) -> LoRALinear:
     outputs, inputs = config.module_shape(name)
     return LoRALinear(inputs, outputs, lora if lora is not None and name in lora.targets else None, dtype, device)

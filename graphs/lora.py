@@ -1,4 +1,5 @@
 """LoRALinear: a projection without bias whose tokens may each add their own low-rank update."""
+
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ RANK_MULTIPLE = 16
 class LoraShape:
     """How much room the model keeps for adapters.
 
-    `slots` adapters at once, each of at most `rank` (a multiple of 16), on the projections named in `targets`. Targets that one GEMM computes together
-    (q/k/v, gate/up) are there together: naming one adds the others.
+    `slots` adapters at once, each of at most `rank` (a multiple of 16), on the projections named in `targets`. Targets
+    that one GEMM computes together (q/k/v, gate/up) are there together: naming one adds the others.
     """
 
     slots: int
@@ -29,7 +30,10 @@ class LoraShape:
         if unknown:
             raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(TARGETS)}")
         if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE:
-            raise ValueError(f"a LoRA stack of {self.slots} slots and rank {self.rank} is impossible: slots >= 1, rank a positive multiple of {RANK_MULTIPLE}")
+            raise ValueError(
+                f"a LoRA stack of {self.slots} slots and rank {self.rank} is impossible: slots >= 1, rank a positive "
+                f"multiple of {RANK_MULTIPLE}"
+            )
         closed = set(self.targets)
         for group in PACKED:
             if closed & set(group):
@@ -40,15 +44,25 @@ class LoraShape:
 class LoRALinear(nn.Module):
     """y = x W^T, plus (x A^T) B^T of the adapter that each token names.
 
-    weight [N, K]; with adapters lora_a [S, R, K] and lora_b [S, N, R] (alpha / rank is folded into B). `lora` is None when this projection has none.
+    weight [N, K]; with adapters lora_a [S, R, K] and lora_b [S, N, R] (alpha / rank is folded into B). `lora` is None
+    when this projection has none.
     """
 
     lora_a: torch.Tensor
     lora_b: torch.Tensor
 
-    def __init__(self, in_features: int, out_features: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        lora: LoraShape | None,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False
+        )
         self.has_lora = lora is not None
         if lora is not None:
             self.register_buffer("lora_a", torch.zeros(lora.slots, lora.rank, in_features, dtype=dtype, device=device))

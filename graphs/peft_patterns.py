@@ -1,7 +1,10 @@
-"""How PEFT matches module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules (peft.utils.other, peft.tuners.tuners_utils).
+"""How PEFT matches module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules (peft.utils.other,
+peft.tuners.tuners_utils).
 
-The patterns come from a file that somebody else wrote, and Python's `re` can be made to run for hours: patterns that nest repeats are refused.
+The patterns come from a file that somebody else wrote, and Python's `re` can be made to run for hours: patterns that
+nest repeats are refused.
 """
+
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -22,19 +25,27 @@ class PatternError(ValueError):
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """re.compile after refusing patterns whose matching time explodes. Raises PatternError."""
     if len(pattern) > MAX_PATTERN_LENGTH:
-        raise PatternError(f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN_LENGTH}: list the modules by name")
+        raise PatternError(
+            f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN_LENGTH}: list the modules by name"
+        )
     try:
         compiled = re.compile(pattern)
         _repeats(_parser.parse(pattern))
     except PatternError as problem:
-        raise PatternError(f"pattern {_short(pattern)} has {problem}, which can take hours to match: list the modules by name") from None
+        raise PatternError(
+            f"pattern {_short(pattern)} has {problem}, which can take hours to match: list the modules by name"
+        ) from None
     except (re.error, RecursionError, OverflowError) as problem:
-        raise PatternError(f"pattern {_short(pattern)} is not a regular expression ({problem}): list the modules by name") from None
+        raise PatternError(
+            f"pattern {_short(pattern)} is not a regular expression ({problem}): list the modules by name"
+        ) from None
     return compiled
 
 
 def first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that matches a dotted suffix of `module`, in the order of the file; else `default`."""
+    """The value of the first pattern that matches a dotted suffix of `module`, in the order of the file; else
+    `default`.
+    """
     for pattern, value in patterns.items():
         if compile_pattern(rf"(.*\.)?({pattern})$").match(module):
             return value
@@ -75,7 +86,10 @@ def _layer_index(module: str, layers_pattern: Any) -> int | None:
 
 
 def _repeats(parsed: Any) -> int:
-    """How many repeats a name may have to be split between: those of a sequence add up, of alternatives the most count. Raises on a repeat in a repeat."""
+    """How many repeats a name may have to be split between: those of a sequence add up, of alternatives the most count.
+
+    Raises on a repeat in a repeat.
+    """
     total = 0
     for operation, argument in parsed:
         if operation in _REPEATS:

@@ -1,4 +1,5 @@
 """Rotary position embedding: the frequencies of each rope type, and the rotation as Hugging Face spells it."""
+
 import math
 
 import torch
@@ -9,8 +10,8 @@ from .config import LlamaConfig
 def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
     """fp32 [D/2]: radians per position of each pair of dimensions, on the CPU whatever the default device.
 
-    Llama 3.1's rule (`llama3`): wavelengths shorter than original_context / high_freq_factor stay, longer than original_context / low_freq_factor
-    are stretched by `factor`, and those in between are blended.
+    Llama 3.1's rule (`llama3`): wavelengths shorter than original_context / high_freq_factor stay, longer than
+    original_context / low_freq_factor are stretched by `factor`, and those in between are blended.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     plain = 1.0 / config.rope_theta**exponents

@@ -1,4 +1,7 @@
-"""Reading one .safetensors file: headers first, data lazily through a memory map, every fault under the caller's error class."""
+"""Reading one .safetensors file: headers first, data lazily through a memory map, every fault under the caller's
+error class.
+"""
+
 from pathlib import Path
 
 import torch
@@ -37,4 +40,7 @@ class SafetensorsFile:
     def check_floating(self, name: str) -> None:
         """Raises unless the tensor is bf16, fp16 or fp32."""
         if self.dtypes[name] not in FLOATING:
-            raise self.error(f"{self.path.name}: tensor {name!r} has dtype {self.dtypes[name]}, expected one of {', '.join(FLOATING)}: save it unquantized")
+            raise self.error(
+                f"{self.path.name}: tensor {name!r} has dtype {self.dtypes[name]}, expected one of "
+                f"{', '.join(FLOATING)}: save it unquantized"
+            )

@@ -1,4 +1,7 @@
-"""From adapters to the stacks that the graph reads: one slot's A and B, padded to the stack's rank, with alpha / rank folded into B."""
+"""From adapters to the stacks that the graph reads: one slot's A and B, padded to the stack's rank, with alpha /
+rank folded into B.
+"""
+
 from collections.abc import Iterable
 
 import torch
@@ -11,8 +14,8 @@ from .lora import RANK_MULTIPLE, TARGETS, LoraShape
 def lora_shape_for(adapters: Iterable[Adapter], max_loras: int, max_lora_rank: int | None = None) -> LoraShape | None:
     """The stacks that hold `max_loras` of these adapters at a time; None when there are none.
 
-    The rank is the adapters' largest (at most `max_lora_rank`), padded to a multiple of 16; the targets are all that occur, with q/k/v and gate/up
-    kept together.
+    The rank is the adapters' largest (at most `max_lora_rank`), padded to a multiple of 16; the targets are all that
+    occur, with q/k/v and gate/up kept together.
     """
     known = list(adapters)
     if not known:
@@ -20,7 +23,11 @@ def lora_shape_for(adapters: Iterable[Adapter], max_loras: int, max_lora_rank: i
     rank = max(adapter.rank for adapter in known)
     if max_lora_rank is not None and rank > max_lora_rank:
         raise ValueError(f"an adapter has rank {rank}, above max_lora_rank {max_lora_rank}: raise max_lora_rank")
-    return LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(name for name in TARGETS if any(name in adapter.targets for adapter in known)))
+    return LoraShape(
+        max_loras,
+        -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE,
+        tuple(name for name in TARGETS if any(name in adapter.targets for adapter in known)),
+    )
 
 
 def check_fits(adapter: Adapter, lora: LoraShape) -> None:
@@ -28,13 +35,17 @@ def check_fits(adapter: Adapter, lora: LoraShape) -> None:
     missing = [name for name in adapter.targets if name not in lora.targets]
     if adapter.rank > lora.rank or missing:
         raise ValueError(
-            f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank {lora.rank} on {', '.join(lora.targets)}: "
+            f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank "
+            f"{lora.rank} on {', '.join(lora.targets)}: "
             "raise max_lora_rank, or name the adapter when the engine starts"
         )
 
 
-def slot_tensors(adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """One slot of every stack: `model.layers.0.self_attn.q_proj.lora_a` [R, K] and `...lora_b` [N, R], zeros where the adapter has nothing.
+def slot_tensors(
+    adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """One slot of every stack: `model.layers.0.self_attn.q_proj.lora_a` [R, K] and `...lora_b` [N, R], zeros where the
+    adapter has nothing.
 
     B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
     """
@@ -44,7 +55,9 @@ def slot_tensors(adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: 
     return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
 
 
-def slot_tensor(adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def slot_tensor(
+    adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """The one of `slot_tensors` that is called `name`. It may be the adapter's own tensor: only to be read."""
     module, _, side = name.rpartition(".")
     outputs, inputs = config.module_shape(module)

@@ -9,5 +9,6 @@ decoder_block    a decode layer between two attentions as one launch
 
 Importing this package registers every op as `torch.ops.sidestream.<name>`.
 """
+
 from . import attention, decoder_block, linear, lora, rows
 from .core.kv_layout import PAGE_SIZE

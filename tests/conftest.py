@@ -1,4 +1,8 @@
-"""Sets up every test run: `interpret` tests need TRITON_INTERPRET=1 (a process of their own), `gpu` tests a CUDA device."""
+"""Sets up every test run:
+
+`interpret` tests need TRITON_INTERPRET=1 (a process of their own), `gpu` tests a CUDA device.
+"""
+
 import os
 
 import pytest
@@ -24,4 +28,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def fresh_seed(request: pytest.FixtureRequest) -> None:
     """Each test draws its own random inputs, the same ones at every run."""
-    torch.manual_seed(abs(hash(request.node.name)) % 2**31 if os.environ.get("PYTHONHASHSEED") else sum(map(ord, request.node.nodeid)))
+    torch.manual_seed(
+        abs(hash(request.node.name)) % 2**31 if os.environ.get("PYTHONHASHSEED") else sum(map(ord, request.node.nodeid))
+    )

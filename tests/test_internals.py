@@ -2,6 +2,7 @@
 
 After a change of passes, programs or the cost model: `python -m sidestream.tools.pages.internals --write`.
 """
+
 import os
 import re
 import subprocess
@@ -15,7 +16,9 @@ from sidestream.tools.pages.internals import EXCERPTS, PAGE, main
 
 ROOT = Path(__file__).parents[1]
 MADE_WITH = (2, 13)  # other releases of torch capture other node names
-same_torch = pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) != MADE_WITH, reason="the excerpts are of another torch release")
+same_torch = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) != MADE_WITH, reason="the excerpts are of another torch release"
+)
 
 
 @same_torch
@@ -43,7 +46,11 @@ def test_a_stale_page_is_told_and_rewritten(tmp_path: Path, capsys: pytest.Captu
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- excerpt: source of the norm -->\n```python\nold\n```\nafter\n")
     assert main(["--page", str(page)]) == 1 and "-old" in capsys.readouterr().out
-    assert main(["--page", str(page), "--write"]) == 0 and "rsqrt" in page.read_text() and page.read_text().endswith("after\n")
+    assert (
+        main(["--page", str(page), "--write"]) == 0
+        and "rsqrt" in page.read_text()
+        and page.read_text().endswith("after\n")
+    )
     assert main(["--page", str(page)]) == 0
 
 
@@ -53,7 +60,9 @@ def test_the_custom_pass_runs_and_is_the_one_on_its_page(tmp_path: Path) -> None
     command, environment = [sys.executable, str(script), str(tmp_path / "dump")], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^angles_beside +lowers +1 +0 ", done.stdout, re.MULTILINE) and re.search(r"^rope_angles +side +1 .*beside", done.stdout, re.MULTILINE)
+    assert re.search(r"^angles_beside +lowers +1 +0 ", done.stdout, re.MULTILINE) and re.search(
+        r"^rope_angles +side +1 .*beside", done.stdout, re.MULTILINE
+    )
     changed = (tmp_path / "dump" / "04_angles_beside.diff").read_text()
     assert "side stream, 25% of the SMs" in changed
 

@@ -15,13 +15,20 @@ SOURCES = ("ops", "graphs", "compiler", "runtime", "tools")
 
 
 def pip(*arguments: str, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def copy_of_sources(directory: Path) -> Path:
     """A copy of what git tracks or would track, so that building leaves nothing in the checkout."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     names = (
         listed.stdout.splitlines()
         if listed.returncode == 0
@@ -78,8 +85,22 @@ def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
 
 
 def test_an_editable_install_needs_no_network(sources: Path, tmp_path: Path) -> None:
-    pip("install", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--target", str(tmp_path), "-e", ".", cwd=sources)
-    code = f"import site; site.addsitedir({str(tmp_path)!r}); import sidestream.ops.core.kv_layout as layout; print(layout.__file__)"
+    pip(
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "--target",
+        str(tmp_path),
+        "-e",
+        ".",
+        cwd=sources,
+    )
+    code = (
+        f"import site; site.addsitedir({str(tmp_path)!r}); import sidestream.ops.core.kv_layout as layout; "
+        "print(layout.__file__)"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, *{sys.path[1:]!r}]; {code}"],
@@ -93,8 +114,14 @@ def test_an_editable_install_needs_no_network(sources: Path, tmp_path: Path) -> 
 
 
 def test_import_is_quick_and_brings_no_torch() -> None:
-    code = "import time; start = time.perf_counter(); import sys, sidestream; print(time.perf_counter() - start, 'torch' in sys.modules)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    code = (
+        "import time; start = time.perf_counter(); import sys, sidestream; print(time.perf_counter() - start, "
+        "'torch' in sys.modules)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
     assert min(float(seconds) for seconds, _ in runs) < 0.2
     assert {torch for _, torch in runs} == {"False"}
 

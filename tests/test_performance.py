@@ -1,4 +1,5 @@
 """docs/performance.md and the README show what was measured, and nothing else."""
+
 import json
 from pathlib import Path
 

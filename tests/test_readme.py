@@ -17,7 +17,9 @@ EXAMPLES = re.findall(r"<!-- runnable -->\n```python\n(.*?)```", README, re.DOTA
 def test_each_way_of_use_has_an_example() -> None:
     assert len(EXAMPLES) == 3
     assert len(WITH_SERVER) == 1
-    assert len(re.findall("```python", README)) == len(EXAMPLES) + len(WITH_SERVER), "a Python block is not marked as runnable"
+    assert len(re.findall("```python", README)) == len(EXAMPLES) + len(WITH_SERVER), (
+        "a Python block is not marked as runnable"
+    )
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=["llm", "compile", "torch_compile"])
@@ -29,11 +31,20 @@ def test_example_runs(example: str) -> None:
 def test_the_client_example_runs_beside_a_server(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "sidestream.tools.cli", "serve"]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
         try:
             assert server.stdout is not None
             assert any("serving at" in line for line in server.stdout), "the server ended before it served"
-            done = subprocess.run([sys.executable, "-c", WITH_SERVER[0]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(
+                [sys.executable, "-c", WITH_SERVER[0]],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
         finally:
             server.terminate()
             server.communicate(timeout=60)

@@ -1,4 +1,6 @@
-"""The `sidestream` command: finds the command's module, hands the parsed options over, and turns a user's mistake into one line and exit code 2."""
+"""The `sidestream` command: finds the command's module, hands the parsed options over, and turns a user's mistake
+into one line and exit code 2.
+"""
 
 import argparse
 import os
@@ -19,15 +21,16 @@ from .tuning import tune
 DESCRIPTION = """\
 Serve many LoRA fine-tunes of one Llama from one GPU.
 
-MODEL is a directory in the Hugging Face format (config.json, *.safetensors, tokenizer.json).
-Leave it out and the small demo model inside the package is taken, with its four adapters, so every command can be tried at once, without a GPU."""
+MODEL is a directory in the Hugging Face format (config.json, *.safetensors, tokenizer.json). Leave it out and the small
+demo model inside the package is taken, with its four adapters, so every command can be tried at once, without a GPU."""
 
 EXAMPLES = """\
 examples:
   sidestream demo                                                    see the whole pipeline on the demo model
   sidestream generate -p "What is the capital of France?" -a pirate  one prompt, one adapter
   sidestream dump -o dump/                                           write down what each compiler pass did
-  sidestream explain                                                 where a step's time goes, and what an option would change
+  sidestream explain                                                 where a step's time goes, and what an option would
+                                                                     change
   sidestream bench latency --concurrency 1 8 64                      time decode steps beside the memory-bandwidth floor
   sidestream chat --adapter pirate                                   talk with a server that runs
   sidestream COMMAND --help                                          more examples"""
@@ -43,13 +46,33 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; nothing heavy is imported for it."""
     parser = Parser(
-        prog="sidestream", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="sidestream",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"sidestream {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (demo, generate, serve, complete, chat, keygen, dump, explain, diff, ledger, calibrate, evaluation, tune, collect_env):
+    for module in (
+        demo,
+        generate,
+        serve,
+        complete,
+        chat,
+        keygen,
+        dump,
+        explain,
+        diff,
+        ledger,
+        calibrate,
+        evaluation,
+        tune,
+        collect_env,
+    ):
         module.add_parser(commands)
-    bench = commands.add_parser("bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more.")
+    bench = commands.add_parser(
+        "bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more."
+    )
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
     for module in (bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve):
         module.add_parser(benches)
@@ -75,8 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_clear(problem: Exception) -> bool:
-    """Whether the message alone says what is wrong (our own errors, wrong values, files); anything else is a fault of ours and keeps its traceback."""
-    return isinstance(problem, (ValueError, OSError, MemoryError)) or type(problem).__module__.partition(".")[0] == "sidestream"
+    """Whether the message alone says what is wrong (our own errors, wrong values, files); anything else is a fault
+    of ours and keeps its traceback.
+    """
+    return (
+        isinstance(problem, (ValueError, OSError, MemoryError))
+        or type(problem).__module__.partition(".")[0] == "sidestream"
+    )
 
 
 def one_line(problem: BaseException) -> str:

@@ -1,14 +1,17 @@
-"""About how long a program takes, and why: each step's bytes and FLOPs at the GPU's ceilings, what a launch costs, and both lanes on one time axis.
+"""About how long a program takes, and why: each step's bytes and FLOPs at the GPU's ceilings, what a launch costs, and
+both lanes on one time axis.
 
     seconds of a step = launch + latency of its kind of kernel + cbrt(moving^3 + computing^3)
     moving = bytes / reached bandwidth, computing = FLOPs / reached rate
 
-The longer of the two decides, but where they are about as long a kernel hides neither wholly behind the other: a quarter more when they are equal, as linears
-of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
-Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while the other lane rests. The constants in
-`KINDS` come from measured steps, kernels and layers, not from whole decode steps; `docs/measurements/cost_check_h200.txt` holds the estimates of those beside
-measurements, `cost_model_h200.txt` those of an earlier release step by step. tools/bench/cost_error.py writes both.
+The longer of the two decides, but where they are about as long a kernel hides neither wholly behind the other: a
+quarter more when they are equal, as linears of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
+Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while
+the other lane rests. The constants in `KINDS` come from measured steps, kernels and layers, not from whole decode
+steps; `docs/measurements/cost_check_h200.txt` holds the estimates of those beside measurements, `cost_model_h200.txt`
+those of an earlier release step by step. tools/bench/cost_error.py writes both.
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import cbrt, prod
@@ -22,19 +25,35 @@ from ..program.program import Program, Step
 from .hardware import H200, Gpu
 from .work import DEFAULT, Assumptions, Work, must_read, step_bytes, work
 
-__all__ = ["Assumptions", "Placed", "StepCost", "critical_path", "estimate", "floor_seconds", "kind_of", "step_bytes", "step_costs", "total_seconds"]
+__all__ = [
+    "Assumptions",
+    "Placed",
+    "StepCost",
+    "critical_path",
+    "estimate",
+    "floor_seconds",
+    "kind_of",
+    "step_bytes",
+    "step_costs",
+    "total_seconds",
+]
 
 
-KNOWN_ERROR = "3% on average, 9% at most, over whole decode steps of Llama-3.1-8B's shape on an H200, 1 to 256 sequences"  # cost_check_h200.txt
+# cost_check_h200.txt
+KNOWN_ERROR = (
+    "3% on average, 9% at most, over whole decode steps of Llama-3.1-8B's shape on an H200, 1 to 256 sequences"
+)
 
 
 @dataclass(frozen=True)
 class Kind:
     """Kernels of a kind, by a fragment of the op's name.
 
-    latency       seconds beyond the launch that a small instance takes: dependency wait, first loads, the last CTA's end
+    latency       seconds beyond the launch that a small instance takes: dependency wait, first loads, the last CTA's
+                  end
     per_rows      further seconds at 64 rows of activations and more, below in proportion
-    reached       share of the memory's bandwidth (of the SMs that it may use) in its inner loop, above 1 where the rows still lie in the L2 cache
+    reached       share of the memory's bandwidth (of the SMs that it may use) in its inner loop, above 1 where the rows
+                  still lie in the L2 cache
     reached_flops share of the tensor cores' rate
     """
 
@@ -45,9 +64,11 @@ class Kind:
     per_rows: float = 0.0
 
 
-# First match wins. Where no other file of docs/measurements is named: fitted to the single steps of cost_model_h200.txt.
+# First match wins. Where no other file of docs/measurements is named: fitted to the single steps of
+# cost_model_h200.txt.
 KINDS: tuple[Kind, ...] = (
-    Kind("sidestream.decoder_block", 10.5e-6, 0.93, per_rows=14.0e-6),  # times by layer (ops/decoder_block/decoder_block.py) less attention and rope_append
+    # times by layer (ops/decoder_block/decoder_block.py) less attention and rope_append
+    Kind("sidestream.decoder_block", 10.5e-6, 0.93, per_rows=14.0e-6),
     Kind("sidestream.linear", 1.2e-6, 0.97, 0.72, per_rows=3.0e-6),  # FLOPs: tune_h200.txt, 256 and 512 tokens
     Kind("sidestream.lora_plan", 0.6e-6, 0.5),
     Kind("sidestream.lora_groups", 0.6e-6, 0.5),
@@ -71,8 +92,9 @@ KINDS: tuple[Kind, ...] = (
 class StepCost:
     """What one step costs when nothing runs beside it.
 
-    `floor`: seconds that its bytes and FLOPs take at the whole GPU's ceilings; `fixed`: launch and latency; `seconds`: the estimate; `bound`: what decides it
-    ("launch", "bytes" or "flops"); `whole`: it takes whole SMs, so nothing of the other lane runs beside it.
+    `floor`: seconds that its bytes and FLOPs take at the whole GPU's ceilings; `fixed`: launch and latency; `seconds`:
+    the estimate; `bound`: what decides it ("launch", "bytes" or "flops"); `whole`: it takes whole SMs, so nothing of
+    the other lane runs beside it.
     """
 
     work: Work
@@ -111,8 +133,14 @@ def _cost(program: Program, step: Step, assume: Assumptions, gpu: Gpu) -> StepCo
     launch = gpu.launch_pdl if step.pdl else gpu.launch
     fixed = launch + kind.per_rows * min(_rows(step), 64) / 64 + kind.latency
     moving = done.bytes / (gpu.bytes_per_second(step.sm_budget) * kind.reached)
-    computing = sum(flops / gpu.flops_per_second(width, step.sm_budget) for width, flops in done.flops.items()) / kind.reached_flops
-    floor = max(done.bytes / gpu.bytes_per_second(), sum(flops / gpu.flops_per_second(width) for width, flops in done.flops.items()))
+    computing = (
+        sum(flops / gpu.flops_per_second(width, step.sm_budget) for width, flops in done.flops.items())
+        / kind.reached_flops
+    )
+    floor = max(
+        done.bytes / gpu.bytes_per_second(),
+        sum(flops / gpu.flops_per_second(width) for width, flops in done.flops.items()),
+    )
     streaming = cbrt(moving**3 + computing**3)
     bound = "launch" if fixed > streaming else "bytes" if moving >= computing else "flops"
     return StepCost(done, floor, fixed, fixed + streaming, bound, _takes_whole_sms(program, step, gpu))
@@ -127,7 +155,9 @@ def _takes_whole_sms(program: Program, step: Step, gpu: Gpu) -> bool:
         return True
     if step.op != "sidestream.linear_8bit" or step.sm_budget is not None:
         return False
-    weight = next(view for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2)
+    weight = next(
+        view for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2
+    )
     (n, k), out = weight.shape, step.outs[0]
     takes = scaled_mm_takes(n, k, out.dtype or program.by_name[out.buffer].dtype)
     int8 = (weight.dtype or program.by_name[weight.buffer].dtype) == torch.int8
@@ -139,8 +169,11 @@ def _rows(step: Step) -> int:
     return prod(shapes[0][:-1]) if shapes else 1
 
 
-def estimate(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200, costs: Sequence[StepCost] | None = None) -> list[Placed]:
-    """Start and end of each step: as early as its lane and its waits allow; where both lanes stream, they share the memory's bandwidth.
+def estimate(
+    program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200, costs: Sequence[StepCost] | None = None
+) -> list[Placed]:
+    """Start and end of each step: as early as its lane and its waits allow; where both lanes stream, they share the
+    memory's bandwidth.
 
     `costs`: use these instead of `step_costs(...)` (measured ones, say).
     """
@@ -154,18 +187,24 @@ def total_seconds(placed: Sequence[Placed]) -> float:
 
 
 def floor_seconds(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> float:
-    """What no schedule and no fusion goes below: weights, active adapters and cached tokens read once, or all FLOPs at the GPU's peak."""
+    """What no schedule and no fusion goes below: weights, active adapters and cached tokens read once, or all FLOPs
+    at the GPU's peak.
+    """
     needed: dict[str, int] = {}
     computing = 0.0
     for step in program.steps:
         for name, moved in must_read(program, step, assume):
             needed[name] = max(needed.get(name, 0), moved)
-        computing += sum(flops / gpu.flops_per_second(width) for width, flops in work(program, step, assume).flops.items())
+        computing += sum(
+            flops / gpu.flops_per_second(width) for width, flops in work(program, step, assume).flops.items()
+        )
     return max(sum(needed.values()) / gpu.bytes_per_second(), computing)
 
 
 def critical_path(program: Program, placed: Sequence[Placed]) -> list[int]:
-    """The steps that decide when the program ends, in order: from the last one back, each time to what it waited for longest."""
+    """The steps that decide when the program ends, in order: from the last one back, each time to what it waited for
+    longest.
+    """
     if not placed:
         return []
     before = predecessors(program)
@@ -187,7 +226,9 @@ def predecessors(program: Program) -> list[list[int]]:
 
 @dataclass
 class _Running:
-    """A step under way: seconds of launch and latency left, then seconds of streaming left (were it alone), and the bandwidth it streams with."""
+    """A step under way: seconds of launch and latency left, then seconds of streaming left (were it alone), and the
+    bandwidth it streams with.
+    """
 
     index: int
     start: float
@@ -215,19 +256,30 @@ class _Lanes:
         return [self.placed[step.index] for step in self.program.steps]
 
     def _begin(self) -> None:
-        """Start what may start: its lane is free, what it waits for has ended, and of two lanes only one runs when a step takes whole SMs."""
-        for lane in sorted(self.queues, key=self._whole):  # where both could start, the smaller kernel is on the SMs first
-            if not self._ready(lane) or any(self._whole(lane) or self.costs[step.index].whole for step in self.running.values()):
+        """Start what may start: its lane is free, what it waits for has ended, and of two lanes only one runs when a
+        step takes whole SMs.
+        """
+        # where both could start, the smaller kernel is on the SMs first
+        for lane in sorted(self.queues, key=self._whole):
+            if not self._ready(lane) or any(
+                self._whole(lane) or self.costs[step.index].whole for step in self.running.values()
+            ):
                 continue
             index = self.queues[lane].pop(0)
             cost, waits = self.costs[index], self.program.steps[index].waits
             streaming = cost.seconds - cost.fixed
             demand = cost.work.bytes / streaming if streaming > 0 else 0.0
-            self.running[lane] = _Running(index, self.now, cost.fixed + self.gpu.cross_stream * bool(waits), streaming, demand)
+            self.running[lane] = _Running(
+                index, self.now, cost.fixed + self.gpu.cross_stream * bool(waits), streaming, demand
+            )
 
     def _ready(self, lane: str) -> bool:
         queue = self.queues[lane]
-        return lane not in self.running and bool(queue) and all(wait in self.placed for wait in self.program.steps[queue[0]].waits)
+        return (
+            lane not in self.running
+            and bool(queue)
+            and all(wait in self.placed for wait in self.program.steps[queue[0]].waits)
+        )
 
     def _whole(self, lane: str) -> bool:
         return bool(self.queues[lane]) and self.costs[self.queues[lane][0]].whole

@@ -1,4 +1,5 @@
 """What the cost model knows of a GPU: one entry a GPU, each figure with where it comes from."""
+
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,9 +14,12 @@ class Gpu:
 
     source         where the figures come from
     sms            streaming multiprocessors
-    bandwidth      (SMs, TB/s) points: what a reading loop on so many SMs gets out of the memory; straight lines between them
-    fp8_tflops     dense tensor-core rate of 8-bit operands; f16_tflops of 16-bit ones; f32_tflops outside the tensor cores
-    launch         seconds from a kernel's end to the next one's start inside a CUDA graph; launch_pdl with programmatic dependent launch
+    bandwidth      (SMs, TB/s) points: what a reading loop on so many SMs gets out of the memory; straight lines between
+                   them
+    fp8_tflops     dense tensor-core rate of 8-bit operands; f16_tflops of 16-bit ones; f32_tflops outside the tensor
+                   cores
+    launch         seconds from a kernel's end to the next one's start inside a CUDA graph; launch_pdl with programmatic
+                   dependent launch
     cross_stream   seconds that a wait for the other stream adds (a fork and a join are two)
     copy_gbs       GB/s of a copy from pinned host memory; copy_latency its fixed seconds
     """
@@ -62,7 +66,8 @@ H200 = Gpu(
 )
 H100 = Gpu(
     name="H100",
-    source="not measured: the H100 SXM's datasheet (3.35 TB/s) times the share of the datasheet's bandwidth that an H200 reaches; fixed costs as on the H200",
+    source="not measured: the H100 SXM's datasheet (3.35 TB/s) times the share of the datasheet's bandwidth that an "
+    "H200 reaches; fixed costs as on the H200",
     sms=132,
     bandwidth=((33, 2.09), (66, 2.98), (99, 3.19), (132, 3.27)),
     fp8_tflops=1979.0,
@@ -76,8 +81,13 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (H200, H100)}
 
 
 def gpu_named(name: str) -> Gpu:
-    """The entry for `name` ("H200", or a driver's name such as "NVIDIA H200"). Raises UnknownGpu naming those that there are."""
+    """The entry for `name` ("H200", or a driver's name such as "NVIDIA H200").
+
+    Raises UnknownGpu naming those that there are.
+    """
     for gpu in GPUS.values():
         if gpu.name.lower() in name.lower():
             return gpu
-    raise UnknownGpu(f"the cost model has no figures for {name!r}; it knows {', '.join(GPUS)} (compiler/cost/hardware.py)")
+    raise UnknownGpu(
+        f"the cost model has no figures for {name!r}; it knows {', '.join(GPUS)} (compiler/cost/hardware.py)"
+    )

@@ -1,9 +1,12 @@
-"""The machine code that a launch becomes, without launching it and without a GPU: registers, shared memory, spills, instructions.
+"""The machine code that a launch becomes, without launching it and without a GPU: registers, shared memory, spills,
+instructions.
 
-`compile_launch(function, *args)` calls `function` (an op's `launch`, or anything that launches kernels), but compiles each Triton or Gluon kernel in place of
-launching it: the very specialisation (constants, alignment, warps, stages) that the GPU would get. Arguments may be meta tensors, since shapes count and values
-do not. Triton's own cache keeps what was compiled, and the tools that read it are those which Triton ships.
+`compile_launch(function, *args)` calls `function` (an op's `launch`, or anything that launches kernels), but compiles
+each Triton or Gluon kernel in place of launching it: the very specialisation (constants, alignment, warps, stages) that
+the GPU would get. Arguments may be meta tensors, since shapes count and values do not. Triton's own cache keeps what
+was compiled, and the tools that read it are those which Triton ships.
 """
+
 import os
 import re
 import subprocess
@@ -67,15 +70,36 @@ class MachineCode:
         return self.sass.total()
 
     def ptx_count(self, prefix: str) -> int:
-        """PTX instructions whose name starts with `prefix`: "wgmma.mma_async", "cp.async.bulk.tensor", "griddepcontrol"."""
+        """PTX instructions whose name starts with `prefix`: "wgmma.mma_async", "cp.async.bulk.tensor",
+        "griddepcontrol".
+        """
         return sum(count for name, count in self.ptx.items() if name.startswith(prefix))
 
     def summary(self) -> str:
         """One line for a person."""
-        notable = ("QGMMA", "HGMMA", "IGMMA", "HMMA", "IMMA", "UTMALDG", "LDGSTS", "LDG", "STG", "LDS", "STS", "SHFL", "BAR", "MUFU", "F2FP")
+        notable = (
+            "QGMMA",
+            "HGMMA",
+            "IGMMA",
+            "HMMA",
+            "IMMA",
+            "UTMALDG",
+            "LDGSTS",
+            "LDG",
+            "STG",
+            "LDS",
+            "STS",
+            "SHFL",
+            "BAR",
+            "MUFU",
+            "F2FP",
+        )
         counts = " ".join(f"{word}={self.sass[word]}" for word in notable if self.sass[word])
-        return (f"{self.name}: warps={self.num_warps} registers={self.registers} spills={self.spills} local={self.local_bytes}B "
-                f"shared={self.shared_bytes}B instructions={self.instructions} {counts}")
+        return (
+            f"{self.name}: warps={self.num_warps} registers={self.registers} spills={self.spills} "
+            f"local={self.local_bytes}B "
+            f"shared={self.shared_bytes}B instructions={self.instructions} {counts}"
+        )
 
 
 class _CompileOnly:
@@ -85,7 +109,8 @@ class _CompileOnly:
         self.target = target
 
     def get_current_device(self) -> str:
-        return f"compile-only {self.target.arch}"  # the JIT caches kernels by device: a name of its own keeps these apart from real ones
+        # the JIT caches kernels by device: a name of its own keeps these apart from real ones
+        return f"compile-only {self.target.arch}"
 
     def get_current_stream(self, device: Any) -> int:
         return 0
@@ -102,8 +127,13 @@ def target_here() -> GPUTarget:
     return GPUTarget("cuda", 10 * major + minor, 32)
 
 
-def compile_launch(function: Callable[..., Any], *args: Any, target: GPUTarget = HOPPER, **kwargs: Any) -> list[MachineCode]:
-    """Call `function`, compiling for `target` every kernel that it would have launched; one entry a launch, in order. Not for several threads at once."""
+def compile_launch(
+    function: Callable[..., Any], *args: Any, target: GPUTarget = HOPPER, **kwargs: Any
+) -> list[MachineCode]:
+    """Call `function`, compiling for `target` every kernel that it would have launched; one entry a launch, in order.
+
+    Not for several threads at once.
+    """
     compiled: list[MachineCode] = []
     run = JITFunction.run
 
@@ -129,12 +159,23 @@ def _read(kernel: Any, function: str) -> MachineCode:
         raise RuntimeError(f"cuobjdump reported no resource usage for {kernel.metadata.name}: {told.strip()[:200]}")
     registers, stack, static_shared, _ = map(int, found.groups())
     meta = kernel.metadata
-    return MachineCode(meta.name, function, meta.num_warps, registers, stack, static_shared + meta.shared, kernel.asm["ptx"], kernel.asm["cubin"])
+    return MachineCode(
+        meta.name,
+        function,
+        meta.num_warps,
+        registers,
+        stack,
+        static_shared + meta.shared,
+        kernel.asm["ptx"],
+        kernel.asm["cubin"],
+    )
 
 
 def _on_cubin(cubin: bytes, tool: str, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([os.path.join(_TOOLS, tool), *options, file.name], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [os.path.join(_TOOLS, tool), *options, file.name], capture_output=True, text=True, check=True
+        )
     return done.stdout + done.stderr

@@ -1,7 +1,9 @@
-"""What the kernels of programs take of a GPU, read from their machine code: each different launch is compiled ahead of time and not run.
+"""What the kernels of programs take of a GPU, read from their machine code: each different launch is compiled ahead of
+time and not run.
 
 Strides of the tensors are the program's; their addresses count as aligned, as the arena's are.
 """
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +28,7 @@ class Resources:
     """Registers and spilled registers a thread, bytes of shared memory a CTA, and warps.
 
     target    what was compiled for ("sm_90"); "" when nothing was
-    variants  (kernel such as `ops.rms_norm._rms_norm_kernel`, its figures): each different specialisation
+    variants  (kernel such as `ops.rows.rms_norm._rms_norm_kernel`, its figures): each different specialisation
     launches  program name -> for each step the numbers of the variants that it launches, in order
     refused   op -> why a launch of it was not compiled
 
@@ -50,12 +52,16 @@ class Resources:
 
 
 def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resources:
-    """Compiles what the steps of `programs` launch, for the GPU at hand or else for sm_90. `wrap`: shows progress over the different launches.
+    """Compiles what the steps of `programs` launch, for the GPU at hand or else for sm_90. `wrap`: shows progress over
+    the different launches.
 
-    A launch that can't be compiled is named in `refused`, the others are not affected. Steps of other libraries launch nothing of ours.
+    A launch that can't be compiled is named in `refused`, the others are not affected. Steps of other libraries launch
+    nothing of ours.
     """
     if INTERPRETED:
-        raise RuntimeError("the kernels' resources can't be read while TRITON_INTERPRET=1: nothing is compiled then; unset it")
+        raise RuntimeError(
+            "the kernels' resources can't be read while TRITON_INTERPRET=1: nothing is compiled then; unset it"
+        )
     keys: dict[tuple[str, int], str] = {}
     first: dict[str, tuple[Program, Step, Op]] = {}
     for program in programs:
@@ -72,22 +78,38 @@ def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resourc
         program, step, op = first[key]
         outs = tuple(_meta(program, view) for view in step.outs)
         try:
-            with patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):  # cuBLAS brings kernels of its own; meta tensors can't call it
+            # cuBLAS brings kernels of its own; meta tensors can't call it
+            with patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):
                 args = [_value(program, value) for value in step.args]
-                codes = compile_launch(op.launch, *args, target=target, out=outs, sm_budget=step.sm_budget, pdl=step.pdl)
+                codes = compile_launch(
+                    op.launch, *args, target=target, out=outs, sm_budget=step.sm_budget, pdl=step.pdl
+                )
                 own = [variants.setdefault(_figures(code), len(variants)) for code in codes]
         except Exception as error:  # whatever a compiler or a tool of it says: this launch goes without figures
-            refused.setdefault(step.op, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"[:300])
+            refused.setdefault(
+                step.op, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"[:300]
+            )
             continue
         found[key] = own
-    launches = {program.name: [found.get(keys.get((program.name, step.index), ""), []) for step in program.steps] for program in programs}
+    launches = {
+        program.name: [found.get(keys.get((program.name, step.index), ""), []) for step in program.steps]
+        for program in programs
+    }
     return Resources(f"sm_{target.arch}", [(name, dict(figures)) for name, figures in variants], launches, refused)
 
 
 def _figures(code: MachineCode) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """A kernel's name and figures. Words of the stack count as spilled registers where instructions move them: a frame may also be merely reserved."""
+    """A kernel's name and figures.
+
+    Words of the stack count as spilled registers where instructions move them: a frame may also be merely reserved.
+    """
     spills = -(-code.local_bytes // 4) if code.local_bytes and code.spills else 0
-    figures = (("registers", code.registers), ("spills", spills), ("shared_bytes", code.shared_bytes), ("warps", code.num_warps))
+    figures = (
+        ("registers", code.registers),
+        ("spills", spills),
+        ("shared_bytes", code.shared_bytes),
+        ("warps", code.num_warps),
+    )
     return code.function.removeprefix(f"{PACKAGE}."), figures
 
 
@@ -112,4 +134,6 @@ def _value(program: Program, value: Any) -> Any:
 
 
 def _meta(program: Program, view: View) -> torch.Tensor:
-    return torch.empty_strided(view.shape, view.stride, dtype=view.dtype or program.by_name[view.buffer].dtype, device="meta")
+    return torch.empty_strided(
+        view.shape, view.stride, dtype=view.dtype or program.by_name[view.buffer].dtype, device="meta"
+    )

@@ -1,8 +1,11 @@
-"""What a step has to move and to compute, from its shapes alone: bytes, and multiply-adds by the width of their operands.
+"""What a step has to move and to compute, from its shapes alone: bytes, and multiply-adds by the width of their
+operands.
 
-Tables of which a step touches a part count with that part: embedding rows by token, KV pages by context, adapter stacks by active adapters.
-How long contexts are and how many adapters are active is no part of a bucket; `Assumptions` says it.
+Tables of which a step touches a part count with that part: embedding rows by token, KV pages by context, adapter stacks
+by active adapters. How long contexts are and how many adapters are active is no part of a bucket; `Assumptions` says
+it.
 """
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +23,8 @@ PAGE_AXIS = 3  # tokens of a page in [pages, kv heads, 2, tokens, ...]
 class Assumptions:
     """What a step's cost depends on beside its shapes.
 
-    context   cached tokens of each sequence, this step's included; None: half of what the bucket's block table reaches, at least the step's own tokens
+    context   cached tokens of each sequence, this step's included; None: half of what the bucket's block table reaches,
+              at least the step's own tokens
     adapters  different adapters in the batch; None: as many as there are slots and sequences
     """
 
@@ -50,7 +54,10 @@ DEFAULT = Assumptions()
 
 @dataclass(frozen=True)
 class Work:
-    """`bytes` read and written; `flops` by bytes of an operand's element: {1: FP8 multiply-adds times two, 2: 16-bit ones, 4: fp32 ones}."""
+    """`bytes` read and written; `flops` by bytes of an operand's element: {1:
+
+    FP8 multiply-adds times two, 2: 16-bit ones, 4: fp32 ones}.
+    """
 
     bytes: int
     flops: Mapping[int, float]
@@ -67,7 +74,9 @@ def work(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Work:
 
 
 def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> int:
-    """Bytes that a step reads and writes, each tensor once, of tables, caches and adapter stacks the part that the step touches."""
+    """Bytes that a step reads and writes, each tensor once, of tables, caches and adapter stacks the part that the
+    step touches.
+    """
     total = sum(int(_view_bytes(program, view) * _written(program, step, view, assume)) for view in step.outs)
     return total + sum(moved for _, moved in argument_bytes(program, step, assume))
 
@@ -91,7 +100,7 @@ def must_read(program: Program, step: Step, assume: Assumptions = DEFAULT) -> It
 
 def _named(step: Step) -> list[tuple[str, Any]]:
     names = _argument_names(step.op)
-    return [*zip((*names, *("" for _ in step.args[len(names):])), step.args, strict=False), *step.kwargs]
+    return [*zip((*names, *("" for _ in step.args[len(names) :])), step.args, strict=False), *step.kwargs]
 
 
 @cache
@@ -128,7 +137,9 @@ def _wide_tokens(view: View) -> int:
 def _widened(program: Program, step: Step, assume: Assumptions) -> int:
     """Cached tokens that are widened, where a step makes or reads the result of widen_kv: all that it has room for."""
     wide = step.outs[0] if "widen_kv" in step.op else dict(_named(step)).get("wide")
-    return min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program)) if isinstance(wide, View) else 0
+    return (
+        min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program)) if isinstance(wide, View) else 0
+    )
 
 
 def _touched(program: Program, step: Step, name: str, view: View, assume: Assumptions) -> float:
@@ -144,7 +155,9 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
         if "pages" in names:
             return min(1.0, _widened(program, step, assume) / slots)
         if "block_table" in names:
-            return min(1.0, (_sequences(program, step) * assume.context_of(program) - _widened(program, step, assume)) / slots)
+            return min(
+                1.0, (_sequences(program, step) * assume.context_of(program) - _widened(program, step, assume)) / slots
+            )
         return min(1.0, _tokens(program, step) / slots)
     if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 1:
         return assume.adapters_of(program, rows) / rows
@@ -187,7 +200,9 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
     return counted
 
 
-def _attention_flops(program: Program, step: Step, arguments: Mapping[str, Any], assume: Assumptions) -> dict[int, float]:
+def _attention_flops(
+    program: Program, step: Step, arguments: Mapping[str, Any], assume: Assumptions
+) -> dict[int, float]:
     """Scores and their product with V: each query sees its context, in prefill half of the step's own tokens."""
     query = arguments.get("q")
     if not isinstance(query, View):

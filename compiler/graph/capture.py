@@ -1,9 +1,10 @@
 """Front doors: a module becomes one FX graph in ATen's vocabulary, whichever way it came in.
 
-`capture_module` (non-strict torch.export, for `sidestream.compile`) keeps a symbolic token count and parameters' names; it works on modules on
-the meta device. `capture_callable` (make_fx, for what torch.compile hands to a backend) traces concrete shapes. Neither functionalises:
-a mutation of the KV cache stays one node, and graph order is its meaning.
+`capture_module` (non-strict torch.export, for `sidestream.compile`) keeps a symbolic token count and parameters' names;
+it works on modules on the meta device. `capture_callable` (make_fx, for what torch.compile hands to a backend) traces
+concrete shapes. Neither functionalises: a mutation of the KV cache stays one node, and graph order is its meaning.
 """
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .recipe import param
 
 ADAPTER_SUFFIXES = (".lora_a", ".lora_b")
-KINDS = {InputKind.PARAMETER: "weight", InputKind.BUFFER: "weight", InputKind.CONSTANT_TENSOR: "weight", InputKind.USER_INPUT: "input"}
+KINDS = {
+    InputKind.PARAMETER: "weight",
+    InputKind.BUFFER: "weight",
+    InputKind.CONSTANT_TENSOR: "weight",
+    InputKind.USER_INPUT: "input",
+}
 
 
 class CaptureError(RuntimeError):
@@ -27,8 +33,9 @@ class CaptureError(RuntimeError):
 class Captured:
     """A graph whose placeholders carry `meta["kind"]` and, for weights, `meta["recipe"]`.
 
-    `constants` holds the tensors that live in the module but in no checkpoint, under the names that the recipes use. `user_inputs` are the
-    placeholders of the flattened call arguments in order; `in_spec` and `out_spec` tell how arguments and results are nested.
+    `constants` holds the tensors that live in the module but in no checkpoint, under the names that the recipes use.
+    `user_inputs` are the placeholders of the flattened call arguments in order; `in_spec` and `out_spec` tell how
+    arguments and results are nested.
     """
 
     graph_module: fx.GraphModule
@@ -44,12 +51,17 @@ class Captured:
         return replace(self, graph_module=fx.GraphModule(self.graph_module, graph))
 
 
-def capture_module(module: torch.nn.Module, example_inputs: dict[str, Any] | Sequence[Any], dynamic_shapes: Any = None) -> Captured:
-    """One graph of `module(**example_inputs)`, dimensions named in `dynamic_shapes` symbolic (as torch.export takes them).
+def capture_module(
+    module: torch.nn.Module, example_inputs: dict[str, Any] | Sequence[Any], dynamic_shapes: Any = None
+) -> Captured:
+    """One graph of `module(**example_inputs)`, dimensions named in `dynamic_shapes` symbolic (as torch.export takes
+    them).
 
-    Raises CaptureError with torch's explanation when the module branches on data or calls what torch.export can't see into.
+    Raises CaptureError with torch's explanation when the module branches on data or calls what torch.export can't see
+    into.
     """
-    from torch._dynamo.exc import TorchDynamoException  # seconds of imports that a start from kept programs does without
+    # seconds of imports that a start from kept programs does without
+    from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
@@ -59,14 +71,20 @@ def capture_module(module: torch.nn.Module, example_inputs: dict[str, Any] | Seq
     except (TorchDynamoException, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError) as error:
         raise CaptureError(f"torch.export could not capture {type(module).__name__}: {error}") from error
     graph_module = program.graph_module
-    constants = {name: value for name, value in {**dict(module.named_buffers()), **program.constants}.items() if isinstance(value, torch.Tensor)}
+    constants = {
+        name: value
+        for name, value in {**dict(module.named_buffers()), **program.constants}.items()
+        if isinstance(value, torch.Tensor)
+    }
     placeholders = {node.name: node for node in graph_module.graph.nodes if node.op == "placeholder"}
     user_inputs = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
     for spec in program.graph_signature.input_specs:
         node = placeholders[spec.arg.name]
         kind = KINDS.get(spec.kind)
         if kind is None:
-            raise CaptureError(f"{type(module).__name__} has an input of kind {spec.kind}, which Sidestream doesn't know")
+            raise CaptureError(
+                f"{type(module).__name__} has an input of kind {spec.kind}, which Sidestream doesn't know"
+            )
         if kind == "weight" and spec.target is not None:
             node.meta["recipe"] = param(spec.target)
             if spec.target.endswith(ADAPTER_SUFFIXES):
@@ -78,7 +96,8 @@ def capture_module(module: torch.nn.Module, example_inputs: dict[str, Any] | Seq
 
 
 def capture_callable(function: Callable[..., Any], inputs: Sequence[Any], parameters: dict[int, str]) -> Captured:
-    """One graph of `function(*inputs)` at the concrete shapes of `inputs`; `parameters` names the positions that hold weights.
+    """One graph of `function(*inputs)` at the concrete shapes of `inputs`; `parameters` names the positions that hold
+    weights.
 
     The graph keeps a placeholder for each position, so it is called with the same arguments.
     """
@@ -103,7 +122,10 @@ def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torc
             continue
         value = getattr(graph_module, str(node.target), None)
         if not isinstance(value, torch.Tensor):
-            raise CaptureError(f"the graph calls into {node.target}, a part that torch captured apart (torch.cond?); only flat graphs are compiled")
+            raise CaptureError(
+                f"the graph calls into {node.target}, a part that torch captured apart (torch.cond?); only flat "
+                "graphs are compiled"
+            )
         name = f"constant.{node.target}"
         constants[name] = value.detach()
         last = [other for other in graph.nodes if other.op == "placeholder"][-1]
@@ -111,7 +133,9 @@ def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torc
             new = graph.placeholder(node.name + "_constant")
         new.meta.update(node.meta, kind="weight", recipe=param(name))
         if "val" not in new.meta:
-            mode = next(other.meta["val"].fake_mode for other in graph.nodes if hasattr(other.meta.get("val"), "fake_mode"))
+            mode = next(
+                other.meta["val"].fake_mode for other in graph.nodes if hasattr(other.meta.get("val"), "fake_mode")
+            )
             new.meta["val"] = mode.from_tensor(value)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

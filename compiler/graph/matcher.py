@@ -2,12 +2,15 @@
 
     x, weight = any_("x"), any_("weight")
     wide = cast(x)
-    RMS_NORM = weight * cast(wide * call(aten.rsqrt.default, call(aten.mean.dim, call(aten.pow.Tensor_Scalar, wide, 2), [-1], True) + const("eps")))
+    RMS_NORM = weight * cast(wide * call(aten.rsqrt.default, call(aten.mean.dim, call(aten.pow.Tensor_Scalar, wide, 2),
+    [-1], True) + const("eps")))
 
-`+` and `*` match in either order. `cast(p)` and `views(p)` look through any number of dtype conversions or pure views, none included.
-The same name must bind to the same node (or the same number) everywhere. A node inside a match, other than its root, must not be used
-outside it, because the match is going to be replaced; pure views and casts may (they cost nothing, or stay behind for their other users).
+`+` and `*` match in either order. `cast(p)` and `views(p)` look through any number of dtype conversions or pure views,
+none included. The same name must bind to the same node (or the same number) everywhere. A node inside a match, other
+than its root, must not be used outside it, because the match is going to be replaced; pure views and casts may (they
+cost nothing, or stay behind for their other users).
 """
+
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +26,10 @@ PRODUCTS = (aten.mul.Tensor, operator.mul)
 
 @dataclass
 class Match:
-    """What a pattern bound: `root` is the node to replace, `match["x"]` what the name `x` stands for, `nodes` everything between."""
+    """What a pattern bound:
+
+    `root` is the node to replace, `match["x"]` what the name `x` stands for, `nodes` everything between.
+    """
 
     root: fx.Node
     bound: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +98,9 @@ class Name(Pattern):
 
 @dataclass
 class Call(Pattern):
-    """A call_function node with one of `targets`; `args` are patterns or literal values, `name` binds the node itself."""
+    """A call_function node with one of `targets`; `args` are patterns or literal values, `name` binds the node
+    itself.
+    """
 
     targets: tuple[Any, ...]
     args: tuple[Any, ...]
@@ -203,7 +211,9 @@ def _match_value(pattern: Any, value: Any, state: Match, miss: Mismatch) -> Iter
 
 
 def outside_use(match: Match) -> str | None:
-    """Why a match can't be replaced: an inner node that somebody else uses ("unsqueeze_3 is also used by mul_10"), or None."""
+    """Why a match can't be replaced: an inner node that somebody else uses ("unsqueeze_3 is also used by mul_10"),
+    or None.
+    """
     inside = set(match.nodes)
     for node in match.nodes:
         if node is match.root or node.target in VIEWS or node.target in CASTS:
@@ -214,11 +224,14 @@ def outside_use(match: Match) -> str | None:
     return None
 
 
-def find(graph: fx.Graph, pattern: Pattern, anchor: Any = None, where: Callable[[Match], str | None] = lambda match: None) -> tuple[list[Match], list[str]]:
+def find(
+    graph: fx.Graph, pattern: Pattern, anchor: Any = None, where: Callable[[Match], str | None] = lambda match: None
+) -> tuple[list[Match], list[str]]:
     """All matches of `pattern`, and a reason for each near-miss.
 
-    A near-miss is a node with the target `anchor` (the op that makes the idiom recognisable) which some attempt reached or which nothing
-    matched. `where` may refuse a match and say why. Matches don't overlap: one found earlier in the graph wins.
+    A near-miss is a node with the target `anchor` (the op that makes the idiom recognisable) which some attempt reached
+    or which nothing matched. `where` may refuse a match and say why. Matches don't overlap: one found earlier in the
+    graph wins.
     """
     matches: list[Match] = []
     taken: set[fx.Node] = set()
@@ -242,6 +255,9 @@ def find(graph: fx.Graph, pattern: Pattern, anchor: Any = None, where: Callable[
             near_miss(set(match.nodes), len(match.nodes), reason or f"{root.name} overlaps another match")
         else:
             near_miss(miss.seen, miss.depth, f"at {root.name}: {miss.reason}")
-    rejected = [f"{node.name}: {reasons[node][1] if node in reasons else 'no pattern reaches it'}"
-                for node in graph.nodes if node.target == anchor and node not in taken]
+    rejected = [
+        f"{node.name}: {reasons[node][1] if node in reasons else 'no pattern reaches it'}"
+        for node in graph.nodes
+        if node.target == anchor and node not in taken
+    ]
     return matches, rejected

@@ -1,4 +1,7 @@
-"""Small facts and moves about FX nodes that every pass needs: what is a view, how a node is replaced, how a new one gets its shape."""
+"""Small facts and moves about FX nodes that every pass needs: what is a view, how a node is replaced, how a new one
+gets its shape.
+"""
+
 import operator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,14 +15,36 @@ from ...ops.core.registry import NAMESPACE, Op
 aten = torch.ops.aten
 
 CASTS: frozenset[Any] = frozenset({aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device})
-VIEWS: frozenset[Any] = frozenset({
-    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.transpose.int,
-    aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unflatten.int, aten.flatten.using_ints,
-})
-RESHAPES: frozenset[Any] = frozenset({aten.view.default, aten.reshape.default, aten.unflatten.int, aten.flatten.using_ints})
+VIEWS: frozenset[Any] = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.unflatten.int,
+        aten.flatten.using_ints,
+    }
+)
+RESHAPES: frozenset[Any] = frozenset(
+    {aten.view.default, aten.reshape.default, aten.unflatten.int, aten.flatten.using_ints}
+)
 
 
-CHECKS = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_async"})
+CHECKS = frozenset(
+    {
+        "_assert_tensor_metadata",
+        "_assert_scalar",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+        "_assert_async",
+    }
+)
 
 
 def is_check(node: fx.Node) -> bool:
@@ -77,13 +102,17 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 def _value_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
     """Where new values are computed: among the graph's fake tensors, or on meta tensors in a specialized graph."""
     mode = fake_mode_of(graph)
-    if mode is None and not any(isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_meta for node in graph.nodes):
+    if mode is None and not any(
+        isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_meta for node in graph.nodes
+    ):
         raise ValueError("the graph holds no fake tensors; capture it first")
     return mode or nullcontext()
 
 
 def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node | None = None) -> fx.Node:
-    """Append a call at the graph's insertion point, its value computed on fake tensors; `like` gives source information."""
+    """Append a call at the graph's insertion point, its value computed on fake tensors; `like` gives source
+    information.
+    """
     if isinstance(target, Op):
         target = target.overload
     node = graph.create_node("call_function", target, args, name=getattr(target, "_opname", None))
@@ -96,8 +125,12 @@ def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.No
     return node
 
 
-def insert_placeholder(graph: fx.Graph, name: str, kind: str, shape: tuple[Any, ...], dtype: torch.dtype, after: fx.Node, **meta: Any) -> fx.Node:
-    """A new graph input of `kind` ("input", "weight" or "adapter") behind the placeholder `after`, with a fake value of this shape."""
+def insert_placeholder(
+    graph: fx.Graph, name: str, kind: str, shape: tuple[Any, ...], dtype: torch.dtype, after: fx.Node, **meta: Any
+) -> fx.Node:
+    """A new graph input of `kind` ("input", "weight" or "adapter") behind the placeholder `after`, with a fake value
+    of this shape.
+    """
     mode = fake_mode_of(graph)
     if mode is None:
         raise ValueError("the graph holds no fake tensors; capture it first")
@@ -122,12 +155,14 @@ def through_views(node: Any) -> Any:
 def slice_arguments(node: fx.Node) -> tuple[fx.Node, int, Any, Any, int]:
     """(source, dim, start, end, step) of an aten.slice, defaults filled in."""
     given = list(args_of(node))
-    source, dim, start, end, step = given + [None, 0, None, None, 1][len(given):]
+    source, dim, start, end, step = given + [None, 0, None, None, 1][len(given) :]
     return source, dim, start, end, step
 
 
 def slice_range(node: Any) -> tuple[fx.Node, int, int] | None:
-    """(source, start, end) when `node` is a slice of the last dimension with step 1, else None; the end is clipped to the width."""
+    """(source, start, end) when `node` is a slice of the last dimension with step 1, else None; the end is clipped
+    to the width.
+    """
     if not is_call(node, aten.slice.Tensor):
         return None
     source, dim, start, end, step = slice_arguments(node)

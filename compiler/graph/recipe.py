@@ -1,8 +1,10 @@
 """Recipes: how a program's weights come from a checkpoint's tensors.
 
-A recipe is a small expression tree over checkpoint names (pack, cast, quantize). Passes rewrite recipes instead of tensors, so a weight is
-read, transformed and dropped one at a time, and a saved program says by itself what it must be bound to.
+A recipe is a small expression tree over checkpoint names (pack, cast, quantize). Passes rewrite recipes instead of
+tensors, so a weight is read, transformed and dropped one at a time, and a saved program says by itself what it must be
+bound to.
 """
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +43,8 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """One node of the tree: `op` applied to `args` (recipes) with `attrs` (plain values). Build it with the functions below.
+    """One node of the tree: `op` applied to `args` (recipes) with `attrs` (plain values). Build it with the functions
+    below.
 
     Equal trees are equal and hash alike. Raises RecipeError for an unknown op or wrong operands.
     """
@@ -57,9 +60,14 @@ class Recipe:
             raise RecipeError(f"unknown recipe op {self.op!r}; known: {', '.join(sorted(_SHAPES))}")
         count, names = _SHAPES[self.op]
         if not all(isinstance(arg, Recipe) for arg in self.args):
-            raise RecipeError(f"recipe {self.op!r} takes recipes as operands, got {[type(arg).__name__ for arg in self.args]}")
+            raise RecipeError(
+                f"recipe {self.op!r} takes recipes as operands, got {[type(arg).__name__ for arg in self.args]}"
+            )
         if len(self.args) != count if count is not None else not self.args:
-            raise RecipeError(f"recipe {self.op!r} takes {count if count is not None else 'one or more'} operands, got {len(self.args)}")
+            raise RecipeError(
+                f"recipe {self.op!r} takes {count if count is not None else 'one or more'} operands, got "
+                f"{len(self.args)}"
+            )
         if set(self.attrs) != names:
             raise RecipeError(f"recipe {self.op!r} takes the attributes {sorted(names)}, got {sorted(self.attrs)}")
         if self.op == "item" and (self.args[0].op != "quantize" or self.attrs["index"] not in (0, 1)):
@@ -90,7 +98,8 @@ class Recipe:
             return str(self.attrs["name"])
         if self.op == "item":
             return f"{self.args[0]}[{self.attrs['index']}]"
-        return f"{self.op}({', '.join([*map(str, self.args), *(f'{name}={value}' for name, value in sorted(self.attrs.items()))])})"
+        attrs = (f"{name}={value}" for name, value in sorted(self.attrs.items()))
+        return f"{self.op}({', '.join([*map(str, self.args), *attrs])})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -99,7 +108,12 @@ class Recipe:
     @staticmethod
     def from_json(value: Any) -> "Recipe":
         """The recipe that `to_json` wrote. Raises RecipeError for anything else."""
-        if not isinstance(value, dict) or set(value) != {"op", "args", "attrs"} or not isinstance(value["args"], list) or not isinstance(value["attrs"], dict):
+        if (
+            not isinstance(value, dict)
+            or set(value) != {"op", "args", "attrs"}
+            or not isinstance(value["args"], list)
+            or not isinstance(value["attrs"], dict)
+        ):
             raise RecipeError(f"not a recipe: {value!r}")
         attrs = {name: tuple(attr) if isinstance(attr, list) else attr for name, attr in value["attrs"].items()}
         return Recipe(value["op"], tuple(Recipe.from_json(arg) for arg in value["args"]), attrs)
@@ -111,7 +125,9 @@ def param(name: str) -> Recipe:
 
 
 def calibrated(name: str, shape: tuple[int, ...]) -> Recipe:
-    """The fp32 tensor `name` of a calibration; zeros where there is none, so that a program can be made before anything was measured."""
+    """The fp32 tensor `name` of a calibration; zeros where there is none, so that a program can be made before
+    anything was measured.
+    """
     return Recipe("calibrated", (), {"name": name, "shape": tuple(shape)})
 
 
@@ -142,9 +158,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
 
 
 def hadamard(recipe: Recipe, dim: int, width: int) -> Recipe:
-    """Normalised Walsh-Hadamard transform of each block of `width` (a power of two) along `dim`, in fp32, rounded once to the tensor's own dtype.
+    """Normalised Walsh-Hadamard transform of each block of `width` (a power of two) along `dim`, in fp32, rounded once
+    to the tensor's own dtype.
 
-    What is rotated like this on its output (W_v, B_v: dim of the heads' channels) and on its consumer's input (W_o, A_o) computes the same.
+    What is rotated like this on its output (W_v, B_v: dim of the heads' channels) and on its consumer's input (W_o,
+    A_o) computes the same.
     """
     return Recipe("hadamard", (recipe,), {"dim": dim, "width": width})
 
@@ -160,11 +178,13 @@ def multiply(recipe: Recipe, factors: Recipe) -> Recipe:
 
 
 def key_balance(query: Recipe, key: Recipe, gain: Recipe, kv_heads: int, width: int) -> Recipe:
-    """fp32 [kv_heads, width / 2]: by RoPE pair of each KV head, how much larger keys are to become (`rope_append`), told from the weights alone.
+    """fp32 [kv_heads, width / 2]: by RoPE pair of each KV head, how much larger keys are to become (`rope_append`),
+    told from the weights alone.
 
-    query [HQ * width, K], key [kv_heads * width, K] and the norm's gain [K] that both read through. A pair's size is the norm of its rows times the gain;
-    sqrt(size in q / size in k) makes both alike, which makes |q| |k|, and so the error of a score, as small as factors can. Rounded to a power of two, so
-    that no rounding changes but the quantizer's; 1 where a pair is zero.
+    query [HQ * width, K], key [kv_heads * width, K] and the norm's gain [K] that both read through. A pair's size is
+    the norm of its rows times the gain; sqrt(size in q / size in k) makes both alike, which makes |q| |k|, and so the
+    error of a score, as small as factors can. Rounded to a power of two, so that no rounding changes but the
+    quantizer's; 1 where a pair is zero.
     """
     return Recipe("key_balance", (query, key, gain), {"kv_heads": kv_heads, "width": width})
 
@@ -175,7 +195,9 @@ def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
 
 
 def quantize(recipe: Recipe, dtype: torch.dtype = E4M3, rotate: int = 0) -> Recipe:
-    """The rows of a matrix [N, K] as `ops.quantize_rowwise` rounds them: two outputs, values [N, K] and fp32 scales [N]; pick one with `item`."""
+    """The rows of a matrix [N, K] as `ops.quantize_rowwise` rounds them: two outputs, values [N, K] and fp32 scales
+    [N]; pick one with `item`.
+    """
     return Recipe("quantize", (recipe,), {"dtype": str(dtype).removeprefix("torch."), "rotate": rotate})
 
 
@@ -184,22 +206,32 @@ def item(recipe: Recipe, index: int) -> Recipe:
     return Recipe("item", (recipe,), {"index": index})
 
 
-def quantize_weight(weight: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [..., K] -> (values [..., K] of `dtype`, fp32 scale [...]), as `ops.quantize_rowwise` has it, some rows at a time."""
+def quantize_weight(
+    weight: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., K] -> (values [..., K] of `dtype`, fp32 scale [...]), as `ops.quantize_rowwise` has it, some rows
+    at a time.
+    """
     values = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
-    rows, flat_values, flat_scales = weight.reshape(-1, weight.shape[-1]), values.view(-1, weight.shape[-1]), scales.view(-1)
+    rows, flat_values, flat_scales = (
+        weight.reshape(-1, weight.shape[-1]),
+        values.view(-1, weight.shape[-1]),
+        scales.view(-1),
+    )
     for first in range(0, rows.shape[0], ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
         flat_values[part], flat_scales[part] = quantize_rowwise_reference(rows[part], dtype, rotate)
     return values, scales
 
 
-def materialize(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[Recipe, Any] | None = None) -> torch.Tensor:
+def materialize(
+    recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[Recipe, Any] | None = None
+) -> torch.Tensor:
     """The tensor that `recipe` describes.
 
-    `lookup(name)` gives the checkpoint's tensor (or one adapter's). `memo` keeps `quantize` results only, so that values and scales are
-    computed once; drop it when both have been taken. Works on any device, on meta tensors too.
+    `lookup(name)` gives the checkpoint's tensor (or one adapter's). `memo` keeps `quantize` results only, so that
+    values and scales are computed once; drop it when both have been taken. Works on any device, on meta tensors too.
     """
     result = _evaluate(recipe, lookup, {} if memo is None else memo)
     if isinstance(result, tuple):
@@ -219,7 +251,10 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
         except KeyError:
             return torch.zeros(recipe.attrs["shape"])
         if tuple(found.shape) != recipe.attrs["shape"]:
-            raise RecipeError(f"{recipe} is {tuple(found.shape)}, the model needs {recipe.attrs['shape']}: it was calibrated for another model")
+            raise RecipeError(
+                f"{recipe} is {tuple(found.shape)}, the model needs {recipe.attrs['shape']}: it was calibrated for "
+                "another model"
+            )
         return found.float()
     if recipe.op == "zeros":
         return torch.zeros(recipe.attrs["shape"], dtype=getattr(torch, recipe.attrs["dtype"]))
@@ -235,11 +270,20 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
         memo[recipe] = quantize_weight(first, getattr(torch, attrs["dtype"]), attrs["rotate"])
         return memo[recipe]
     if recipe.op == "cat":
-        device = next((operand.device for operand, arg in zip(operands, recipe.args, strict=True) if arg.op != "zeros"), first.device)
+        device = next(
+            (operand.device for operand, arg in zip(operands, recipe.args, strict=True) if arg.op != "zeros"),
+            first.device,
+        )
         return torch.cat([operand.to(device) for operand in operands], dim=attrs["dim"])
     if recipe.op == "pad":
         missing = attrs["size"] - first.shape[attrs["dim"]]
-        return torch.cat([first, first.new_zeros([missing if dim == attrs["dim"] else size for dim, size in enumerate(first.shape)])], dim=attrs["dim"])
+        return torch.cat(
+            [
+                first,
+                first.new_zeros([missing if dim == attrs["dim"] else size for dim, size in enumerate(first.shape)]),
+            ],
+            dim=attrs["dim"],
+        )
     if recipe.op == "unsqueeze":
         return first.unsqueeze(attrs["dim"])
     if recipe.op == "transpose":
@@ -256,7 +300,9 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
     return first.to(getattr(torch, attrs["dtype"]))
 
 
-def key_balance_factors(query: torch.Tensor, key: torch.Tensor, gain: torch.Tensor, kv_heads: int, width: int) -> torch.Tensor:
+def key_balance_factors(
+    query: torch.Tensor, key: torch.Tensor, gain: torch.Tensor, kv_heads: int, width: int
+) -> torch.Tensor:
     """What a `key_balance` recipe gives for these weights."""
 
     def energy(weight: torch.Tensor) -> torch.Tensor:  # [kv heads, pairs], of all query heads of a KV head together

@@ -1,4 +1,8 @@
-"""What changed between two dumps: options, passes, kernels, bytes, estimated time. Reads `summary.json` and each `program.json`, nothing else."""
+"""What changed between two dumps: options, passes, kernels, bytes, estimated time.
+
+Reads `summary.json` and each `program.json`, nothing else.
+"""
+
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -26,7 +30,10 @@ class Dump:
 
 
 def read_dump(directory: str | Path) -> Dump:
-    """Reads what `dump` wrote. Raises DumpError for a directory without a dump or with a malformed one, ProgramError for a malformed program."""
+    """Reads what `dump` wrote.
+
+    Raises DumpError for a directory without a dump or with a malformed one, ProgramError for a malformed program.
+    """
     root = Path(directory)
     path = root / "summary.json"
     if not path.is_file():
@@ -37,9 +44,13 @@ def read_dump(directory: str | Path) -> Dump:
         names = list(summary["programs"])
         places = [root / "program.json"] if len(names) == 1 else [root / name / "program.json" for name in names]
         programs = [Program.load(place) for place in places]
-        return Dump(summary["version"], summary["options"] or {}, passes, {program.name: program for program in programs})
+        return Dump(
+            summary["version"], summary["options"] or {}, passes, {program.name: program for program in programs}
+        )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise DumpError(f"{path} is no summary of a dump ({type(error).__name__}: {error}); dump again with this release") from error
+        raise DumpError(
+            f"{path} is no summary of a dump ({type(error).__name__}: {error}); dump again with this release"
+        ) from error
 
 
 def difference(first: Dump, second: Dump) -> dict[str, Any]:
@@ -51,7 +62,11 @@ def difference(first: Dump, second: Dump) -> dict[str, Any]:
             for name in sorted({*first.options, *second.options})
             if first.options.get(name) != second.options.get(name)
         },
-        "passes": {name: found for name in {**first.passes, **second.passes} if (found := _pass(first.passes.get(name), second.passes.get(name)))},
+        "passes": {
+            name: found
+            for name in {**first.passes, **second.passes}
+            if (found := _pass(first.passes.get(name), second.passes.get(name)))
+        },
         "programs": {
             name: found
             for name in {**first.programs, **second.programs}
@@ -66,7 +81,10 @@ def _pass(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> 
     found: dict[str, Any] = {}
     if first["matches"] != second["matches"]:
         found["matches"] = [first["matches"], second["matches"]]
-    gone, new = Counter(first["rejected"]) - Counter(second["rejected"]), Counter(second["rejected"]) - Counter(first["rejected"])
+    gone, new = (
+        Counter(first["rejected"]) - Counter(second["rejected"]),
+        Counter(second["rejected"]) - Counter(first["rejected"]),
+    )
     if gone or new:
         found["rejected"] = {"gone": sorted(gone.elements()), "new": sorted(new.elements())}
     changes = [_moves(entry) for entry in (first, second)]
@@ -118,11 +136,22 @@ def as_text(found: Mapping[str, Any]) -> str:
     if found["version"]:
         parts.append("version: {} -> {}\n".format(*found["version"]))
     if found["options"]:
-        parts.append(columns([("option", "first", "second"), *((name, repr(one), repr(two)) for name, (one, two) in found["options"].items())]))
+        parts.append(
+            columns(
+                [
+                    ("option", "first", "second"),
+                    *((name, repr(one), repr(two)) for name, (one, two) in found["options"].items()),
+                ]
+            )
+        )
     if found["passes"]:
         parts.append("".join(f"pass {name}: {_pass_text(change)}\n" for name, change in found["passes"].items()))
     for name, change in found["programs"].items():
-        parts.append(f"program {name}: only in the {change['only_in']} dump\n" if "only_in" in change else _program_text(name, change))
+        parts.append(
+            f"program {name}: only in the {change['only_in']} dump\n"
+            if "only_in" in change
+            else _program_text(name, change)
+        )
     return "\n".join(parts) or "The dumps show the same compilation.\n"
 
 
@@ -133,9 +162,15 @@ def _pass_text(change: Mapping[str, Any]) -> str:
     if "matches" in change:
         words.append("{} -> {} matches".format(*change["matches"]))
     if "kernels" in change:
-        sides = [", ".join(f"{count:+d} {op}" for op, count in side.items()) or "no change" for side in change["kernels"]]
+        sides = [
+            ", ".join(f"{count:+d} {op}" for op, count in side.items()) or "no change" for side in change["kernels"]
+        ]
         words.append(f"kernels {sides[0]} -> {sides[1]}")
-    lines = [f"\n  {word} refused: {reason}" for word, key in (("no longer", "gone"), ("newly", "new")) for reason in change.get("rejected", {}).get(key, ())]
+    lines = [
+        f"\n  {word} refused: {reason}"
+        for word, key in (("no longer", "gone"), ("newly", "new"))
+        for reason in change.get("rejected", {}).get(key, ())
+    ]
     return "; ".join(words or ["other refusals"]) + "".join(lines)
 
 
@@ -146,4 +181,8 @@ def _program_text(name: str, change: Mapping[str, Any]) -> str:
             one, two = value
             rows.append((key.replace("_", " "), f"{one:,}", f"{two:,}", f"{two / one - 1:+.1%}" if one else ""))
     rows.extend((f"  {op}", "", "", f"{count:+d}") for op, count in change["kernels_changed"].items())
-    return columns(rows, right=(1, 2, 3)) if len(rows) > 1 else f"program {name}: other arguments, buffers or order; the same kernels, bytes and estimate\n"
+    return (
+        columns(rows, right=(1, 2, 3))
+        if len(rows) > 1
+        else f"program {name}: other arguments, buffers or order; the same kernels, bytes and estimate\n"
+    )

@@ -1,8 +1,9 @@
 """Everything about a compilation as files that a person (or a diff) can read.
 
-The same inputs give the same bytes, so that two dumps can be compared; measured times are in `timings.json` (and on the page when asked for), all
-other durations are estimates from bytes and FLOPs.
+The same inputs give the same bytes, so that two dumps can be compared; measured times are in `timings.json` (and on the
+page when asked for), all other durations are estimates from bytes and FLOPs.
 """
+
 import difflib
 import json
 import re
@@ -40,12 +41,12 @@ def dump(
 ) -> list[Path]:
     """Write the dump and return the files written, in order.
 
-    For pass number NN: `NN_pass.before.py`, `NN_pass.after.py`, `NN_pass.diff`; `passes.txt` (op counts of each pass), `rejected.txt`,
-    `summary.txt`, `summary.json`, `timings.json`, and `index.html` over all of it. For each program `program.txt`, `program.json`, `schedule.svg` and
-    `trace.json`: in `directory` when there is one program, else in a folder named like its bucket.
-    `layers`: whose lines of the graphs to write (default: all). `timings`: steps as measured, kernels as compiled. The page has the steps'
-    and passes' seconds only with `show_timings`, the kernels' resources only with `show_resources` (or `show_timings`). `ledger`: pass ->
-    relative error that it added.
+    For pass number NN: `NN_pass.before.py`, `NN_pass.after.py`, `NN_pass.diff`; `passes.txt` (op counts of each pass),
+    `rejected.txt`, `summary.txt`, `summary.json`, `timings.json`, and `index.html` over all of it. For each program
+    `program.txt`, `program.json`, `schedule.svg` and `trace.json`: in `directory` when there is one program, else in a
+    folder named like its bucket. `layers`: whose lines of the graphs to write (default: all). `timings`: steps as
+    measured, kernels as compiled. The page has the steps' and passes' seconds only with `show_timings`, the kernels'
+    resources only with `show_resources` (or `show_timings`). `ledger`: pass -> relative error that it added.
     Files of earlier dumps with the same names are replaced; pass files that no longer belong are removed.
     """
     root = Path(directory)
@@ -62,7 +63,11 @@ def dump(
 
     for number, record in enumerate(records):
         stem = f"{number:02d}_{record.name}"
-        record = record if layers is None else replace(record, before=text_of(record.lines_before, layers), after=text_of(record.lines_after, layers))
+        record = (
+            record
+            if layers is None
+            else replace(record, before=text_of(record.lines_before, layers), after=text_of(record.lines_after, layers))
+        )
         write(root / f"{stem}.before.py", record.before)
         write(root / f"{stem}.after.py", record.after)
         write(root / f"{stem}.diff", pass_diff(record))
@@ -74,7 +79,16 @@ def dump(
     measured = replace(timings, passes={record.name: record.seconds for record in records})
     write(root / "timings.json", json.dumps(measured.to_json(), indent=1) + "\n")
     shown = measured if show_timings else Timings(resources=timings.resources) if show_resources else None
-    data = page_data(records, programs, title=title, version=__version__, options=options, layers=layers, timings=shown, ledger=ledger)
+    data = page_data(
+        records,
+        programs,
+        title=title,
+        version=__version__,
+        options=options,
+        layers=layers,
+        timings=shown,
+        ledger=ledger,
+    )
     write(root / "index.html", render(data))
     for program in programs:
         folder = root if len(programs) == 1 else root / program.name
@@ -88,7 +102,14 @@ def dump(
 
 def pass_diff(record: PassRecord) -> str:
     """A unified diff of the graph around one pass; empty when it changed nothing."""
-    lines = difflib.unified_diff(record.before.splitlines(), record.after.splitlines(), f"before {record.name}", f"after {record.name}", n=2, lineterm="")
+    lines = difflib.unified_diff(
+        record.before.splitlines(),
+        record.after.splitlines(),
+        f"before {record.name}",
+        f"after {record.name}",
+        n=2,
+        lineterm="",
+    )
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -105,7 +126,9 @@ def summary_text(records: Sequence[PassRecord], programs: Sequence[Program], opt
     """Options, the pass table, one line for each program."""
     parts = []
     if options is not None:
-        parts.append("options\n" + "".join(f"  {name} = {value!r}\n" for name, value in sorted(options.to_dict().items())))
+        parts.append(
+            "options\n" + "".join(f"  {name} = {value!r}\n" for name, value in sorted(options.to_dict().items()))
+        )
     parts.append(pass_table(records))
     if programs:
         rows = [("program", "steps", "main", "side", "waits", "arena MiB", "unshared MiB", "estimate us")]
@@ -114,16 +137,33 @@ def summary_text(records: Sequence[PassRecord], programs: Sequence[Program], opt
             waits = sum(len(step.waits) for step in program.steps)
             end = max((placed.end for placed in estimate(program)), default=0.0)
             counts = (len(program.steps), len(program.steps) - side, side, waits)
-            rows.append((program.name, *map(str, counts), _mib(program.arena_bytes), _mib(unshared_bytes(program)), f"{end * 1e6:.1f}"))  # type: ignore[arg-type]
+            rows.append(
+                (  # type: ignore[arg-type]
+                    program.name,
+                    *map(str, counts),
+                    _mib(program.arena_bytes),
+                    _mib(unshared_bytes(program)),
+                    f"{end * 1e6:.1f}",
+                )
+            )
         parts.append(columns(rows, right=range(1, 8)))
     return "\n".join(parts)
 
 
-def summary(records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None) -> dict[str, Any]:
-    """The same for machines (`sidestream diff` reads it): options, passes with their op counts and refusals, the programs' names."""
+def summary(
+    records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None
+) -> dict[str, Any]:
+    """The same for machines (`sidestream diff` reads it): options, passes with their op counts and refusals, the
+    programs' names.
+    """
     fields = ("name", "tier", "matches", "rejected", "ops_before", "ops_after")
     passes = [{name: getattr(record, name) for name in fields} for record in records]
-    return {"version": __version__, "options": options and options.to_dict(), "passes": passes, "programs": [program.name for program in programs]}
+    return {
+        "version": __version__,
+        "options": options and options.to_dict(),
+        "passes": passes,
+        "programs": [program.name for program in programs],
+    }
 
 
 def program_text(program: Program) -> str:
@@ -132,11 +172,23 @@ def program_text(program: Program) -> str:
     rows = [("step", "lane", "op", "name", "results", "arguments", "waits", "rec", "SMs", "PDL", "bytes", "us")]
     for step, placed in zip(program.steps, timing, strict=True):
         outs = ", ".join(f"{view.buffer}: {describe_view(view, buffers)}" for view in step.outs) or "(in place)"
-        arguments = ", ".join([*map(describe, step.args), *(f"{name}={describe(value)}" for name, value in step.kwargs)])
+        arguments = ", ".join(
+            [*map(describe, step.args), *(f"{name}={describe(value)}" for name, value in step.kwargs)]
+        )
         rows.append(
             (
-                str(step.index), step.stream, step.op, step.name, outs, arguments, ",".join(map(str, step.waits)), "yes" if step.records else "",
-                str(step.sm_budget or "all"), "yes" if step.pdl else "", f"{step_bytes(program, step):,}", f"{(placed.end - placed.start) * 1e6:.2f}",
+                str(step.index),
+                step.stream,
+                step.op,
+                step.name,
+                outs,
+                arguments,
+                ",".join(map(str, step.waits)),
+                "yes" if step.records else "",
+                str(step.sm_budget or "all"),
+                "yes" if step.pdl else "",
+                f"{step_bytes(program, step):,}",
+                f"{(placed.end - placed.start) * 1e6:.2f}",
             )
         )
     memory = [("buffer", "kind", "dtype", "shape", "bytes", "offset", "life", "from")]
@@ -145,10 +197,31 @@ def program_text(program: Program) -> str:
         offset = "" if buffer.offset is None else f"{buffer.offset:,}"
         shape = ", ".join(map(str, buffer.shape))
         source = str(program.recipes.get(buffer.name, ""))
-        memory.append((buffer.name, buffer.kind, short_dtype(buffer.dtype), f"[{shape}]", f"{buffer.nbytes:,}", offset, life, source))
+        memory.append(
+            (
+                buffer.name,
+                buffer.kind,
+                short_dtype(buffer.dtype),
+                f"[{shape}]",
+                f"{buffer.nbytes:,}",
+                offset,
+                life,
+                source,
+            )
+        )
     outputs = ", ".join(describe(value) for value in program.outputs)
-    head = f"{program.name}: {len(program.steps)} steps, arena {program.arena_bytes:,} bytes ({unshared_bytes(program):,} without sharing), returns {outputs}\n"
-    return "\n".join([head, *([program.passes] if program.passes else []), columns(rows, right=(0, 8, 10, 11)), columns(memory, right=(4, 5))])
+    head = (
+        f"{program.name}: {len(program.steps)} steps, arena {program.arena_bytes:,} bytes "
+        f"({unshared_bytes(program):,} without sharing), returns {outputs}\n"
+    )
+    return "\n".join(
+        [
+            head,
+            *([program.passes] if program.passes else []),
+            columns(rows, right=(0, 8, 10, 11)),
+            columns(memory, right=(4, 5)),
+        ]
+    )
 
 
 def _mib(nbytes: int) -> str:

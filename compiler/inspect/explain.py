@@ -1,4 +1,8 @@
-"""Where a program's time goes and what an option would change, as plain values (for JSON) and as text. Everything is estimated by `cost.py`."""
+"""Where a program's time goes and what an option would change, as plain values (for JSON) and as text.
+
+Everything is estimated by `cost.py`.
+"""
+
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +37,9 @@ class WhatIf:
 
 
 def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> dict[str, Any]:
-    """Kernels by lane and layer, the estimate against the floor, and what the critical path is made of, in microseconds and bytes."""
+    """Kernels by lane and layer, the estimate against the floor, and what the critical path is made of, in
+    microseconds and bytes.
+    """
     costs = step_costs(program, assume, gpu)
     placed = estimate(program, assume, gpu, costs)
     path = critical_path(program, placed)
@@ -43,7 +49,9 @@ def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = 
     for index in path:
         cost = costs[index]
         computing = sum(flops / gpu.flops_per_second(width) for width, flops in cost.work.flops.items())
-        streaming["flops" if computing > cost.work.bytes / gpu.bytes_per_second() else "bytes"] += cost.seconds - cost.fixed
+        streaming["flops" if computing > cost.work.bytes / gpu.bytes_per_second() else "bytes"] += (
+            cost.seconds - cost.fixed
+        )
     layers = step_layers(program)
     inner = sorted({layer for layer in layers if layer not in (HEAD, TAIL)})
     typical = inner[len(inner) // 2] if inner else None
@@ -59,16 +67,21 @@ def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = 
         "arena_bytes": program.arena_bytes,
         "passes": program.passes,
         "context": assume.context_of(program),
-        "adapters": assume.adapters_of(program, max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=0)),
+        "adapters": assume.adapters_of(
+            program, max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=0)
+        ),
         "estimated_us": total * 1e6,
         "floor_us": floor * 1e6,
         "of_floor": floor / total if total else 1.0,
         "critical_path": {
-            "steps": len(path), "launch_and_latency_us": fixed * 1e6, "bytes_us": streaming["bytes"] * 1e6, "flops_us": streaming["flops"] * 1e6,
+            "steps": len(path),
+            "launch_and_latency_us": fixed * 1e6,
+            "bytes_us": streaming["bytes"] * 1e6,
+            "flops_us": streaming["flops"] * 1e6,
             "lanes_wait_us": max(0.0, total - fixed - sum(streaming.values())) * 1e6,
         },
         "ops": _ops(program, set(path), costs, [each.end - each.start for each in placed]),
-    }  # fmt: skip
+    }
 
 
 def _ops(program: Program, path: set[int], costs: Sequence[Any], seconds: Sequence[float]) -> list[dict[str, Any]]:
@@ -86,7 +99,9 @@ def _ops(program: Program, path: set[int], costs: Sequence[Any], seconds: Sequen
     return sorted(rows.values(), key=lambda row: (-row["critical_us"], -row["us"], row["op"]))
 
 
-def explain(compiled: CompiledModel, buckets: Sequence[Bucket], assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> dict[str, Any]:
+def explain(
+    compiled: CompiledModel, buckets: Sequence[Bucket], assume: Assumptions = DEFAULT, gpu: Gpu = H200
+) -> dict[str, Any]:
     """A compilation and its programs for `buckets`."""
     return {
         "gpu": {"name": gpu.name, "source": gpu.source},
@@ -100,16 +115,30 @@ def explain(compiled: CompiledModel, buckets: Sequence[Bucket], assume: Assumpti
 def describe_pass(record: PassRecord) -> dict[str, Any]:
     """A pass record without the graph's text and without times."""
     before, after = sum(record.ops_before.values()), sum(record.ops_after.values())
-    return {"name": record.name, "tier": record.tier, "matches": record.matches, "rejected": record.rejected, "kernels_before": before, "kernels_after": after}
+    return {
+        "name": record.name,
+        "tier": record.tier,
+        "matches": record.matches,
+        "rejected": record.rejected,
+        "kernels_before": before,
+        "kernels_after": after,
+    }
 
 
 def what_ifs(
-    capture: Callable[[CompileOptions], tuple[Captured, Sequence[str]]], options: CompileOptions, bucket: Bucket, *,
-    assume: Assumptions = DEFAULT, gpu: Gpu = H200, passes: tuple[Pass, ...] = PASSES,
-) -> dict[str, float]:  # fmt: skip
-    """change -> estimated seconds of the step; the change "" is none. `capture(options)` gives a fresh graph and the module's parameter names.
+    capture: Callable[[CompileOptions], tuple[Captured, Sequence[str]]],
+    options: CompileOptions,
+    bucket: Bucket,
+    *,
+    assume: Assumptions = DEFAULT,
+    gpu: Gpu = H200,
+    passes: tuple[Pass, ...] = PASSES,
+) -> dict[str, float]:
+    """change -> estimated seconds of the step; the change "" is none. `capture(options)` gives a fresh graph and the
+    module's parameter names.
 
-    Each option's other values are tried one at a time, and each pass switched off; what can't be compiled so is left out, and what gives the same program.
+    Each option's other values are tried one at a time, and each pass switched off; what can't be compiled so is left
+    out, and what gives the same program.
     """
     seconds: dict[str, float] = {}
     base: Program | None = None
@@ -129,13 +158,21 @@ def what_ifs(
     return seconds
 
 
-def _variants(options: CompileOptions, bucket: Bucket, passes: tuple[Pass, ...]) -> Iterator[tuple[str, CompileOptions, Bucket]]:
+def _variants(
+    options: CompileOptions, bucket: Bucket, passes: tuple[Pass, ...]
+) -> Iterator[tuple[str, CompileOptions, Bucket]]:
     hints = get_type_hints(CompileOptions)
     if bucket.lora:
         yield "no adapter in the batch", options, replace(bucket, lora=False)
     for field in fields(CompileOptions):
         kind, now = hints[field.name], getattr(options, field.name)
-        values = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool or bool in get_args(kind) else ()
+        values = (
+            get_args(kind)
+            if get_origin(kind) is Literal
+            else (True, False)
+            if kind is bool or bool in get_args(kind)
+            else ()
+        )
         for value in values if field.name not in NO_NUMBERS else ():
             if value not in (now, "auto", "fp32"):
                 try:
@@ -158,23 +195,49 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
     """`explain_program`'s values for a terminal."""
     path, layer = facts["critical_path"], facts["kernels_of_a_layer"]
     total = facts["estimated_us"] or 1.0
-    parts = [("launch and latency", "launch_and_latency_us"), ("bytes", "bytes_us"), ("FLOPs", "flops_us"), ("lanes in each other's way", "lanes_wait_us")]
-    shares = ", ".join(f"{name} {path[key]:.1f} us ({path[key] / total:.0%})" for name, key in parts if path[key] >= 0.05)
+    parts = [
+        ("launch and latency", "launch_and_latency_us"),
+        ("bytes", "bytes_us"),
+        ("FLOPs", "flops_us"),
+        ("lanes in each other's way", "lanes_wait_us"),
+    ]
+    shares = ", ".join(
+        f"{name} {path[key]:.1f} us ({path[key] / total:.0%})" for name, key in parts if path[key] >= 0.05
+    )
     rows = [("op", "lane", "steps", "us", "of the path", "MB", "GFLOP", "floor us", "reached")]
     for row in facts["ops"][:TOP_OPS]:
         share = f"{row['critical_us'] / total:.1%}" if row["critical_us"] else "beside"
         reached = f"{row['floor_us'] / row['us']:.0%}" if row["us"] else ""
         moved, computed, floor = f"{row['bytes'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}", f"{row['floor_us']:.1f}"
-        rows.append((row["op"].removeprefix("sidestream."), row["lane"], str(row["steps"]), f"{row['us']:.1f}", share, moved, computed, floor, reached))
+        rows.append(
+            (
+                row["op"].removeprefix("sidestream."),
+                row["lane"],
+                str(row["steps"]),
+                f"{row['us']:.1f}",
+                share,
+                moved,
+                computed,
+                floor,
+                reached,
+            )
+        )
     left = len(facts["ops"]) - TOP_OPS
-    sequences = f"{facts['context']} cached tokens a sequence" + (f", {facts['adapters']} adapters in the batch" if facts["adapters"] else "")
-    own = ["", "  its own passes, on static sizes:", *(f"  {line}" for line in _without_repeats(facts["passes"]))] if facts["passes"] else []
+    sequences = f"{facts['context']} cached tokens a sequence" + (
+        f", {facts['adapters']} adapters in the batch" if facts["adapters"] else ""
+    )
+    own = (
+        ["", "  its own passes, on static sizes:", *(f"  {line}" for line in _without_repeats(facts["passes"]))]
+        if facts["passes"]
+        else []
+    )
     return "\n".join(
         [
             f"{facts['program']}, {sequences}",
             f"  about {facts['estimated_us']:.1f} us a step, {facts['of_floor']:.0%} of the floor's speed "
             f"(floor {facts['floor_us']:.1f} us: weights, cache and adapters read once)",
-            f"  {facts['steps']} kernels: {layer['main']} main and {layer['side']} side in each of {facts['layers']} layers; "
+            f"  {facts['steps']} kernels: {layer['main']} main and {layer['side']} side in each of {facts['layers']} "
+            "layers; "
             f"{facts['waits']} waits between the lanes",
             f"  the {path['steps']} steps that decide the time: {shares}",
             *own,
@@ -196,7 +259,14 @@ def _without_repeats(text: str) -> list[str]:
 def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
     """`explain`'s values for a terminal."""
     refused = sum(len(record.rejected) for record in records)
-    parts = [pass_table(records) + (f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n" if refused else "")]
+    parts = [
+        pass_table(records)
+        + (
+            f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n"
+            if refused
+            else ""
+        )
+    ]
     parts.append(f"Estimates for {facts['gpu']['name']} ({facts['gpu']['source']}); their error is {facts['error']}.\n")
     parts += [program_as_text(program) for program in facts["programs"]]
     return "\n".join(parts)

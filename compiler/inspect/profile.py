@@ -1,8 +1,11 @@
-"""From a profiler's trace back to a program's steps: which kernels a step launched, and when they ran, also inside a replayed CUDA graph.
+"""From a profiler's trace back to a program's steps: which kernels a step launched, and when they ran, also inside a
+replayed CUDA graph.
 
-Reads the Chrome trace that `torch.profiler` exports. Run step by step, a kernel belongs to the step in whose range it was launched. In a replay all
-kernels are launched at once; there the k-th kernel of a name is the k-th that the step-by-step run had of that name.
+Reads the Chrome trace that `torch.profiler` exports. Run step by step, a kernel belongs to the step in whose range it
+was launched. In a replay all kernels are launched at once; there the k-th kernel of a name is the k-th that the
+step-by-step run had of that name.
 """
+
 import json
 import os
 import tempfile
@@ -49,25 +52,41 @@ class Range:
 
 
 def ranges(trace: Mapping[str, Any]) -> list[Range]:
-    """Every range of ours in the order of time, each with the kernels that were launched in it (innermost range only)."""
+    """Every range of ours in the order of time, each with the kernels that were launched in it (innermost range
+    only).
+    """
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
     launched: dict[int, list[Kernel]] = defaultdict(list)
     for event in events:
         if event.get("cat") in KERNEL_CATEGORIES:
             start, end = _times(event)
             about = event.get("args", {})
-            kernel = Kernel(event["name"], start, end, int(about.get("stream", event.get("tid", 0))), event["cat"] != "kernel")
+            kernel = Kernel(
+                event["name"], start, end, int(about.get("stream", event.get("tid", 0))), event["cat"] != "kernel"
+            )
             launched[int(about.get("correlation", -1))].append(kernel)
     marked = [event for event in events if event.get("cat") == "user_annotation"]
-    found = sorted((event for event in marked if STEP_RANGE.fullmatch(event["name"]) or REPLAY_RANGE.fullmatch(event["name"])), key=lambda event: event["ts"])
+    found = sorted(
+        (event for event in marked if STEP_RANGE.fullmatch(event["name"]) or REPLAY_RANGE.fullmatch(event["name"])),
+        key=lambda event: event["ts"],
+    )
     kernels: list[list[Kernel]] = [[] for _ in found]
     position = 0
-    for event in sorted((event for event in events if event.get("cat") in LAUNCH_CATEGORIES), key=lambda event: event["ts"]):
+    for event in sorted(
+        (event for event in events if event.get("cat") in LAUNCH_CATEGORIES), key=lambda event: event["ts"]
+    ):
         while position < len(found) and found[position]["ts"] + found[position]["dur"] < event["ts"]:
             position += 1
-        if position < len(found) and found[position]["ts"] <= event["ts"] and found[position].get("tid") == event.get("tid"):
+        if (
+            position < len(found)
+            and found[position]["ts"] <= event["ts"]
+            and found[position].get("tid") == event.get("tid")
+        ):
             kernels[position] += launched.get(int(event.get("args", {}).get("correlation", -1)), [])
-    return [Range(event["name"], *_times(event), tuple(sorted(own, key=lambda kernel: kernel.start))) for event, own in zip(found, kernels, strict=True)]
+    return [
+        Range(event["name"], *_times(event), tuple(sorted(own, key=lambda kernel: kernel.start)))
+        for event, own in zip(found, kernels, strict=True)
+    ]
 
 
 def _times(event: Mapping[str, Any]) -> tuple[float, float]:
@@ -75,21 +94,28 @@ def _times(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def kernels_of_steps(program: Program, found: Iterable[Range]) -> dict[int, tuple[str, ...]]:
-    """step -> names of its kernels in order, from the last step-by-step run. Raises ProfileError when the trace has none of this program."""
+    """step -> names of its kernels in order, from the last step-by-step run.
+
+    Raises ProfileError when the trace has none of this program.
+    """
     names: dict[int, tuple[str, ...]] = {}
     for each in found:
         match = STEP_RANGE.fullmatch(each.name)
         if match is not None and match["program"] == program.name:
             names[int(match["index"])] = tuple(kernel.name for kernel in each.kernels)
     if len(names) != len(program.steps):
-        raise ProfileError(f"the trace names {len(names)} of the {len(program.steps)} steps of {program.name}; run it step by step within step_ranges()")
+        raise ProfileError(
+            f"the trace names {len(names)} of the {len(program.steps)} steps of {program.name}; run it step by step "
+            "within step_ranges()"
+        )
     return names
 
 
 def replays(program: Program, found: Iterable[Range], names: Mapping[int, tuple[str, ...]]) -> list[list[Placed]]:
     """Where each step's kernels lay in each replay, in seconds from the replay's first kernel.
 
-    A step without kernels of its own (it was folded into a copy or needs none) has no length. Raises ProfileError when a replay's kernels are not the steps'.
+    A step without kernels of its own (it was folded into a copy or needs none) has no length. Raises ProfileError when
+    a replay's kernels are not the steps'.
     """
     expected = Counter(name for own in names.values() for name in own)
     results = []
@@ -100,7 +126,10 @@ def replays(program: Program, found: Iterable[Range], names: Mapping[int, tuple[
         have = Counter(kernel.name for kernel in each.kernels)
         if have != expected:
             missing, surplus = expected - have, have - expected
-            raise ProfileError(f"a replay of {program.name} ran other kernels than its steps: missing {dict(missing)}, not known {dict(surplus)}")
+            raise ProfileError(
+                f"a replay of {program.name} ran other kernels than its steps: missing {dict(missing)}, not known "
+                f"{dict(surplus)}"
+            )
         results.append(_place(program, each.kernels, names))
     return results
 
@@ -119,7 +148,9 @@ def _place(program: Program, kernels: Sequence[Kernel], names: Mapping[int, tupl
             own.append(queues[name][taken[name]])
             taken[name] += 1
         if own:
-            placed.append(Placed(min(kernel.start for kernel in own) - begin, max(kernel.end for kernel in own) - begin))
+            placed.append(
+                Placed(min(kernel.start for kernel in own) - begin, max(kernel.end for kernel in own) - begin)
+            )
         else:
             moment = max((placed[index].end for index in before[step.index]), default=0.0)
             placed.append(Placed(moment, moment))
@@ -127,9 +158,11 @@ def _place(program: Program, kernels: Sequence[Kernel], names: Mapping[int, tupl
 
 
 def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
-    """What each step added to the time: from the latest end of what it follows (in its lane, or by a wait) to its own end, in seconds.
+    """What each step added to the time: from the latest end of what it follows (in its lane, or by a wait) to its own
+    end, in seconds.
 
-    With programmatic dependent launch a kernel starts before its predecessor has ended, so that its own length says less.
+    With programmatic dependent launch a kernel starts before its predecessor has ended, so that its own length says
+    less.
     """
     before = predecessors(program)
     return [
@@ -139,7 +172,8 @@ def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
 
 
 def capture_profile(bound: BoundProgram, count: int) -> list[list[Placed]]:
-    """Run `bound` once step by step and `count` times as a CUDA graph under torch's profiler; each step's place in each replay. Needs a GPU.
+    """Run `bound` once step by step and `count` times as a CUDA graph under torch's profiler; each step's place in each
+    replay. Needs a GPU.
 
     The graph is captured if it was not. Raises ProfileError when kernels can't be told apart.
     """

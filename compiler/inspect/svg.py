@@ -1,4 +1,7 @@
-"""A program's schedule as a picture: time runs down, main stream left, side stream right, waits as arrows between them."""
+"""A program's schedule as a picture: time runs down, main stream left, side stream right, waits as arrows between
+them.
+"""
+
 from collections.abc import Sequence
 from html import escape
 
@@ -20,8 +23,16 @@ ARROW_HEAD = (
 )
 # first match wins: fragment of the op's name -> fill
 COLOURS = (
-    ("lora", "#f6c7a8"), ("attention", "#c9b8f0"), ("rope", "#d9ccf5"), ("append", "#d9ccf5"), ("linear", "#a9cdf2"), ("mm", "#a9cdf2"), ("norm", "#bfe3c0"),
-    ("silu", "#d5ecb4"), ("quantize", "#e6e3a1"), ("sidestream.", "#d7dde5"),
+    ("lora", "#f6c7a8"),
+    ("attention", "#c9b8f0"),
+    ("rope", "#d9ccf5"),
+    ("append", "#d9ccf5"),
+    ("linear", "#a9cdf2"),
+    ("mm", "#a9cdf2"),
+    ("norm", "#bfe3c0"),
+    ("silu", "#d5ecb4"),
+    ("quantize", "#e6e3a1"),
+    ("sidestream.", "#d7dde5"),
 )
 FOREIGN = "#f3f4f6"
 
@@ -33,7 +44,9 @@ def schedule_svg(program: Program, timing: Sequence[Placed]) -> str:
     width = MARGIN * 2 + WIDTH * len(lanes) + GAP * (len(lanes) - 1)
     height = HEAD + ROW * len(program.steps) + MARGIN
     total = max((placed.end for placed in timing), default=0.0) * 1e6
-    headline = f"{program.name}: {len(program.steps)} steps, about {total:.1f} us, arena {program.arena_bytes / 2**20:.2f} MiB"
+    headline = (
+        f"{program.name}: {len(program.steps)} steps, about {total:.1f} us, arena {program.arena_bytes / 2**20:.2f} MiB"
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         f"<style>{STYLE}</style>",
@@ -60,7 +73,11 @@ def _middle(index: int) -> float:
 def _box(step: Step, placed: Placed, left: int, buffers: dict[str, Buffer]) -> str:
     top = HEAD + ROW * step.index
     fill = next((colour for fragment, colour in COLOURS if fragment in step.op), FOREIGN)
-    notes = [f"{step.sm_budget} SMs" if step.sm_budget else "", "PDL" if step.pdl else "", f"{(placed.end - placed.start) * 1e6:.1f} us"]
+    notes = [
+        f"{step.sm_budget} SMs" if step.sm_budget else "",
+        "PDL" if step.pdl else "",
+        f"{(placed.end - placed.start) * 1e6:.1f} us",
+    ]
     outs = ", ".join(describe_view(view, buffers) for view in step.outs) or "in place"
     title = f"{step.index} {step.name}\n{step.op}\n-> {outs}\nwaits for {', '.join(map(str, step.waits)) or 'nothing'}"
     first = next((describe_view(view, buffers) for view in step.outs if 0 not in view.shape), "")
@@ -68,8 +85,10 @@ def _box(step: Step, placed: Placed, left: int, buffers: dict[str, Buffer]) -> s
     label = label if len(label) <= 31 else f"{label[:30]}…"
     note = "  ".join(filter(None, notes))
     return (
-        f'<g><title>{escape(title)}</title><rect class="box" x="{left}" y="{top}" width="{WIDTH}" height="{BOX}" fill="{fill}"/>'
-        f'<text x="{left + 6}" y="{top + 14}">{escape(label)}</text><text class="small" x="{left + 235}" y="{top + 14}">{escape(first)}</text>'
+        f'<g><title>{escape(title)}</title><rect class="box" x="{left}" y="{top}" width="{WIDTH}" height="{BOX}" '
+        f'fill="{fill}"/>'
+        f'<text x="{left + 6}" y="{top + 14}">{escape(label)}</text><text class="small" x="{left + 235}" '
+        f'y="{top + 14}">{escape(first)}</text>'
         f'<text class="small" x="{left + WIDTH - 6}" y="{top + 14}" text-anchor="end">{escape(note)}</text></g>'
     )
 

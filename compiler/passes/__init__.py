@@ -1,7 +1,8 @@
 """The passes, one idea a file; `compiler/pipeline.py` has their order.
 
 normalize           one spelling for what PyTorch spells in several ways
-lift_embedding, lift_rms_norm, lift_rope_angles, lift_rope, lift_lora      ATen idioms -> semantic ops; every dependence on a model's spelling lives in these
+lift_embedding, lift_rms_norm, lift_rope_angles, lift_rope, lift_lora      ATen idioms -> semantic ops; every dependence
+                                                                           on a model's spelling lives in these
 rotate_values       V's heads rotated by their weights, which costs nothing at run time
 pack_projections    q/k/v and gate/up become one projection each
 fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one
@@ -17,11 +18,14 @@ fuse_lora_expand    a prompt step's linears add their LoRA deltas themselves
 fuse_lora_silu_mul  a decode step's SiLU * mul makes the LoRA delta of gate and up itself
 round_lora_ranks    a decode step's other LoRA branches add up and round their ranks once
 widen_kv_once       a prompt step's attention reads keys and values that were made fp16 once
-quantize_in_blocks  attention and SiLU * mul of a decode step of 17 to 32 tokens quantize by 128 columns, so that nothing waits for a row's maximum
+quantize_in_blocks  attention and SiLU * mul of a decode step of 17 to 32 tokens quantize by 128 columns, so that
+                    nothing waits for a row's maximum
 lower_lora          LoRA -> plan, shrink, expand, marked for the side stream
 
-A pass is `def name(graph, context) -> PassReport`: it rewrites the graph in place and says how often it matched and why it refused the rest.
+A pass is `def name(graph, context) -> PassReport`: it rewrites the graph in place and says how often it matched and why
+it refused the rest.
 """
+
 from .base import Context, PassReport
 
 __all__ = ["Context", "PassReport"]

@@ -1,4 +1,5 @@
 """Keys and queries of like size, pair by pair, before they are quantized."""
+
 import operator
 
 import torch
@@ -18,19 +19,25 @@ class _Refused(Exception):
 
 
 def balance_keys(graph: fx.Graph, context: Context) -> PassReport:
-    """Each RoPE pair of a KV head is scaled so that its keys are as large as the queries that meet them, told from q_proj's and k_proj's rows.
+    """Each RoPE pair of a KV head is scaled so that its keys are as large as the queries that meet them, told from
+    q_proj's and k_proj's rows.
 
     before  q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True)
-    after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True, None, key_balance)   # fp32 [8, 64], a weight
+    after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True, None,
+            key_balance)   # fp32 [8, 64], a weight
 
-    Keys times a factor and queries by it give the same scores. Where a pair is massive in K alone, its size sets the steps of the whole head; balanced, the
-    head's |q| |k|, to which a score's error is proportional, is the least that factors can make it (SmoothAttention of QServe, arXiv 2405.04532, moves outliers
-    from K to Q in the same way). Factors are powers of two, so nothing but the quantizer sees them. A constant that `center_keys` subtracts is scaled
-    along. Matches layers that `balance_keys` names. Leaves caches that are not quantized, and projections that are not packed behind a norm.
+    Keys times a factor and queries by it give the same scores. Where a pair is massive in K alone, its size sets the
+    steps of the whole head; balanced, the head's |q| |k|, to which a score's error is proportional, is the least that
+    factors can make it (SmoothAttention of QServe, arXiv 2405.04532, moves outliers from K to Q in the same way).
+    Factors are powers of two, so nothing but the quantizer sees them. A constant that `center_keys` subtracts is scaled
+    along. Matches layers that `balance_keys` names. Leaves caches that are not quantized, and projections that are not
+    packed behind a norm.
     """
     report = PassReport(0)
     for node in list(graph.nodes):
-        if not is_call(node, rope_append) or not context.options.applies("balance_keys", layer_of_name(args_of(node)[4].name)):
+        if not is_call(node, rope_append) or not context.options.applies(
+            "balance_keys", layer_of_name(args_of(node)[4].name)
+        ):
             continue
         try:
             _balance(graph, node)
@@ -48,7 +55,9 @@ def _balance(graph: fx.Graph, append: fx.Node) -> None:
     query, key = _rows(packed)
     balance = key_balance(query, key, _gain(packed), kv_heads, width)
     layer = layer_of_name(cache.name)
-    factors = insert_placeholder(graph, f"key_balance_{layer}", "weight", (kv_heads, width // 2), torch.float32, after=scales, recipe=balance)
+    factors = insert_placeholder(
+        graph, f"key_balance_{layer}", "weight", (kv_heads, width // 2), torch.float32, after=scales, recipe=balance
+    )
     if center and center[0] is not None:
         center[0].meta["recipe"] = _scaled(center[0].meta["recipe"], cat(1, (balance, balance)))
     append.args = (*args_of(append)[:10], center[0] if center else None, factors)

@@ -1,4 +1,5 @@
 """What every pass takes and returns."""
+
 from dataclasses import dataclass, field
 
 from ...ops.core.device import H200_SMS

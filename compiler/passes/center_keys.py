@@ -1,4 +1,5 @@
 """Keys of a quantized cache without their bias."""
+
 import torch
 from torch import fx
 
@@ -12,7 +13,9 @@ from .quantize_kv import is_rotated
 
 
 def key_center_name(layer: int) -> str:
-    """The name under which recipes look for a layer's constant: fp32 [kv heads, head dim], after RoPE, before any Hadamard transform."""
+    """The name under which recipes look for a layer's constant: fp32 [kv heads, head dim], after RoPE, before any
+    Hadamard transform.
+    """
     return f"model.layers.{layer}.self_attn.key_center"
 
 
@@ -20,11 +23,13 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
     """A calibrated constant per head and channel is subtracted from every key before it is quantized.
 
     before  append_kv = sidestream.append_kv(k, v, kv_cache, kv_scales, slot_mapping)
-    after   append_kv = sidestream.append_kv(k, v, kv_cache, kv_scales, slot_mapping, key_center)      # key_center: fp32 [8, 128], a weight
+    after   append_kv = sidestream.append_kv(k, v, kv_cache, kv_scales, slot_mapping, key_center)      # key_center:
+            fp32 [8, 128], a weight
 
-    All scores of a query change by the same q . constant, which softmax does not see: exact for any constant, and a key's scale is no longer set by what all
-    keys have in common. The constant comes from a calibration (zeros without one), rotated by its recipe where the keys are. Matches layers that
-    `center_keys` names. Leaves caches that are not quantized.
+    All scores of a query change by the same q . constant, which softmax does not see: exact for any constant, and a
+    key's scale is no longer set by what all keys have in common. The constant comes from a calibration (zeros without
+    one), rotated by its recipe where the keys are. Matches layers that `center_keys` names. Leaves caches that are not
+    quantized.
     """
     report = PassReport(0)
     if context.options.center_keys is False:
@@ -37,14 +42,20 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
         if not context.options.applies("center_keys", layer):
             continue
         if layer is None or cache.meta["val"].dtype not in QUANTIZED_MAX:
-            reason = f"{cache.name} is not quantized: there is nothing to gain" if layer is not None else f"{cache.name} does not tell its layer"
+            reason = (
+                f"{cache.name} is not quantized: there is nothing to gain"
+                if layer is not None
+                else f"{cache.name} does not tell its layer"
+            )
             report.rejected.append(f"{append.name}: {reason}")
             continue
         shape = int(shape_of(key)[1]), int(shape_of(key)[2])
         recipe = calibrated(key_center_name(layer), shape)
         if is_rotated(key):
             recipe = hadamard(recipe, 1, shape[1])
-        center = insert_placeholder(graph, f"key_center_{layer}", "weight", shape, torch.float32, after=scales, recipe=recipe)
+        center = insert_placeholder(
+            graph, f"key_center_{layer}", "weight", shape, torch.float32, after=scales, recipe=recipe
+        )
         append.args = (key, value, cache, scales, slots, center)
         report.matches += 1
     return report

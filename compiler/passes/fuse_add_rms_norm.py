@@ -1,4 +1,5 @@
 """Residual addition + RMS norm -> `sidestream.add_rms_norm`."""
+
 import operator
 
 from torch import fx
@@ -23,7 +24,11 @@ def fuse_add_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
         if not is_call(norm, rms_norm):
             continue
         total, weight, eps = args_of(norm)
-        if not is_call(total, aten.add.Tensor) or total.kwargs or not all(isinstance(arg, fx.Node) for arg in args_of(total)[:2]):
+        if (
+            not is_call(total, aten.add.Tensor)
+            or total.kwargs
+            or not all(isinstance(arg, fx.Node) for arg in args_of(total)[:2])
+        ):
             report.rejected.append(f"{norm.name}: {total.name} is not a sum")
             continue
         residual, update = args_of(total)

@@ -1,4 +1,7 @@
-"""The linears between two attentions -> `sidestream.decoder_block`, one launch; with their LoRA branches `sidestream.decoder_block_lora`."""
+"""The linears between two attentions -> `sidestream.decoder_block`, one launch; with their LoRA branches
+`sidestream.decoder_block_lora`.
+"""
+
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +36,9 @@ class _Refused(Exception):
 
 @dataclass(frozen=True)
 class _Branch:
-    """The LoRA branch of one linear: its kernels, its four stacks (A, scales, B, scales), the widths of the packed linears."""
+    """The LoRA branch of one linear: its kernels, its four stacks (A, scales, B, scales), the widths of the packed
+    linears.
+    """
 
     shrink: fx.Node
     stacks: tuple[fx.Node, ...]
@@ -44,14 +49,16 @@ class _Branch:
 def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
     """o, the norms, gate_up, SiLU * mul, down and the next layer's q/k/v of a decode step become one persistent launch.
 
-    before  _, q, s = paged_attention_quant(...); o = linear_8bit(q, s, ...); _, q, s, r = add_rms_norm_quant(o, residual, ...); up = linear_8bit(q, s, ...)
-            _, q, s = silu_mul_quant(up); down = linear_8bit(q, s, ...); _, q, s, r = add_rms_norm_quant(down, r, ...); qkv = linear_8bit(q, s, ...)
+    before  _, q, s = paged_attention_quant(...); o = linear_8bit(q, s, ...); _, q, s, r = add_rms_norm_quant(o,
+            residual, ...); up = linear_8bit(q, s, ...) _, q, s = silu_mul_quant(up); down = linear_8bit(q, s, ...); _,
+            q, s, r = add_rms_norm_quant(down, r, ...); qkv = linear_8bit(q, s, ...)
     after   q, s = paged_attention_blocks(...); qkv, r = decoder_block(q, s, residual, ...)
 
-    Behind the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one scale per token and 128 columns.
-    With lora_lowering="one_launch" the deltas' shrinks and expands go the same way, from eight-bit stacks, by
-    groups = lora_groups(adapter_index) once and qkv, r = decoder_block_lora(q, s, residual, ..., groups, ...); other lowerings leave layers with LoRA.
-    For graphs with static sizes. Leaves sizes that the kernel doesn't take, and with whole_layer="auto" those where it wins nothing.
+    Behind the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have
+    one scale per token and 128 columns. With lora_lowering="one_launch" the deltas' shrinks and expands go the same
+    way, from eight-bit stacks, by groups = lora_groups(adapter_index) once and qkv, r = decoder_block_lora(q, s,
+    residual, ..., groups, ...); other lowerings leave layers with LoRA. For graphs with static sizes. Leaves sizes that
+    the kernel doesn't take, and with whole_layer="auto" those where it wins nothing.
     """
     report = PassReport(0)
     if context.options.whole_layer == "off":
@@ -76,14 +83,18 @@ def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
     end = _only(down, add_rms_norm_quant, add_rms_norm)
     residual, gain, eps = args_of(norm)[1], args_of(norm)[3], args_of(norm)[4]
     branches = [_branch(args_of(norm)[2], attention), _branch(args_of(silu)[1], norm), _branch(args_of(end)[2], silu)]
-    for producer, linear, branch in ((attention, o, branches[0]), (norm, gate_up, branches[1]), (silu, down, branches[2])):
+    for producer, linear, branch in (
+        (attention, o, branches[0]),
+        (norm, gate_up, branches[1]),
+        (silu, down, branches[2]),
+    ):
         _alone(producer, linear, branch)
     if not _is_pick(args_of(end)[1], norm, 3) or args_of(end)[4] != eps:
         raise _Refused(f"{end.name} does not go on from the residual of {norm.name}")
     *inputs, _query_start, scale, _quantize_q, decode, _keep, dtype, rotate = args_of(attention)
     rotated = (rotate, args_of(norm)[7], args_of(silu)[4], *args_of(end)[7:])  # what the kernel rotates, per dtype
     wanted = (0, NORM_ROTATES, SILU_ROTATES, NORM_ROTATES) if dtype == torch.int8 else (0,) * 4
-    if rotated != wanted[:len(rotated)]:
+    if rotated != wanted[: len(rotated)]:
         raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
     if not decode:
         raise _Refused("more than one token a sequence")
@@ -102,19 +113,35 @@ def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
     if objection is None and context.options.whole_layer == "auto" and sizes[0] > MOST_TOKENS:
         objection = f"{sizes[0]} tokens: from {MOST_TOKENS + 1} on separate launches are faster"
     if objection is None and lora is not None:
-        objection = _lora_objection(branches, context) or with_lora.fits(*sizes, widths, int(shape_of(lora.stacks[2])[2]), context.sm_count)
+        objection = _lora_objection(branches, context) or with_lora.fits(
+            *sizes, widths, int(shape_of(lora.stacks[2])[2]), context.sm_count
+        )
     if objection is not None:
         raise _Refused(objection)
     with graph.inserting_before(end):
         rows = insert_call(graph, paged_attention_blocks, (*inputs, scale, dtype), like=attention)
         picked = [insert_call(graph, operator.getitem, (rows, place), like=attention) for place in (0, 1)]
         projection = args_of(qkv)[2:4] if qkv is not None else (None, None)
-        arguments = (*picked, residual, *args_of(o)[2:4], gain, *args_of(gate_up)[2:4], *args_of(down)[2:4], args_of(end)[3], *projection)
+        arguments = (
+            *picked,
+            residual,
+            *args_of(o)[2:4],
+            gain,
+            *args_of(gate_up)[2:4],
+            *args_of(down)[2:4],
+            args_of(end)[3],
+            *projection,
+        )
         if lora is None:
             block = insert_call(graph, decoder_block, (*arguments, eps), like=down)
         else:
             stacks = ([] if branch is None else list(branch.stacks) for branch in branches)
-            block = insert_call(graph, decoder_block_lora, (*arguments, *stacks, _groups(graph, lora.index), list(widths), eps), like=down)
+            block = insert_call(
+                graph,
+                decoder_block_lora,
+                (*arguments, *stacks, _groups(graph, lora.index), list(widths), eps),
+                like=down,
+            )
         new_residual = insert_call(graph, operator.getitem, (block, 1), like=down)
         if qkv is not None:
             qkv.replace_all_uses_with(insert_call(graph, operator.getitem, (block, 0), like=qkv))
@@ -124,9 +151,17 @@ def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
         else:
             quantized = is_call(end, add_rms_norm_quant)
             keep = args_of(end)[5:]  # empty for add_rms_norm
-            final = insert_call(graph, rms_norm_quant if quantized else rms_norm, (new_residual, args_of(end)[3], eps, *keep), like=end)
+            final = insert_call(
+                graph, rms_norm_quant if quantized else rms_norm, (new_residual, args_of(end)[3], eps, *keep), like=end
+            )
             if quantized:
-                _replace_picks(end, {**{place: insert_call(graph, operator.getitem, (final, place), like=end) for place in range(3)}, 3: new_residual})
+                _replace_picks(
+                    end,
+                    {
+                        **{place: insert_call(graph, operator.getitem, (final, place), like=end) for place in range(3)},
+                        3: new_residual,
+                    },
+                )
             else:
                 _replace_picks(end, {0: final, 1: new_residual})
 
@@ -138,7 +173,14 @@ def _branch(delta: fx.Node | None, producer: fx.Node) -> _Branch | None:
     shrink: Any = args_of(delta)[0] if is_call(delta, lora_expand) else None
     if not is_call(shrink, lora_shrink) or not any(_is_pick(args_of(shrink)[0], producer, place) for place in (0, 1)):
         raise _Refused(f"{delta.name} joins, which is no LoRA delta of the same activation")
-    a, order, a_scale, b, slices, b_scale = args_of(shrink)[1], args_of(shrink)[2], args_of(shrink)[6], args_of(delta)[1], args_of(delta)[5], args_of(delta)[6]
+    a, order, a_scale, b, slices, b_scale = (
+        args_of(shrink)[1],
+        args_of(shrink)[2],
+        args_of(shrink)[6],
+        args_of(delta)[1],
+        args_of(delta)[5],
+        args_of(delta)[6],
+    )
     plan: Any = args_of(order)[0] if is_call(order, operator.getitem) else None
     if not is_call(plan, lora_plan):
         raise _Refused(f"{delta.name} has no lora_plan")
@@ -153,7 +195,10 @@ def _lora_objection(branches: list[_Branch | None], context: Context) -> str | N
         return f"a LoRA delta joins between its linears, and lora_lowering is {chosen}"
     if any(stack is None for branch in present for stack in branch.stacks):
         return "its adapters have 16 bits (lora_dtype)"
-    if len({branch.index for branch in present}) > 1 or len({int(shape_of(branch.stacks[2])[2]) for branch in present}) > 1:
+    if (
+        len({branch.index for branch in present}) > 1
+        or len({int(shape_of(branch.stacks[2])[2]) for branch in present}) > 1
+    ):
         return "its linears have different adapters or ranks"
     return None
 
@@ -192,10 +237,15 @@ def _linear(producer: fx.Node) -> fx.Node:
 
 
 def _alone(producer: fx.Node, linear: fx.Node, branch: _Branch | None) -> None:
-    """Raises unless nothing but the linear and its LoRA branch reads what `producer` makes, and nothing is added within the linear."""
+    """Raises unless nothing but the linear and its LoRA branch reads what `producer` makes, and nothing is added
+    within the linear.
+    """
     allowed = {linear} if branch is None else {linear, branch.shrink}
     if any(user not in allowed for place in range(3) for user in _users(producer, place)):
-        raise _Refused(f"{producer.name} is read by something else than one linear (LoRA that joins elsewhere, if the program has it)")
+        raise _Refused(
+            f"{producer.name} is read by something else than one linear (LoRA that joins elsewhere, if the program "
+            "has it)"
+        )
     if any(addend is not None for addend in args_of(linear)[4:6]):
         raise _Refused(f"{linear.name} adds something to its product")
 

@@ -1,4 +1,5 @@
 """A prompt step's LoRA deltas are added by the linears that they join, and never written."""
+
 import torch
 from torch import fx
 
@@ -12,14 +13,19 @@ from .base import Context, PassReport
 
 FEWEST_TOKENS = 257  # fewer are bound by the weights' bytes: there the expand runs beside
 
+
 def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
-    """A tile of the linear multiplies the shrunk rows of its tokens with the adapters' rows when its own product is done.
+    """A tile of the linear multiplies the shrunk rows of its tokens with the adapters' rows when its own product is
+    done.
 
-    before  y = linear_8bit(q, s, w, ws, ...); delta = lora_expand(planes, b, order, tiles, tile, slices, bs); h = silu_mul(y, delta, ...)
-    after   y = linear_8bit_lora(q, s, w, ws, planes, b, bs, adapter_index, active, slices, bf16); h = silu_mul(y, None, ...)
+    before  y = linear_8bit(q, s, w, ws, ...); delta = lora_expand(planes, b, order, tiles, tile, slices, bs); h =
+            silu_mul(y, delta, ...)
+    after   y = linear_8bit_lora(q, s, w, ws, planes, b, bs, adapter_index, active, slices, bf16); h = silu_mul(y, None,
+            ...)
 
-    `active` lists the adapters of each 128 tokens, once a step (`lora_active`). For graphs with static sizes, of many tokens, in int8. Leaves deltas that more
-    than one op reads, sizes that the kernel doesn't take, and everything with lora_lowering="serial" or "side_stream", which keep launches of their own.
+    `active` lists the adapters of each 128 tokens, once a step (`lora_active`). For graphs with static sizes, of many
+    tokens, in int8. Leaves deltas that more than one op reads, sizes that the kernel doesn't take, and everything with
+    lora_lowering="serial" or "side_stream", which keep launches of their own.
     """
     report = PassReport(0)
     active: dict[fx.Node, fx.Node] = {}
@@ -58,7 +64,9 @@ def _joined(expand: fx.Node, lowering: str) -> tuple[fx.Node, fx.Node] | str:
     if len(expand.users) != 1:
         return "more than one op reads it"
     reader = next(iter(expand.users))
-    linears = [value for value in args_of(reader) if is_call(value, linear_8bit) and shape_of(value) == shape_of(expand)]
+    linears = [
+        value for value in args_of(reader) if is_call(value, linear_8bit) and shape_of(value) == shape_of(expand)
+    ]
     if len(linears) != 1 or len(linears[0].users) != 1:
         return f"{reader.name} doesn't add it to a linear that nobody else reads"
     q, scale, weight, _weight_scale, added, residual, out_dtype = args_of(linears[0])

@@ -1,4 +1,5 @@
 """A decode step's SiLU * mul makes the LoRA delta of gate and up itself, where that delta is megabytes."""
+
 import operator
 
 import torch
@@ -13,19 +14,23 @@ from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 from .round_lora_ranks import insert_rounded
 
-FEWEST_TOKENS, MOST_TOKENS = 33, 256  # at 8 an expand beside the projection is faster (H200); 17 to 32 are quantized in blocks
+# at 8 an expand beside the projection is faster (H200); 17 to 32 are quantized in blocks
+FEWEST_TOKENS, MOST_TOKENS = 33, 256
 
 
 def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
-    """No delta of gate and up is written: the op that adds it multiplies the shrunk rows with the adapters' rows, and the quantization is a launch of its own.
+    """No delta of gate and up is written: the op that adds it multiplies the shrunk rows with the adapters' rows, and
+    the quantization is a launch of its own.
 
-    before  delta = lora_expand(planes, b, order, tiles, tile, [14336, 14336], bs); h, q, s = silu_mul_quant(gate_up, delta, keep, int8, rotate)
+    before  delta = lora_expand(planes, b, order, tiles, tile, [14336, 14336], bs); h, q, s = silu_mul_quant(gate_up,
+            delta, keep, int8, rotate)
     after   ranks, step = lora_round(planes, 2)  # beside the projection
             h = silu_mul_lora(gate_up, ranks, step, b, bs, order, tiles, tile); q, s = quantize_rowwise(h, int8, rotate)
 
-    The expand would end behind the projection that it runs beside, and slow it down; the rounding, on its lane, is small. For graphs with static sizes,
-    with adapters in int8. Leaves deltas that more than one op reads, other halves than gate and up, token counts for which nobody measured a gain, sizes that
-    the kernel doesn't take, and everything with lora_lowering="serial" or "side_stream", which keep launches of their own.
+    The expand would end behind the projection that it runs beside, and slow it down; the rounding, on its lane, is
+    small. For graphs with static sizes, with adapters in int8. Leaves deltas that more than one op reads, other halves
+    than gate and up, token counts for which nobody measured a gain, sizes that the kernel doesn't take, and everything
+    with lora_lowering="serial" or "side_stream", which keep launches of their own.
     """
     report = PassReport(0)
     for node in list(graph.nodes):
@@ -60,7 +65,10 @@ def _stays(gate_up: fx.Node, delta: fx.Node, lowering: str) -> str | None:
         return f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8"
     (tokens, columns), rank = shape_of(delta), shape_of(b)[2]
     if shape_of(gate_up) != shape_of(delta) or list(slices) != [columns // 2] * 2:
-        return f"a delta {tuple(shape_of(delta))} of {', '.join(map(str, slices))} columns for {tuple(shape_of(gate_up))}: no gate and up"
+        return (
+            f"a delta {tuple(shape_of(delta))} of {', '.join(map(str, slices))} columns for "
+            f"{tuple(shape_of(gate_up))}: no gate and up"
+        )
     if not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
         return f"{tokens} tokens: LoRA gains by it from {FEWEST_TOKENS} to {MOST_TOKENS}"
     return fits(int(rank))

@@ -1,4 +1,5 @@
 """The quantization of an activation moves into the op that makes it."""
+
 import operator
 
 from torch import fx
@@ -21,12 +22,14 @@ FORMS: dict[str, tuple[Op, Op]] = {
 
 
 def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
-    """Norm, SiLU * mul and attention write their row in eight bits with its scale; the 16-bit row too where somebody still reads it.
+    """Norm, SiLU * mul and attention write their row in eight bits with its scale; the 16-bit row too where somebody
+    still reads it.
 
     before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y, torch.int8, rotate=8); lora(y, ...)
     after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True, torch.int8, rotate=8); lora(y, ...)
 
-    LoRA reads the row before quantization, hence `keep`. Leaves quantizations of anything else, such as rows selected after the last norm.
+    LoRA reads the row before quantization, hence `keep`. Leaves quantizations of anything else, such as rows selected
+    after the last norm.
     """
     report = PassReport(0)
     for node in list(graph.nodes):
@@ -45,7 +48,9 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
         for user in list(producer.users) if producer is not value else ():
             if user is not value:
                 with graph.inserting_before(user):
-                    user.replace_all_uses_with(insert_call(graph, operator.getitem, (new, args_of(user)[1] + 2), like=producer))
+                    user.replace_all_uses_with(
+                        insert_call(graph, operator.getitem, (new, args_of(user)[1] + 2), like=producer)
+                    )
         for user in list(node.users):
             user.replace_all_uses_with((q, scale)[args_of(user)[1]])
         value.replace_all_uses_with(y)

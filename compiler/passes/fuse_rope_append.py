@@ -1,4 +1,5 @@
 """RoPE -> Hadamard -> quantize -> KV append in one op."""
+
 from dataclasses import dataclass
 
 from torch import fx
@@ -25,16 +26,18 @@ class _Heads:
 
 
 def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
-    """The packed q/k/v row goes in, the rotated query comes out, keys and values are in the cache; the LoRA delta is added inside.
+    """The packed q/k/v row goes in, the rotated query comes out, keys and values are in the cache; the LoRA delta is
+    added inside.
 
-    before  q = hadamard(rope(qkv[:, :4096], cos, sin)); k = hadamard(rope(qkv[:, 4096:5120], cos, sin)); v = qkv[:, 5120:]
-            append_kv(k, v, kv_cache, kv_scales, slot_mapping); o = paged_attention(q, kv_cache, kv_scales, ...)
-    after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True); o = paged_attention(q, ...)
+    before  q = hadamard(rope(qkv[:, :4096], cos, sin)); k = hadamard(rope(qkv[:, 4096:5120], cos, sin)); v = qkv[:,
+            5120:] append_kv(k, v, kv_cache, kv_scales, slot_mapping); o = paged_attention(q, kv_cache, kv_scales, ...)
+    after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True); o =
+            paged_attention(q, ...)
 
     The constant that center_keys subtracts from k goes along as the op's last argument.
 
-    The op takes the append's place, because graph order is what gives the mutation its meaning. Leaves appends whose q, k and v are not
-    the three parts of one packed projection, rotated by the same angles.
+    The op takes the append's place, because graph order is what gives the mutation its meaning. Leaves appends whose q,
+    k and v are not the three parts of one packed projection, rotated by the same angles.
     """
     report = PassReport(0)
     for append in list(graph.nodes):
@@ -54,7 +57,12 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
         qkv, delta = split_delta(q.packed)
         heads, kv_heads = int(shape_of(query)[1]), int(shape_of(key)[1])
         with graph.inserting_before(append):
-            new = insert_call(graph, rope_append, (qkv, delta, *q.angles, cache, scales, slots, heads, kv_heads, q.transformed, *center), like=append)
+            new = insert_call(
+                graph,
+                rope_append,
+                (qkv, delta, *q.angles, cache, scales, slots, heads, kv_heads, q.transformed, *center),
+                like=append,
+            )
         attention.replace_input_with(query, new)
         graph.erase_node(append)
         report.matches += 1
@@ -77,7 +85,12 @@ def _heads(node: fx.Node) -> _Heads | None:
 def _refusal(q: _Heads | None, k: _Heads | None, v: _Heads | None) -> str | None:
     if q is None or k is None or v is None:
         return "q, k and v are not slices of one packed projection (is pack_projections off?)"
-    if not (q.packed is k.packed is v.packed) or (q.start, q.end, k.end, v.end) != (0, k.start, v.start, int(shape_of(v.packed)[-1])):
+    if not (q.packed is k.packed is v.packed) or (q.start, q.end, k.end, v.end) != (
+        0,
+        k.start,
+        v.start,
+        int(shape_of(v.packed)[-1]),
+    ):
         return "q, k and v are not, in this order, the parts of one packed projection"
     if q.angles is None or q.angles != k.angles or v.angles is not None:
         return "q and k are not rotated by the same angles (is lift_rope off?)"

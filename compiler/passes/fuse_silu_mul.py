@@ -1,4 +1,7 @@
-"""silu(gate) * up over a packed projection -> `sidestream.silu_mul`; in decode programs of many tokens, into the projection's own launch."""
+"""silu(gate) * up over a packed projection -> `sidestream.silu_mul`; in decode programs of many tokens, into the
+projection's own launch.
+"""
+
 import operator
 
 import torch
@@ -25,12 +28,17 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 
     Leaves gates whose two inputs are not the two halves of one tensor (pack_projections makes them so).
     """
+
     def where(match: Match) -> str | None:
         gate, up = slice_range(match["gate"]), slice_range(match["up"])
         if gate is None or up is None or gate[0] is not up[0]:
             return f"{match['gate'].name} and {match['up'].name} are not slices of one packed projection"
         width = int(shape_of(gate[0])[-1])
-        return None if (gate[1:], up[1:]) == ((0, width // 2), (width // 2, width)) else "gate and up are not its first and second half"
+        return (
+            None
+            if (gate[1:], up[1:]) == ((0, width // 2), (width // 2, width))
+            else "gate and up are not its first and second half"
+        )
 
     matches, rejected = find(graph, GATED, anchor=aten.silu.default, where=where)
     for match in matches:
@@ -44,11 +52,12 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     """The projection stores silu(gate) * up instead of gate and up, which nobody else reads.
 
-    before  gate_up = sidestream.linear_8bit(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep, ...)
+    before  gate_up = sidestream.linear_8bit(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up,
+            None, keep, ...)
     after   h = sidestream.linear_8bit_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h, ...)
 
-    For graphs with static sizes. Leaves sizes for which the tuned table has no such launch, and projections that a LoRA delta joins: it comes from beside
-    the projection, which then need not wait for it.
+    For graphs with static sizes. Leaves sizes for which the tuned table has no such launch, and projections that a LoRA
+    delta joins: it comes from beside the projection, which then need not wait for it.
     """
     report = PassReport(0)
     for node in list(graph.nodes):

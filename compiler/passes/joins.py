@@ -1,4 +1,7 @@
-"""Where a LoRA delta joins its linear: consumers take the pair, so that the base GEMM never waits for the side stream."""
+"""Where a LoRA delta joins its linear: consumers take the pair, so that the base GEMM never waits for the side
+stream.
+"""
+
 from torch import fx
 
 from ...ops.lora.lora import lora

@@ -1,4 +1,5 @@
 """RMS norm -> `sidestream.rms_norm`."""
+
 from torch import fx
 
 from ...ops.rows.rms_norm import rms_norm
@@ -18,11 +19,17 @@ def lift_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
             rsqrt = aten.rsqrt(add); mul = x * rsqrt; mul_1 = weight * mul
     after   rms_norm = sidestream.rms_norm(x, weight, 1e-05)
 
-    Leaves norms whose weight is not one vector over the last dimension, and those whose inner values are used elsewhere.
+    Leaves norms whose weight is not one vector over the last dimension, and those whose inner values are used
+    elsewhere.
     """
+
     def where(match: Match) -> str | None:
         weight, x = shape_of(match["weight"]), shape_of(match["x"])
-        return None if len(weight) == 1 and weight[0] == x[-1] else f"{match['weight'].name} is not a vector over the last dimension of {match['x'].name}"
+        return (
+            None
+            if len(weight) == 1 and weight[0] == x[-1]
+            else f"{match['weight'].name} is not a vector over the last dimension of {match['x'].name}"
+        )
 
     matches, rejected = find(graph, RMS_NORM, anchor=aten.rsqrt.default, where=where)
     for match in matches:

@@ -1,4 +1,5 @@
 """Rotary position embedding -> `sidestream.rope`."""
+
 from torch import fx
 
 from ...ops.attention.rope import rope
@@ -20,6 +21,7 @@ def lift_rope(graph: fx.Graph, context: Context) -> PassReport:
 
     Leaves interleaved forms and halves that are not the two halves of x.
     """
+
     def where(match: Match) -> str | None:
         lower, upper = slice_range(match["lower"]), slice_range(match["upper"])
         if lower is None or upper is None:
@@ -28,7 +30,11 @@ def lift_rope(graph: fx.Graph, context: Context) -> PassReport:
         sources = {lower[0], upper[0]}
         if lower[1:] != (0, width // 2) or upper[1:] != (width // 2, width) or len(sources) > 1:
             return f"{match['lower'].name} and {match['upper'].name} are not the two halves of {match['x'].name}"
-        return None if sources <= {match["x"], *match.nodes} else f"the halves are of {lower[0].name}, not of {match['x'].name}"
+        return (
+            None
+            if sources <= {match["x"], *match.nodes}
+            else f"the halves are of {lower[0].name}, not of {match['x'].name}"
+        )
 
     matches, rejected = find(graph, ROPE, anchor=aten.neg.default, where=where)
     for match in matches:

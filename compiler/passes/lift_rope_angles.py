@@ -1,4 +1,5 @@
 """cos and sin of the rotary angles -> `sidestream.rope_angles`."""
+
 import operator
 
 from torch import fx
@@ -21,6 +22,7 @@ def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
 
     Matches flattened positions [T]. Leaves tables of batched positions (transformers') and of scaled cosines.
     """
+
     def where(match: Match) -> str | None:
         if len(shape_of(match["positions"])) != 1:
             return f"{match['positions'].name} has {len(shape_of(match['positions']))} dimensions, not one"

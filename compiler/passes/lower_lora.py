@@ -1,4 +1,5 @@
 """LoRA -> plan, shrink, expand, marked for the side stream."""
+
 import operator
 
 from torch import fx
@@ -17,11 +18,13 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
     """Two kernels a branch, and one plan a step that groups the tokens by adapter.
 
     before  lora = sidestream.lora(x, a, b, adapter_index, [4096])
-    after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once
-            planes = sidestream.lora_shrink(x, a, token_order, tiles, tile, splits); delta = sidestream.lora_expand(planes, b, ...)
+    after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once planes =
+            sidestream.lora_shrink(x, a, token_order, tiles, tile, splits); delta = sidestream.lora_expand(planes, b,
+            ...)
 
-    Every node of the three carries meta["stream"] = "side", and meta["sm_share"] where the options name a share; the schedule of each bucket decides what
-    becomes of the marks. Tile and split counts depend on the token count: where that is symbolic, the bucket's specialisation fills them in. Leaves nothing.
+    Every node of the three carries meta["stream"] = "side", and meta["sm_share"] where the options name a share; the
+    schedule of each bucket decides what becomes of the marks. Tile and split counts depend on the token count: where
+    that is symbolic, the bucket's specialisation fills them in. Leaves nothing.
     """
     plans: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node]] = {}
     matches = 0
@@ -36,7 +39,11 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
         tile = lora_tile(tokens)
         with graph.inserting_before(node):
             if key not in plans:
-                with graph.inserting_after(index) if index.op != "placeholder" else graph.inserting_before(_first_call(graph)):
+                with (
+                    graph.inserting_after(index)
+                    if index.op != "placeholder"
+                    else graph.inserting_before(_first_call(graph))
+                ):
                     plan = insert_call(graph, lora_plan, (index, key[1], tile), like=node)
                 with graph.inserting_after(plan):
                     tiles = insert_call(graph, operator.getitem, (plan, 1), like=node)

@@ -1,4 +1,5 @@
 """One spelling for what PyTorch spells in several ways, so that later patterns stay few."""
+
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ _IDENTITIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.def
 
 
 def normalize(graph: fx.Graph, context: Context) -> PassReport:
-    """Remove what computes nothing: no-op casts, full slices, `+ 0`, dropout in evaluation, metadata checks; drop default arguments.
+    """Remove what computes nothing: no-op casts, full slices, `+ 0`, dropout in evaluation, metadata checks; drop
+    default arguments.
 
     before  to_3 = aten.to.dtype(x, torch.float32)      # x is fp32 already
             slice_1 = aten.slice.Tensor(to_3, 1, 0, 9223372036854775807)
@@ -67,11 +69,17 @@ def _is_full_slice(node: fx.Node) -> bool:
 
 
 def _drop_defaults(node: fx.Node) -> None:
-    """Positional and keyword arguments that only repeat the schema's default go, so that patterns see the short form."""
+    """Positional and keyword arguments that only repeat the schema's default go, so that patterns see the short
+    form.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     arguments = node.target._schema.arguments
-    kwargs = {name: value for name, value in node.kwargs.items() if not _is_default(next(a for a in arguments if a.name == name), value)}
+    kwargs = {
+        name: value
+        for name, value in node.kwargs.items()
+        if not _is_default(next(a for a in arguments if a.name == name), value)
+    }
     args = list(args_of(node))
     while args and arguments[len(args) - 1].has_default_value() and _is_default(arguments[len(args) - 1], args[-1]):
         args.pop()

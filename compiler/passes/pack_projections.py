@@ -1,4 +1,5 @@
 """Projections of the same activation become one: q/k/v and gate/up."""
+
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from .base import Context, PassReport
 
 @dataclass
 class _Branch:
-    """One linear of a group: its node, and beside it the LoRA node and the addition that joins the two (None without LoRA)."""
+    """One linear of a group: its node, and beside it the LoRA node and the addition that joins the two (None without
+    LoRA).
+    """
 
     linear: fx.Node
     lora: fx.Node | None
@@ -30,12 +33,14 @@ class _Branch:
 def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     """One GEMM, one shrink and one expand where several linears read the same activation.
 
-    before  linear = aten.linear(x, q); linear_1 = aten.linear(x, k); linear_2 = aten.linear(x, v)          # + lora of each
+    before  linear = aten.linear(x, q); linear_1 = aten.linear(x, k); linear_2 = aten.linear(x, v)          # + lora of
+            each
     after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
-    Matches groups of two or more linears without bias whose weights are loaded. A member without LoRA beside members with it gets zeros.
-    Leaves a linear that has its input to itself, and groups whose LoRA branches read different adapter indices.
+    Matches groups of two or more linears without bias whose weights are loaded. A member without LoRA beside members
+    with it gets zeros. Leaves a linear that has its input to itself, and groups whose LoRA branches read different
+    adapter indices.
     """
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -79,8 +84,15 @@ def _refusal(branches: list[_Branch]) -> str | None:
 def _pack(graph: fx.Graph, x: fx.Node, branches: list[_Branch]) -> None:
     weights = [branch.weight for branch in branches]
     widths = [branch.width for branch in branches]
-    packed = insert_placeholder(graph, _joined_name(weights), "weight", (sum(widths), int(shape_of(weights[0])[1])), weights[0].meta["val"].dtype,
-                                after=weights[0], recipe=cat(0, [weight.meta["recipe"] for weight in weights]))
+    packed = insert_placeholder(
+        graph,
+        _joined_name(weights),
+        "weight",
+        (sum(widths), int(shape_of(weights[0])[1])),
+        weights[0].meta["val"].dtype,
+        after=weights[0],
+        recipe=cat(0, [weight.meta["recipe"] for weight in weights]),
+    )
     first = branches[0].linear
     with graph.inserting_before(first):
         joined = insert_call(graph, aten.linear.default, (x, packed), like=first)
@@ -110,8 +122,12 @@ def _packed_lora(graph: fx.Graph, branches: list[_Branch], linear: fx.Node) -> f
             parts_b.append(pad(args_of(branch.lora)[2].meta["recipe"], 2, rank))
     widths = [branch.width for branch in branches]
     names = [_joined_name([args_of(delta)[place] for delta in deltas]) for place in (1, 2)]
-    packed_a = insert_placeholder(graph, names[0], "adapter", (slots, rank * len(branches), width_in), dtype, after=a, recipe=cat(1, parts_a))
-    packed_b = insert_placeholder(graph, names[1], "adapter", (slots, sum(widths), rank), dtype, after=b, recipe=cat(1, parts_b))
+    packed_a = insert_placeholder(
+        graph, names[0], "adapter", (slots, rank * len(branches), width_in), dtype, after=a, recipe=cat(1, parts_a)
+    )
+    packed_b = insert_placeholder(
+        graph, names[1], "adapter", (slots, sum(widths), rank), dtype, after=b, recipe=cat(1, parts_b)
+    )
     delta = insert_call(graph, lora, (x, packed_a, packed_b, index, widths), like=deltas[0])
     return delta if len(shape_of(linear)) == 2 else insert_call(graph, aten.view.default, (delta, [*shape_of(linear)]))
 
@@ -123,5 +139,13 @@ def _joined_name(nodes: list[fx.Node]) -> str:
     parts = [node.name.split("_") for node in nodes]
     first = parts[0]
     front = next(place for place, words in enumerate(zip(*parts, strict=False)) if len(set(words)) > 1)
-    back = next(place for place, words in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(words)) > 1)
-    return "_".join([*first[:front], *(word for part in parts for word in part[front:len(part) - back]), *first[len(first) - back:]])
+    back = next(
+        place for place, words in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(words)) > 1
+    )
+    return "_".join(
+        [
+            *first[:front],
+            *(word for part in parts for word in part[front : len(part) - back]),
+            *first[len(first) - back :],
+        ]
+    )

@@ -1,4 +1,5 @@
 """Activations of some decode steps with one scale per token and 128 columns instead of one per token."""
+
 import operator
 
 from torch import fx
@@ -14,18 +15,21 @@ from ...ops.rows.silu_mul_blocks import silu_mul_blocks
 from ..graph.nodes import args_of, insert_call, is_call
 from .base import Context, PassReport
 
-FEWEST_TOKENS, MOST_TOKENS = 17, 32  # elsewhere the launches that are saved do not make up for what linears and shrinks take longer (H200)
+# elsewhere the launches that are saved do not make up for what linears and shrinks take longer (H200)
+FEWEST_TOKENS, MOST_TOKENS = 17, 32
 READERS = ((linear_8bit, 1), (lora_shrink, 7))  # who takes scales by block, and as which argument
 
 
 def quantize_in_blocks(graph: fx.Graph, context: Context) -> PassReport:
-    """Attention and SiLU * mul quantize what they have just computed; nothing waits for the largest value of a row, which other CTAs hold.
+    """Attention and SiLU * mul quantize what they have just computed; nothing waits for the largest value of a row,
+    which other CTAs hold.
 
     before  y, q, s = paged_attention_quant(...); o = linear_8bit(q, s, weight, ...); planes = lora_shrink(q, ..., s)
     after   q, s = paged_attention_blocks(...); o = linear_8bit(q, s, weight, ...); planes = lora_shrink(q, ..., s)
 
-    s is [columns / 128, tokens padded]. The same for silu_mul_quant -> silu_mul_blocks: two launches a layer fewer, and finer steps. For graphs with
-    static sizes, of 17 to 32 tokens. Leaves rows that something else reads too, and widths that are no multiple of 128.
+    s is [columns / 128, tokens padded]. The same for silu_mul_quant -> silu_mul_blocks: two launches a layer fewer, and
+    finer steps. For graphs with static sizes, of 17 to 32 tokens. Leaves rows that something else reads too, and widths
+    that are no multiple of 128.
     """
     report = PassReport(0)
     for node in list(graph.nodes):

@@ -1,4 +1,5 @@
 """A quantized KV cache, and hybrid attention over it."""
+
 import torch
 from torch import fx
 
@@ -12,15 +13,18 @@ from .base import Context, PassReport
 
 
 def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
-    """Each layer's cache holds e4m3 or int8 with one fp32 scale per token, head and K or V; Q and K are rotated alike beforehand.
+    """Each layer's cache holds e4m3 or int8 with one fp32 scale per token, head and K or V; Q and K are rotated alike
+    beforehand.
 
     before  append_kv = sidestream.append_kv(k, v, kv_cache, None, slot_mapping)
             o = sidestream.paged_attention(q, kv_cache, None, ...)
-    after   append_kv = sidestream.append_kv(sidestream.hadamard(k), v, kv_cache, kv_scales, slot_mapping)      # kv_cache: e4m3
-            o = sidestream.paged_attention(sidestream.hadamard(q), kv_cache, kv_scales, ..., quantize_q=True)
+    after   append_kv = sidestream.append_kv(sidestream.hadamard(k), v, kv_cache, kv_scales, slot_mapping)      #
+            kv_cache: e4m3 o = sidestream.paged_attention(sidestream.hadamard(q), kv_cache, kv_scales, ...,
+            quantize_q=True)
 
-    The rotation leaves every score as it was (it is orthogonal) and is left out in layers without `hadamard`. With e4m3 the attention is hybrid: QK^T in FP8 in
-    prefill, V upcast inside the kernel, PV in 16-bit. Leaves caches that something else reads too.
+    The rotation leaves every score as it was (it is orthogonal) and is left out in layers without `hadamard`. With e4m3
+    the attention is hybrid: QK^T in FP8 in prefill, V upcast inside the kernel, PV in 16-bit. Leaves caches that
+    something else reads too.
     """
     report = PassReport(0)
     options = context.options
@@ -36,7 +40,14 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
             continue
         attention = readers[0]
         pages, heads = shape_of(cache)[:2]
-        scales = insert_placeholder(graph, cache.name.replace("kv_caches", "kv_scales"), "input", (pages, heads, 2, PAGE_SIZE), torch.float32, after=cache)
+        scales = insert_placeholder(
+            graph,
+            cache.name.replace("kv_caches", "kv_scales"),
+            "input",
+            (pages, heads, 2, PAGE_SIZE),
+            torch.float32,
+            after=cache,
+        )
         cache.meta["val"] = cache.meta["val"].to(options.cache_dtype)
         query = args_of(attention)[0]
         if options.applies("hadamard", layer_of_name(cache.name)):

@@ -1,4 +1,5 @@
 """Rowwise int8 or e4m3 on every linear."""
+
 import operator
 
 import torch
@@ -23,9 +24,11 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=128)
             linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
-    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 behind SiLU, 8 behind a norm), which leaves the product as it was and no
-    column far larger than the others; not where attention makes x, whose heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight.
-    Leaves linears with a bias, sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8 mode only.
+    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 behind SiLU, 8 behind a norm),
+    which leaves the product as it was and no column far larger than the others; not where attention makes x, whose
+    heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a bias,
+    sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8
+    mode only.
     """
     report = PassReport(0)
     if not context.options.quantizes:
@@ -42,13 +45,27 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
         rotate = _rotation(x) if dtype == torch.int8 and context.options.rotate_activations else 0
         recipe = quantize(weight.meta["recipe"], dtype, rotate)
         shape = tuple(int(size) for size in shape_of(weight))
-        stored = insert_placeholder(graph, f"{weight.name}_{context.options.precision}", "weight", shape, dtype, after=weight, recipe=item(recipe, 0))
-        scales = insert_placeholder(graph, f"{weight.name}_scale", "weight", shape[:1], torch.float32, after=stored, recipe=item(recipe, 1))
+        stored = insert_placeholder(
+            graph,
+            f"{weight.name}_{context.options.precision}",
+            "weight",
+            shape,
+            dtype,
+            after=weight,
+            recipe=item(recipe, 0),
+        )
+        scales = insert_placeholder(
+            graph, f"{weight.name}_scale", "weight", shape[:1], torch.float32, after=stored, recipe=item(recipe, 1)
+        )
         with graph.inserting_before(node):
             if x not in quantized:
                 rounded = insert_call(graph, quantize_rowwise, (x, dtype, rotate), like=node)
-                quantized[x] = tuple(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1))
-            new = insert_call(graph, linear_8bit, (*quantized[x], stored, scales, None, None, node.meta["val"].dtype), like=node)
+                quantized[x] = tuple(
+                    insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)
+                )
+            new = insert_call(
+                graph, linear_8bit, (*quantized[x], stored, scales, None, None, node.meta["val"].dtype), like=node
+            )
         node.replace_all_uses_with(new)
         report.matches += 1
     return report

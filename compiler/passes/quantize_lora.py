@@ -1,4 +1,5 @@
 """Eight-bit adapters, and eight-bit activations for them."""
+
 import operator
 from typing import Any
 
@@ -14,14 +15,16 @@ from .base import Context, PassReport
 
 
 def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
-    """Adapter stacks hold int8 or e4m3 with one scale a row; a shrink reads the same eight-bit activations as the linear beside it.
+    """Adapter stacks hold int8 or e4m3 with one scale a row; a shrink reads the same eight-bit activations as the
+    linear beside it.
 
     before  q, scale = sidestream.quantize_rowwise(x, ...); lora = sidestream.lora(x, a, b, adapter_index, [4096])
     after   lora = sidestream.lora(q, a_int8, b_int8, adapter_index, [4096], a_scale, b_scale, scale)
 
-    The rows of A and B are quantized when an adapter is loaded; B's with alpha / rank in them, A's rotated as the activations are. `lora_input="bf16"` keeps
-    the 16-bit activations, and so does a branch whose input no linear has quantized. Leaves stacks that are computed in the graph. For lora_dtype="int8" and
-    "fp8" (`auto`: int8 in int8 mode).
+    The rows of A and B are quantized when an adapter is loaded; B's with alpha / rank in them, A's rotated as the
+    activations are. `lora_input="bf16"` keeps the 16-bit activations, and so does a branch whose input no linear has
+    quantized. Leaves stacks that are computed in the graph. For lora_dtype="int8" and "fp8" (`auto`: int8 in int8
+    mode).
     """
     report = PassReport(0)
     if not context.options.quantizes_lora:
@@ -33,7 +36,11 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
         x, a, b, index, slices, *scales = args_of(node)
         computed = next((stack.name for stack in (a, b) if stack.meta.get("kind") != "adapter"), None)
         if computed is not None or any(scale is not None for scale in scales):
-            report.rejected.append(f"{node.name}: {computed} is computed in the graph, not loaded" if computed else f"{node.name}: quantized already")
+            report.rejected.append(
+                f"{node.name}: {computed} is computed in the graph, not loaded"
+                if computed
+                else f"{node.name}: quantized already"
+            )
             continue
         rounded = _rounded(x) if context.options.quantizes_lora_input else None
         rows = None if rounded is None else _results(rounded)
@@ -44,7 +51,9 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
         (a_values, a_scale), (b_values, b_scale) = stacks[a], stacks[b]
         with graph.inserting_before(node if rows is None else _later(graph, node, *rows)):
             inputs = (x, None) if rows is None else rows
-            new = insert_call(graph, lora, (inputs[0], a_values, b_values, index, slices, a_scale, b_scale, inputs[1]), like=node)
+            new = insert_call(
+                graph, lora, (inputs[0], a_values, b_values, index, slices, a_scale, b_scale, inputs[1]), like=node
+            )
         node.replace_all_uses_with(new)
         report.matches += 1
     return report
@@ -54,8 +63,12 @@ def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate
     recipe = quantize(stack.meta["recipe"], dtype, rotate)
     shape = tuple(int(size) for size in shape_of(stack))
     name = "int8" if dtype == torch.int8 else "fp8"
-    values = insert_placeholder(graph, f"{stack.name}_{name}", "adapter", shape, dtype, after=stack, recipe=item(recipe, 0))
-    scales = insert_placeholder(graph, f"{stack.name}_scale", "adapter", shape[:-1], torch.float32, after=values, recipe=item(recipe, 1))
+    values = insert_placeholder(
+        graph, f"{stack.name}_{name}", "adapter", shape, dtype, after=stack, recipe=item(recipe, 0)
+    )
+    scales = insert_placeholder(
+        graph, f"{stack.name}_scale", "adapter", shape[:-1], torch.float32, after=values, recipe=item(recipe, 1)
+    )
     return values, scales
 
 

@@ -1,4 +1,5 @@
 """V's heads rotated by weights."""
+
 from typing import Any
 
 from torch import fx
@@ -17,13 +18,16 @@ class _Refused(Exception):
 
 
 def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
-    """Each head of V, and so of attention's output, is multiplied by a Hadamard matrix that v_proj makes and o_proj undoes.
+    """Each head of V, and so of attention's output, is multiplied by a Hadamard matrix that v_proj makes and o_proj
+    undoes.
 
-    before  v = aten.linear(x, W_v) + lora(x, a_v, b_v, ...); o = aten.linear(attention, W_o) + lora(attention, a_o, b_o, ...)
+    before  v = aten.linear(x, W_v) + lora(x, a_v, b_v, ...); o = aten.linear(attention, W_o) + lora(attention, a_o,
+            b_o, ...)
     after   the same graph; the recipes of W_v and b_v rotate their outputs, those of W_o and a_o their inputs, by head
 
-    Attention mixes tokens, not channels, so the result is the same; V and attention's output are then quantized without outlier channels. Costs nothing at
-    run time. Matches layers that `rotate_values` names. Leaves those whose weights something else reads too, have a bias, or are no inputs of the graph.
+    Attention mixes tokens, not channels, so the result is the same; V and attention's output are then quantized without
+    outlier channels. Costs nothing at run time. Matches layers that `rotate_values` names. Leaves those whose weights
+    something else reads too, have a bias, or are no inputs of the graph.
     """
     report = PassReport(0)
     if context.options.rotate_values is False:
@@ -58,7 +62,9 @@ def _made_by(value: Any) -> list[tuple[fx.Node, int]]:
         return [(_loaded(args_of(value)[2]), 1)]
     if is_call(value, aten.linear.default) and not _has_bias(value):
         return [(_loaded(args_of(value)[1]), 0)]
-    raise _Refused(f"{getattr(value, 'name', value)} is neither a linear without bias nor a LoRA branch (is lift_lora off?)")
+    raise _Refused(
+        f"{getattr(value, 'name', value)} is neither a linear without bias nor a LoRA branch (is lift_lora off?)"
+    )
 
 
 def _read_by(attention: fx.Node) -> list[tuple[fx.Node, int]]:
@@ -73,7 +79,10 @@ def _read_by(attention: fx.Node) -> list[tuple[fx.Node, int]]:
             elif is_call(user, aten.linear.default):
                 found.append((_loaded(args_of(user)[1]), 1))
             else:
-                raise _Refused(f"{user.name} reads attention's output and is neither a linear nor a LoRA branch (is lift_lora off?)")
+                raise _Refused(
+                    f"{user.name} reads attention's output and is neither a linear nor a LoRA branch (is lift_lora "
+                    "off?)"
+                )
     return found
 
 

@@ -1,4 +1,5 @@
 """A decode step's LoRA branches add up and round their ranks once, not in every program of the expand."""
+
 import operator
 
 import torch
@@ -18,14 +19,18 @@ WIDE_TOKENS, ALL_TOKENS = (8, 32), (65, 256)  # where wide branches gain, where 
 
 
 def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
-    """An expand of few registers, no shared memory and one short load behind its wait, which finds room beside the projection; a small launch before it.
+    """An expand of few registers, no shared memory and one short load behind its wait, which finds room beside the
+    projection; a small launch before it.
 
-    before  planes = lora_shrink(x, a, order, tiles, tile, 4); delta = lora_expand(planes, b, order, tiles, tile, [4096], bs)
-    after   planes = lora_shrink(x, a, order, tiles, tile, 8); ranks, step = lora_round(planes, 1)  # planes are cheap now: more of them where that gains
-            delta = lora_expand_rounded(ranks, step, b, bs, order, tiles, tile, [4096])
+    before  planes = lora_shrink(x, a, order, tiles, tile, 4); delta = lora_expand(planes, b, order, tiles, tile,
+            [4096], bs)
+    after   planes = lora_shrink(x, a, order, tiles, tile, 8); ranks, step = lora_round(planes, 1)  # planes are cheap
+            now: more of them where that gains delta = lora_expand_rounded(ranks, step, b, bs, order, tiles, tile,
+            [4096])
 
-    For graphs with static sizes, with adapters in int8. Leaves sizes for which nobody measured a gain (of few tokens the branches that are not wide: the launch
-    in between costs more than it saves), sizes that the kernel doesn't take, and everything with lora_lowering="serial" or "side_stream".
+    For graphs with static sizes, with adapters in int8. Leaves sizes for which nobody measured a gain (of few tokens
+    the branches that are not wide: the launch in between costs more than it saves), sizes that the kernel doesn't take,
+    and everything with lora_lowering="serial" or "side_stream".
     """
     report = PassReport(0)
     for node in list(graph.nodes):
@@ -38,7 +43,9 @@ def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
         _planes, b, order, tiles, tile, slices, b_scale = args_of(node)
         ranks, step = insert_rounded(graph, node)
         with graph.inserting_before(node):
-            delta = insert_call(graph, lora_expand_rounded, (ranks, step, b, b_scale, order, tiles, tile, slices), like=node)
+            delta = insert_call(
+                graph, lora_expand_rounded, (ranks, step, b, b_scale, order, tiles, tile, slices), like=node
+            )
         copy_marks(node, delta)
         node.replace_all_uses_with(delta)
         report.matches += 1
@@ -46,7 +53,9 @@ def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def insert_rounded(graph: fx.Graph, expand: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(ranks, step) of what `expand` reads, made in its lane; the shrink before it makes as many planes as are best then."""
+    """(ranks, step) of what `expand` reads, made in its lane; the shrink before it makes as many planes as are best
+    then.
+    """
     _split_for_rounding(graph, expand)
     planes, *_, slices, _b_scale = args_of(expand)
     with graph.inserting_before(expand):
@@ -86,6 +95,9 @@ def _stays(expand: fx.Node, lowering: str) -> str | None:
         return f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8"
     wide = max(features, columns) > WIDE
     if not (wide and WIDE_TOKENS[0] <= tokens <= WIDE_TOKENS[1]) and not ALL_TOKENS[0] <= tokens <= ALL_TOKENS[1]:
-        ranges = f"from {ALL_TOKENS[0]} to {ALL_TOKENS[1]}, branches of more than {WIDE} features from {WIDE_TOKENS[0]} to {WIDE_TOKENS[1]} too"
+        ranges = (
+            f"from {ALL_TOKENS[0]} to {ALL_TOKENS[1]}, branches of more than {WIDE} features from "
+            f"{WIDE_TOKENS[0]} to {WIDE_TOKENS[1]} too"
+        )
         return f"{tokens} tokens, {features} to {columns} features: LoRA gains by it {ranges}"
     return fits(int(shape_of(b)[2]))

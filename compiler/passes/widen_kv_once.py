@@ -1,4 +1,5 @@
 """A prompt step's keys and values become fp16 once, not in every tile of queries that reads them."""
+
 import operator
 
 import torch
@@ -13,22 +14,24 @@ from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 FEWEST_TOKENS = 257  # of fewer no sequence has many tiles
-MOST_STEPS = 65536 // STEP_TOKENS  # 256 MB with 8 KV heads, and no memory of its own where the linears' activations take as much
+# 256 MB with 8 KV heads, and no memory of its own where the linears' activations take as much
+MOST_STEPS = 65536 // STEP_TOKENS
 ARGUMENTS = {paged_attention: 9, paged_attention_quant: 12}  # in front of `wide`
 DEFAULTS = (torch.float8_e4m3fn, 0)  # paged_attention_quant's dtype and rotate
 
 
 def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
-    """The pages of sequences with many queries are widened in front of each attention, into a buffer that all layers share.
+    """The pages of sequences with many queries are widened in front of each attention, into a buffer that all layers
+    share.
 
     before  y = paged_attention(q, kv_cache, kv_scales, block_table, context_lens, query_start, ...)
     after   plan, pages = widen_plan(block_table, context_lens, query_start, tile, steps)  (once a step)
             wide = widen_kv(kv_cache, kv_scales, pages)
             y = paged_attention(q, kv_cache, kv_scales, block_table, context_lens, query_start, ..., wide, plan)
 
-    The same bits. Sequences that are not worth it, and what the buffer has no room for, are served as before; the GPU decides. It holds 65,536 tokens, or
-    what the block table reaches. For graphs with static sizes, of many tokens; paged_attention_quant alike. Leaves caches other than int8, and heads for which
-    chunks have no Gluon kernel.
+    The same bits. Sequences that are not worth it, and what the buffer has no room for, are served as before; the GPU
+    decides. It holds 65,536 tokens, or what the block table reaches. For graphs with static sizes, of many tokens;
+    paged_attention_quant alike. Leaves caches other than int8, and heads for which chunks have no Gluon kernel.
     """
     report = PassReport(0)
     plans: dict[tuple[object, ...], tuple[fx.Node, fx.Node]] = {}
@@ -47,7 +50,10 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
             key = (table, lens, start, tile, steps)
             if key not in plans:
                 both = insert_call(graph, widen_plan, key, like=node)
-                plans[key] = insert_call(graph, operator.getitem, (both, 0), like=node), insert_call(graph, operator.getitem, (both, 1), like=node)
+                plans[key] = (
+                    insert_call(graph, operator.getitem, (both, 0), like=node),
+                    insert_call(graph, operator.getitem, (both, 1), like=node),
+                )
             plan, pages = plans[key]
             wide = insert_call(graph, widen_kv, (cache, scales, pages), like=node)
         node.args = (*_own_arguments(node), wide, plan)
@@ -59,7 +65,7 @@ def _own_arguments(node: fx.Node) -> tuple[object, ...]:
     """All arguments in front of `wide`, with the defaults of those that are not given."""
     given = args_of(node)
     wanted = next(count for op, count in ARGUMENTS.items() if is_call(node, op))
-    return (*given, *DEFAULTS[len(DEFAULTS) - (wanted - len(given)):]) if len(given) < wanted else given
+    return (*given, *DEFAULTS[len(DEFAULTS) - (wanted - len(given)) :]) if len(given) < wanted else given
 
 
 def _stays(node: fx.Node) -> str | None:

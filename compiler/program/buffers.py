@@ -1,4 +1,5 @@
 """Memory with a name, tensors inside it, and how both are written as JSON."""
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class ProgramError(ValueError):
 class Buffer:
     """Memory with a name.
 
-    `temp` buffers lie in the arena at byte `offset`; every other kind is a tensor of its own (offset None). `life`: the first and last step
-    that touch it (-1, -1: none does). `stride` in elements, None = contiguous.
+    `temp` buffers lie in the arena at byte `offset`; every other kind is a tensor of its own (offset None). `life`: the
+    first and last step that touch it (-1, -1: none does). `stride` in elements, None = contiguous.
     """
 
     name: str
@@ -91,13 +92,22 @@ def views_in(value: Any) -> Iterator[View]:
             yield from views_in(entry)
 
 
-# JSON: views, dtypes and the like are objects with one telling key; numbers, strings, booleans and None stand for themselves.
+# JSON: views, dtypes and the like are objects with one telling key; numbers, strings, booleans and None stand for
+# themselves.
 
 
 def encode(value: Any) -> Any:
     """A step's argument as plain JSON. Raises ProgramError for a type that has no place in a program."""
     if isinstance(value, View):
-        return {"view": [value.buffer, list(value.shape), list(value.stride), value.offset, None if value.dtype is None else dtype_name(value.dtype)]}
+        return {
+            "view": [
+                value.buffer,
+                list(value.shape),
+                list(value.stride),
+                value.offset,
+                None if value.dtype is None else dtype_name(value.dtype),
+            ]
+        }
     if isinstance(value, (tuple, list)):
         return [encode(entry) for entry in value]
     if isinstance(value, torch.dtype):
@@ -122,7 +132,7 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
-        (key, content), = value.items()
+        ((key, content),) = value.items()
         if key == "view" and isinstance(content, list) and len(content) == 5:
             buffer, shape, stride, offset, dtype = content
             return View(buffer, tuple(shape), tuple(stride), offset, None if dtype is None else parse_dtype(dtype))

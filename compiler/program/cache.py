@@ -1,9 +1,11 @@
 """Programs kept on disk between runs, so that a second start neither captures the model nor runs the passes.
 
-A program is kept under a hash of everything that it depends on: the releases of Sidestream and torch, the sources that make it, the model's
-config, the options, the pass list and the bucket. The number of KV pages is left out (it follows from the memory that happens to be free): it
-is put in when the program is taken out. Deleting the directory is always safe.
+A program is kept under a hash of everything that it depends on: the releases of Sidestream and torch, the sources that
+make it, the model's config, the options, the pass list and the bucket. The number of KV pages is left out (it follows
+from the memory that happens to be free): it is put in when the program is taken out. Deleting the directory is always
+safe.
 """
+
 import hashlib
 import logging
 import os
@@ -72,7 +74,9 @@ class ProgramCache:
 
 
 def with_pages(program: Program, pages: int) -> Program:
-    """The same program for KV caches of another number of pages: nothing but these buffers' first size depends on it."""
+    """The same program for KV caches of another number of pages: nothing but these buffers' first size depends on
+    it.
+    """
     return Program(**_with_pages({field.name: getattr(program, field.name) for field in fields(program)}, pages))
 
 
@@ -81,7 +85,10 @@ def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
     caches = {buffer.name for buffer in program["buffers"] if "NP" in dimensions_of(buffer.name)}
 
     def concerned(values: tuple[Any, ...]) -> bool:
-        return any(value.buffer in caches if isinstance(value, View) else isinstance(value, tuple) and concerned(value) for value in values)
+        return any(
+            value.buffer in caches if isinstance(value, View) else isinstance(value, tuple) and concerned(value)
+            for value in values
+        )
 
     def resized(value: Any) -> Any:
         if isinstance(value, View):
@@ -89,8 +96,15 @@ def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
         return tuple(map(resized, value)) if isinstance(value, tuple) else value
 
     def step(each: Step) -> Step:
-        return replace(each, args=resized(each.args), kwargs=resized(each.kwargs)) if concerned((each.args, each.kwargs)) else each
+        return (
+            replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
+            if concerned((each.args, each.kwargs))
+            else each
+        )
 
-    buffers = tuple(replace(buffer, shape=(pages, *buffer.shape[1:])) if buffer.name in caches else buffer for buffer in program["buffers"])
+    buffers = tuple(
+        replace(buffer, shape=(pages, *buffer.shape[1:])) if buffer.name in caches else buffer
+        for buffer in program["buffers"]
+    )
     bucket = None if program["bucket"] is None else replace(program["bucket"], pages=pages)
     return {**program, "bucket": bucket, "buffers": buffers, "steps": tuple(map(step, program["steps"]))}

@@ -1,4 +1,5 @@
 """From an op's name in a program to what can be called: Sidestream's ops, ATen overloads and their `out=` variants."""
+
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -10,7 +11,8 @@ from ...ops.core.registry import NAMESPACE, OPS, Op
 from .buffers import ProgramError, View, views_in
 from .program import Step
 
-FROM_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})  # what an out= variant takes from the tensor it writes
+# what an out= variant takes from the tensor it writes
+FROM_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def own_op(name: str) -> Op | None:
@@ -46,7 +48,9 @@ def out_overload(name: str) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | N
     for variant in packet.overloads():
         candidate = getattr(packet, variant)
         outs = [argument.name for argument in candidate._schema.arguments if argument.is_out]
-        others = [(argument.name, str(argument.type)) for argument in candidate._schema.arguments if not argument.is_out]
+        others = [
+            (argument.name, str(argument.type)) for argument in candidate._schema.arguments if not argument.is_out
+        ]
         missing = {name for name, _ in wanted} - {name for name, _ in others}
         if len(outs) != len(overload._schema.returns) or not missing <= FROM_OUT:
             continue

@@ -1,4 +1,8 @@
-"""Which decoder layer a graph's node or a program's step belongs to. What comes before the first layer is HEAD, what comes after the last one TAIL."""
+"""Which decoder layer a graph's node or a program's step belongs to.
+
+What comes before the first layer is HEAD, what comes after the last one TAIL.
+"""
+
 import re
 from collections.abc import Iterable
 
@@ -20,7 +24,9 @@ def layer_of_name(name: str) -> int | None:
 
 
 def graph_layers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Each node's layer: what its module's path or its checkpoint tensors say, else that of the latest value that it reads."""
+    """Each node's layer: what its module's path or its checkpoint tensors say, else that of the latest value that it
+    reads.
+    """
     layers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         own = _own_layer(node)
@@ -34,8 +40,13 @@ def graph_layers(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def step_layers(program: Program) -> list[int]:
-    """The layer of each step, told by the weights, adapters and caches that it reads, else by the latest step whose result it reads."""
-    named = {buffer.name: _layer_of_sources(buffer.name, program.recipes.get(buffer.name)) for buffer in program.of_kind("input", "weight", "adapter")}
+    """The layer of each step, told by the weights, adapters and caches that it reads, else by the latest step whose
+    result it reads.
+    """
+    named = {
+        buffer.name: _layer_of_sources(buffer.name, program.recipes.get(buffer.name))
+        for buffer in program.of_kind("input", "weight", "adapter")
+    }
     weights = {buffer.name for buffer in program.of_kind("weight")}
     made: dict[str, int] = {}
     layers = []
@@ -69,7 +80,9 @@ def spans(layers: Iterable[int]) -> str:
 def _own_layer(node: fx.Node) -> int | None:
     if node.op == "placeholder":
         return _layer_of_sources(node.name, node.meta.get("recipe"))
-    found = [layer for path, _ in node.meta.get("nn_module_stack", {}).values() if (layer := layer_of_name(path)) is not None]
+    found = [
+        layer for path, _ in node.meta.get("nn_module_stack", {}).values() if (layer := layer_of_name(path)) is not None
+    ]
     return found[-1] if found else None
 
 

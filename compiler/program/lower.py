@@ -1,4 +1,5 @@
 """A static graph as operations on buffers: views fold away, every result gets memory, reads and writes are known."""
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,9 @@ class Operation:
 
 @dataclass
 class Draft:
-    """What `lower` makes of a graph: operations in graph order, buffers without offsets, outputs, recipes of weights and adapters."""
+    """What `lower` makes of a graph: operations in graph order, buffers without offsets, outputs, recipes of weights
+    and adapters.
+    """
 
     buffers: dict[str, Buffer] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
@@ -72,13 +75,21 @@ class _Lowering:
 
     def _add_buffer(self, name: str, kind: Any, value: torch.Tensor) -> None:
         shape, stride = tuple(value.shape), value.stride()
-        self.draft.buffers[name] = Buffer(name, kind, shape, value.dtype, stride=None if stride == contiguous_strides(shape) else tuple(stride))
+        self.draft.buffers[name] = Buffer(
+            name, kind, shape, value.dtype, stride=None if stride == contiguous_strides(shape) else tuple(stride)
+        )
         self.homes[_storage(value)] = name
 
     def _view(self, value: torch.Tensor) -> View:
         name = self.homes[_storage(value)]
         dtype = self.draft.buffers[name].dtype
-        return View(name, tuple(value.shape), tuple(value.stride()), int(value.storage_offset()), None if value.dtype == dtype else value.dtype)
+        return View(
+            name,
+            tuple(value.shape),
+            tuple(value.stride()),
+            int(value.storage_offset()),
+            None if value.dtype == dtype else value.dtype,
+        )
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -98,17 +109,33 @@ class _Lowering:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise ProgramError(f"{node.name} calls {op_name(node)}, which is not a registered op")
         if fresh and len(fresh) != len(results):
-            raise ProgramError(f"{node.name} = {op_name(node)}(...) returns new tensors and views of its arguments at once")
+            raise ProgramError(
+                f"{node.name} = {op_name(node)}(...) returns new tensors and views of its arguments at once"
+            )
         args, kwargs = _by_schema(node)
         arguments = tuple(self._argument(value) for value in args)
         keywords = tuple((name, self._argument(value)) for name, value in kwargs.items())
-        inputs = frozenset(self.homes[_storage(value)] for source in node.all_input_nodes for value in _tensors(source.meta["val"]))
+        inputs = frozenset(
+            self.homes[_storage(value)] for source in node.all_input_nodes for value in _tensors(source.meta["val"])
+        )
         writes = {self.homes[_storage(value)] for source in written for value in _tensors(source.meta["val"])}
         self._place(node.name, fresh)
         outs = tuple(self._view(value) for value in fresh)
         writes.update(view.buffer for view in outs)
         side = node.meta.get("stream") == "side"
-        self.draft.operations.append(Operation(node.name, op_name(node), arguments, keywords, outs, inputs, frozenset(writes), side, node.meta.get("sm_share")))
+        self.draft.operations.append(
+            Operation(
+                node.name,
+                op_name(node),
+                arguments,
+                keywords,
+                outs,
+                inputs,
+                frozenset(writes),
+                side,
+                node.meta.get("sm_share"),
+            )
+        )
 
     def _place(self, name: str, fresh: list[torch.Tensor]) -> None:
         """A buffer for each new storage; one whole tensor keeps its shape, anything else is a flat row of elements."""
@@ -132,7 +159,9 @@ class _Lowering:
         for view in outputs:
             if isinstance(view, View) and self.draft.buffers[view.buffer].kind == "temp":
                 buffer = self.draft.buffers[view.buffer]
-                self.draft.buffers[view.buffer] = Buffer(buffer.name, "output", buffer.shape, buffer.dtype, stride=buffer.stride)
+                self.draft.buffers[view.buffer] = Buffer(
+                    buffer.name, "output", buffer.shape, buffer.dtype, stride=buffer.stride
+                )
         self.draft.outputs = outputs
 
 
@@ -164,7 +193,7 @@ def _by_schema(node: fx.Node) -> tuple[list[Any], Mapping[str, Any]]:
     positional = [argument for argument in arguments if not argument.kwarg_only]
     args, kwargs = list(node.args), dict(node.kwargs)
     own = op_name(node).startswith("sidestream.")
-    while len(args) < len(positional) and (own or any(argument.name in kwargs for argument in positional[len(args):])):
+    while len(args) < len(positional) and (own or any(argument.name in kwargs for argument in positional[len(args) :])):
         argument = positional[len(args)]
         if argument.name not in kwargs and not argument.has_default_value():
             raise ProgramError(f"{node.name} = {op_name(node)}(...) lacks its argument {argument.name!r}")
@@ -173,6 +202,9 @@ def _by_schema(node: fx.Node) -> tuple[list[Any], Mapping[str, Any]]:
 
 
 def _default(node: fx.Node, argument: Any) -> Any:
-    """What an argument is when it is not given. The schema writes a dtype as a number, so our own ops' signatures are asked instead."""
+    """What an argument is when it is not given.
+
+    The schema writes a dtype as a number, so our own ops' signatures are asked instead.
+    """
     own = own_op(op_name(node))
     return argument.default_value if own is None else signature(own.reference).parameters[argument.name].default

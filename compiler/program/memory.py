@@ -1,8 +1,9 @@
 """Where temporaries lie in the arena, and an independent check that no two steps get in each other's way.
 
-Two buffers may share bytes only when every access to one happens before the other's first write. A free list per program would not do: on
-two streams "later in the list" does not mean "later in time".
+Two buffers may share bytes only when every access to one happens before the other's first write. A free list per
+program would not do: on two streams "later in the list" does not mean "later in time".
 """
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -30,11 +31,16 @@ def accesses(steps: Sequence[Step]) -> dict[str, list[int]]:
 def plan_memory(buffers: Mapping[str, Buffer], steps: Sequence[Step]) -> tuple[tuple[Buffer, ...], int]:
     """Buffers with their offsets and lives, and the arena's size in bytes (offsets are multiples of 256).
 
-    Largest first, each at the lowest offset that no conflicting buffer covers; buffers conflict unless one's accesses all happen before the other's.
+    Largest first, each at the lowest offset that no conflicting buffer covers; buffers conflict unless one's accesses
+    all happen before the other's.
     """
     used = accesses(steps)
     placed = {
-        name: replace(buffer, life=(used[name][0], used[name][-1]) if name in used else (NEVER, NEVER), offset=0 if buffer.kind == "temp" else None)
+        name: replace(
+            buffer,
+            life=(used[name][0], used[name][-1]) if name in used else (NEVER, NEVER),
+            offset=0 if buffer.kind == "temp" else None,
+        )
         for name, buffer in buffers.items()
     }
     temps = [buffer for buffer in placed.values() if buffer.kind == "temp" and buffer.nbytes]
@@ -59,7 +65,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _conflicts(used: Sequence[Sequence[int]], steps: Sequence[Step]) -> np.ndarray:
-    """[i, j] true when buffers i and j may be alive at once; a buffer's first access is its producer, which all others follow."""
+    """[i, j] true when buffers i and j may be alive at once; a buffer's first access is its producer, which all
+    others follow.
+    """
     if not used:
         return np.zeros((0, 0), dtype=bool)
     timing = clocks(steps)
@@ -81,18 +89,24 @@ def unshared_bytes(program: Program | Draft) -> int:
 
 
 def find_races(program: Program, mutated: Mapping[int, Sequence[View]] | None = None) -> list[str]:
-    """Everything that could go wrong when the steps run on two streams in any order that their waits allow; empty for a sound program.
+    """Everything that could go wrong when the steps run on two streams in any order that their waits allow; empty for a
+    sound program.
 
-    Written without the scheduler's clocks: which step reaches which is found by walking the edges. Reported: two steps in no order that touch the same
-    bytes while one writes them; reads of temporaries that nothing has written; reads behind which another buffer's write has landed.
-    `mutated`: views that steps write besides their outs (default: from the ops' schemas).
+    Written without the scheduler's clocks: which step reaches which is found by walking the edges. Reported: two steps
+    in no order that touch the same bytes while one writes them; reads of temporaries that nothing has written; reads
+    behind which another buffer's write has landed. `mutated`: views that steps write besides their outs (default: from
+    the ops' schemas).
     """
     steps, buffers = program.steps, program.by_name
     reach = _ancestors(steps)
     ranges = _byte_ranges(program)
     reads = [{view.buffer for view in step.inputs()} for step in steps]
     writes = [
-        {view.buffer for view in (*step.outs, *(mutated_views(step) if mutated is None else mutated.get(step.index, ())))} for step in steps
+        {
+            view.buffer
+            for view in (*step.outs, *(mutated_views(step) if mutated is None else mutated.get(step.index, ())))
+        }
+        for step in steps
     ]
     problems = []
 
@@ -107,11 +121,15 @@ def find_races(program: Program, mutated: Mapping[int, Sequence[View]] | None = 
         for earlier in range(later):
             if reach[later] >> earlier & 1:
                 continue
-            pairs = [(a, b) for a in writes[earlier] for b in reads[later] | writes[later]] + [(a, b) for a in reads[earlier] for b in writes[later]]
+            pairs = [(a, b) for a in writes[earlier] for b in reads[later] | writes[later]] + [
+                (a, b) for a in reads[earlier] for b in writes[later]
+            ]
             for a, b in sorted(set(pairs)):
                 if overlap(a, b):
                     where = f"{a} {ranges[a][1:]} and {b} {ranges[b][1:]}"
-                    problems.append(f"{label(earlier)} and {label(later)} are in no order, but {where} overlap and one writes")
+                    problems.append(
+                        f"{label(earlier)} and {label(later)} are in no order, but {where} overlap and one writes"
+                    )
     for index in range(len(steps)):
         for name in sorted(reads[index]):
             if buffers[name].kind not in ("temp", "output") or not buffers[name].nbytes:
@@ -123,10 +141,17 @@ def find_races(program: Program, mutated: Mapping[int, Sequence[View]] | None = 
             for step in range(own[0] + 1, index):
                 spoilers = [other for other in writes[step] if other != name and overlap(other, name)]
                 if spoilers and reach[step] >> own[0] & 1 and reach[index] >> step & 1:
-                    problems.append(f"{label(index)} reads {name}, over which {label(step)} has written {', '.join(sorted(spoilers))}")
+                    problems.append(
+                        f"{label(index)} reads {name}, over which {label(step)} has written "
+                        f"{', '.join(sorted(spoilers))}"
+                    )
     written = set().union(*writes)
     for view in views_in(program.outputs):
-        if buffers[view.buffer].kind in ("temp", "output") and buffers[view.buffer].nbytes and view.buffer not in written:
+        if (
+            buffers[view.buffer].kind in ("temp", "output")
+            and buffers[view.buffer].nbytes
+            and view.buffer not in written
+        ):
             problems.append(f"the output {view.buffer} is written by no step")
     return problems
 
@@ -147,7 +172,9 @@ def _ancestors(steps: Sequence[Step]) -> list[int]:
 
 
 def _byte_ranges(program: Program) -> dict[str, tuple[str, int, int]]:
-    """buffer -> (address space, first byte, end): the arena for temporaries, a space of its own for each other buffer."""
+    """buffer -> (address space, first byte, end): the arena for temporaries, a space of its own for each other
+    buffer.
+    """
     result = {}
     for buffer in program.buffers:
         first = buffer.offset or 0

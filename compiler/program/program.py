@@ -1,7 +1,9 @@
 """Program: a compiled step as plain data: buffers, views and an ordered list of launches on two streams.
 
-A program holds no tensor and no callable. It is saved as JSON, checked when loaded, and bound to tensors by `emit.BoundProgram`.
+A program holds no tensor and no callable. It is saved as JSON, checked when loaded, and bound to tensors by
+`emit.BoundProgram`.
 """
+
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -46,22 +48,26 @@ class Bucket:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ProgramError(f"bucket {name}={value!r} must be a positive integer")
         if self.decode and self.tokens != self.sequences:
-            raise ProgramError(f"a decode bucket has one token a sequence, not {self.tokens} tokens for {self.sequences} sequences; use decode=False")
+            raise ProgramError(
+                f"a decode bucket has one token a sequence, not {self.tokens} tokens for {self.sequences} sequences; "
+                "use decode=False"
+            )
 
     @property
     def name(self) -> str:
         """A short name, also fit for a file: `decode_t16_b16_p64_lora`."""
-        return f"{'decode' if self.decode else 'mixed'}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{'lora' if self.lora else 'base'}"
+        kind, lora = "decode" if self.decode else "mixed", "lora" if self.lora else "base"
+        return f"{kind}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{lora}"
 
 
 @dataclass(frozen=True)
 class Step:
     """One launch.
 
-    `args` and `kwargs`: views, plain values, or tuples of them, as the op's schema orders them; device meta stands for the program's device.
-    `outs`: where each result goes (a result that is one of the arguments, as for in-place ops, has none). `waits`: steps of the other stream that
-    must have finished; what program order or an earlier wait implies is left out. `records`: a step of the other stream waits for this one.
-    `sm_budget`: at most so many SMs.
+    `args` and `kwargs`: views, plain values, or tuples of them, as the op's schema orders them; device meta stands for
+    the program's device. `outs`: where each result goes (a result that is one of the arguments, as for in-place ops,
+    has none). `waits`: steps of the other stream that must have finished; what program order or an earlier wait implies
+    is left out. `records`: a step of the other stream waits for this one. `sm_budget`: at most so many SMs.
     `pdl`: launched with programmatic dependent launch.
     """
 
@@ -86,8 +92,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled step: `steps` in an order that is right on one stream too, `outputs` as the graph returned them (views or plain values).
-    `passes` is a text for people: what the passes over this program's own graph did.
+    """A compiled step: `steps` in an order that is right on one stream too, `outputs` as the graph returned them (views
+    or plain values). `passes` is a text for people: what the passes over this program's own graph did.
 
     Raises ProgramError when names, indices or offsets contradict each other.
     """
@@ -155,7 +161,8 @@ class Program:
             raise ProgramError(f"{path}: {error}") from error
 
 
-# A start reads dozens of programs that have most of their values in common: values are decoded from their JSON text once.
+# A start reads dozens of programs that have most of their values in common: values are decoded from their JSON text
+# once.
 
 _SECTIONS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[msgspec.Raw])
@@ -167,13 +174,19 @@ _MOST_VALUES = 1 << 16
 def _decode_program(text: bytes, edit: Edit | None = None) -> Program:
     try:
         sections = _SECTIONS.decode(text)
-        plain = {name: msgspec.json.decode(raw) for name, raw in sections.items() if name not in ("buffers", "steps", "recipes")}
+        plain = {
+            name: msgspec.json.decode(raw)
+            for name, raw in sections.items()
+            if name not in ("buffers", "steps", "recipes")
+        }
     except msgspec.ValidationError as error:
         raise ProgramError(f"a program is a JSON object ({error})") from error
     except msgspec.DecodeError as error:
         raise ProgramError(f"not JSON: {error}") from error
     if plain.get("version") != VERSION:
-        raise ProgramError(f"the program has version {plain.get('version')!r}, this release reads version {VERSION}; compile it again")
+        raise ProgramError(
+            f"the program has version {plain.get('version')!r}, this release reads version {VERSION}; compile it again"
+        )
     try:
         values: dict[str, Any] = {
             "bucket": None if plain["bucket"] is None else Bucket(**plain["bucket"]),
@@ -201,7 +214,9 @@ def _value(text: bytes) -> Any:
 @lru_cache(_MOST_VALUES)
 def _buffer(text: bytes) -> Buffer:
     entry: dict[str, Any] = msgspec.json.decode(text)
-    values: dict[str, Any] = {name: parse_dtype(value) if name == "dtype" else decode(value) for name, value in entry.items()}
+    values: dict[str, Any] = {
+        name: parse_dtype(value) if name == "dtype" else decode(value) for name, value in entry.items()
+    }
     return Buffer(**values)
 
 
@@ -212,7 +227,9 @@ def _recipe(text: bytes) -> Recipe:
 
 def _encode_fields(item: Any) -> dict[str, Any]:
     values = {entry.name: getattr(item, entry.name) for entry in fields(item)}
-    return {name: dtype_name(value) if isinstance(value, torch.dtype) else encode(value) for name, value in values.items()}
+    return {
+        name: dtype_name(value) if isinstance(value, torch.dtype) else encode(value) for name, value in values.items()
+    }
 
 
 def _validate(program: Program) -> None:
@@ -222,12 +239,22 @@ def _validate(program: Program) -> None:
             raise ProgramError(f"two buffers are named {buffer.name!r}")
         if buffer.kind not in KINDS:
             raise ProgramError(f"buffer {buffer.name!r} has the unknown kind {buffer.kind!r}")
-        if any(not isinstance(size, int) or size < 0 for size in buffer.shape) or len(buffer.strides) != len(buffer.shape):
-            raise ProgramError(f"buffer {buffer.name!r} has the impossible shape {buffer.shape} with strides {buffer.strides}")
+        if any(not isinstance(size, int) or size < 0 for size in buffer.shape) or len(buffer.strides) != len(
+            buffer.shape
+        ):
+            raise ProgramError(
+                f"buffer {buffer.name!r} has the impossible shape {buffer.shape} with strides {buffer.strides}"
+            )
         if (buffer.kind == "temp") != isinstance(buffer.offset, int):
-            raise ProgramError(f"buffer {buffer.name!r}: exactly the temp buffers have an offset in the arena, this {buffer.kind} has {buffer.offset!r}")
+            raise ProgramError(
+                f"buffer {buffer.name!r}: exactly the temp buffers have an offset in the arena, this {buffer.kind} "
+                f"has {buffer.offset!r}"
+            )
         if buffer.offset is not None and (buffer.offset < 0 or buffer.offset + buffer.nbytes > program.arena_bytes):
-            raise ProgramError(f"buffer {buffer.name!r} at {buffer.offset} + {buffer.nbytes} bytes lies outside the arena of {program.arena_bytes} bytes")
+            raise ProgramError(
+                f"buffer {buffer.name!r} at {buffer.offset} + {buffer.nbytes} bytes lies outside the arena of "
+                f"{program.arena_bytes} bytes"
+            )
         buffers[buffer.name] = buffer
     for index, step in enumerate(program.steps):
         if step.index != index:
@@ -235,8 +262,16 @@ def _validate(program: Program) -> None:
         if step.stream not in STREAMS:
             raise ProgramError(f"step {step.name!r} runs on the unknown stream {step.stream!r}")
         for wait in step.waits:
-            if not isinstance(wait, int) or not 0 <= wait < index or program.steps[wait].stream == step.stream or not program.steps[wait].records:
-                raise ProgramError(f"step {step.name!r} waits for {wait!r}, which is not an earlier, recording step of the other stream")
+            if (
+                not isinstance(wait, int)
+                or not 0 <= wait < index
+                or program.steps[wait].stream == step.stream
+                or not program.steps[wait].records
+            ):
+                raise ProgramError(
+                    f"step {step.name!r} waits for {wait!r}, which is not an earlier, recording step of the other "
+                    "stream"
+                )
         for view in step.outs:
             if not isinstance(view, View):
                 raise ProgramError(f"step {step.name!r} has {view!r} where a view belongs")
@@ -259,7 +294,10 @@ def _fits(view: View, buffer: Buffer) -> bool:
         return True  # most are whole buffers
     if len(view.shape) != len(view.stride) or view.offset < 0:
         return False
-    return 0 in view.shape or (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize <= buffer.nbytes
+    return (
+        0 in view.shape
+        or (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize <= buffer.nbytes
+    )
 
 
 def _misfit(view: View, buffer: Buffer | None, where: str) -> ProgramError:

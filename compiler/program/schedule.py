@@ -1,8 +1,9 @@
 """Two streams: which steps run beside each other, where one waits for the other, how many SMs each may take.
 
-Each stream keeps the graph's order. A wait is placed only where neither that order nor an earlier wait implies it: a step's clock counts how
-many steps of each stream have certainly finished before it starts.
+Each stream keeps the graph's order. A wait is placed only where neither that order nor an earlier wait implies it: a
+step's clock counts how many steps of each stream have certainly finished before it starts.
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ MAIN, SIDE = 0, 1
 
 @dataclass(frozen=True)
 class Clocks:
-    """Happens-before of a list of steps: `lane[i]` 0 = main, 1 = side; `position[i]` within the lane; `finished[i]` = steps of (main, side) that are over."""
+    """Happens-before of a list of steps:
+
+    `lane[i]` 0 = main, 1 = side; `position[i]` within the lane; `finished[i]` = steps of (main, side) that are over.
+    """
 
     lane: tuple[int, ...]
     position: tuple[int, ...]
@@ -38,7 +42,10 @@ def clocks(steps: Sequence[Step]) -> Clocks:
         now = list(state[lane])
         now[lane] = counts[lane]
         for wait in step.waits:
-            now = [max(now[other], finished[wait][other], (positions[wait] + 1) * (lanes[wait] == other)) for other in (MAIN, SIDE)]
+            now = [
+                max(now[other], finished[wait][other], (positions[wait] + 1) * (lanes[wait] == other))
+                for other in (MAIN, SIDE)
+            ]
         lanes.append(lane)
         positions.append(counts[lane])
         finished.append((now[0], now[1]))
@@ -48,7 +55,9 @@ def clocks(steps: Sequence[Step]) -> Clocks:
 
 
 def dependencies(operations: Sequence[Operation]) -> list[set[int]]:
-    """For each operation the earlier ones that it must follow: writers of what it reads, readers and writers of what it writes."""
+    """For each operation the earlier ones that it must follow: writers of what it reads, readers and writers of what
+    it writes.
+    """
     writer: dict[str, int] = {}
     readers: dict[str, set[int]] = {}
     result: list[set[int]] = []
@@ -66,7 +75,9 @@ def dependencies(operations: Sequence[Operation]) -> list[set[int]]:
 
 
 def emission_order(operations: Sequence[Operation], needed: Sequence[set[int]], two_streams: bool) -> list[int]:
-    """Graph order, but each side step as soon as its inputs are there: the side stream then forks before the main one goes on."""
+    """Graph order, but each side step as soon as its inputs are there: the side stream then forks before the main
+    one goes on.
+    """
     if not two_streams:
         return list(range(len(operations)))
     side = [index for index, operation in enumerate(operations) if operation.side]
@@ -88,15 +99,22 @@ def emission_order(operations: Sequence[Operation], needed: Sequence[set[int]], 
 
 
 def schedule(
-    operations: Sequence[Operation], *, two_streams: bool, sm_count: int = H200_SMS, side_share: float | None = None, pdl: bool = True
+    operations: Sequence[Operation],
+    *,
+    two_streams: bool,
+    sm_count: int = H200_SMS,
+    side_share: float | None = None,
+    pdl: bool = True,
 ) -> tuple[Step, ...]:
     """Ordered steps with minimal waits.
 
     two_streams  operations marked `side` get their own stream; otherwise everything runs on the main one
     sm_count     SMs of the GPU
-    side_share   the share of them that side steps get (their own `sm_share`, else this), main steps beside them get the rest. None: nobody is limited.
-                 That is the fastest for LoRA: its programs are small and many, and fit beside those of the base GEMMs, which lose more to fewer SMs
-    pdl          programmatic dependent launch behind a kernel of the same stream (not where the side stream forks: measured a loss)
+    side_share   the share of them that side steps get (their own `sm_share`, else this), main steps beside them get the
+                 rest. None: nobody is limited. That is the fastest for LoRA: its programs are small and many, and fit
+                 beside those of the base GEMMs, which lose more to fewer SMs
+    pdl          programmatic dependent launch behind a kernel of the same stream (not where the side stream forks:
+                 measured a loss)
     """
     needed = dependencies(operations)
     order = emission_order(operations, needed, two_streams)
@@ -111,7 +129,9 @@ def schedule(
     state = [(0, 0), (0, 0)]
     for position, index in enumerate(order):
         lane, other = lanes[position], 1 - lanes[position]
-        last = max((place[dependency] for dependency in needed[index] if lanes[place[dependency]] == other), default=None)
+        last = max(
+            (place[dependency] for dependency in needed[index] if lanes[place[dependency]] == other), default=None
+        )
         now = list(state[lane])
         now[lane] = positions[position]
         if last is not None and positions[last] >= now[other]:
@@ -122,16 +142,32 @@ def schedule(
             waits.append(())
         finished.append((now[0], now[1]))
         state[lane] = (now[0], now[1])
-    return _steps([operations[index] for index in order], Clocks(tuple(lanes), tuple(positions), tuple(finished)), waits, sm_count, side_share, pdl)
+    return _steps(
+        [operations[index] for index in order],
+        Clocks(tuple(lanes), tuple(positions), tuple(finished)),
+        waits,
+        sm_count,
+        side_share,
+        pdl,
+    )
 
 
 def _steps(
-    operations: Sequence[Operation], timing: Clocks, waits: Sequence[tuple[int, ...]], sm_count: int, side_share: float | None, pdl: bool
+    operations: Sequence[Operation],
+    timing: Clocks,
+    waits: Sequence[tuple[int, ...]],
+    sm_count: int,
+    side_share: float | None,
+    pdl: bool,
 ) -> tuple[Step, ...]:
     recorded = {wait for entry in waits for wait in entry}
     side = [position for position, lane in enumerate(timing.lane) if lane == SIDE]
     shares = {position: operations[position].sm_share or side_share for position in side}
-    budgets = {position: max(1, min(sm_count - 1, round(share * sm_count))) for position, share in shares.items() if share is not None}
+    budgets = {
+        position: max(1, min(sm_count - 1, round(share * sm_count)))
+        for position, share in shares.items()
+        if share is not None
+    }
     previous: list[Operation | None] = [None, None]
     steps = []
     for position, operation in enumerate(operations):
@@ -140,11 +176,22 @@ def _steps(
         own = is_kernel(operation)
         budget = budgets.get(position) if lane == SIDE else _main_budget(position, timing, side, budgets, sm_count)
         before = previous[lane]
-        chained = pdl and own and before is not None and is_kernel(before) and not (lane == SIDE and bool(waits[position]))
+        chained = (
+            pdl and own and before is not None and is_kernel(before) and not (lane == SIDE and bool(waits[position]))
+        )
         steps.append(
             Step(
-                index=position, name=operation.name, op=operation.op, args=operation.args, outs=operation.outs, stream=stream, waits=waits[position],
-                records=position in recorded, sm_budget=budget if own else None, pdl=chained, kwargs=operation.kwargs,
+                index=position,
+                name=operation.name,
+                op=operation.op,
+                args=operation.args,
+                outs=operation.outs,
+                stream=stream,
+                waits=waits[position],
+                records=position in recorded,
+                sm_budget=budget if own else None,
+                pdl=chained,
+                kwargs=operation.kwargs,
             )
         )
         previous[lane] = operation
@@ -156,10 +203,12 @@ def is_kernel(operation: Operation | Step) -> bool:
     return operation.op.startswith(f"{NAMESPACE}.")
 
 
-def _main_budget(position: int, timing: Clocks, side: Sequence[int], budgets: dict[int, int], sm_count: int) -> int | None:
+def _main_budget(
+    position: int, timing: Clocks, side: Sequence[int], budgets: dict[int, int], sm_count: int
+) -> int | None:
     """What limited side steps leave to a main step that may run beside them; None when none may."""
     taken = 0
-    for other in side[timing.finished[position][SIDE]:]:
+    for other in side[timing.finished[position][SIDE] :]:
         if timing.before(position, other):
             break
         taken = max(taken, budgets.get(other, 0))

@@ -1,8 +1,9 @@
 """Which dimension of which graph input means what, and a bucket's static sizes for each of them.
 
-The engine's inputs are known by name: `block_table` is [B, P], so its first symbol is the number of sequences. Other inputs get their sizes
-through the symbols that they share with these.
+The engine's inputs are known by name: `block_table` is [B, P], so its first symbol is the number of sequences. Other
+inputs get their sizes through the symbols that they share with these.
 """
+
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -53,13 +54,25 @@ def symbol_roles(graph: fx.Graph) -> dict[Any, str]:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 known = roles.setdefault(size.node.expr, role)
                 if known != role:
-                    raise SpecializeError(f"the graph has one symbol for {known} and {role} (see {node.name}); capture it with inputs in which they differ")
+                    raise SpecializeError(
+                        f"the graph has one symbol for {known} and {role} (see {node.name}); capture it with inputs "
+                        "in which they differ"
+                    )
     return roles
 
 
 def bucket_inputs(graph_module: fx.GraphModule, bucket: Bucket) -> dict[str, Spec]:
-    """placeholder name -> (shape, dtype) at the sizes of `bucket`. Raises SpecializeError when a dimension is not determined by them."""
-    values = {"T": bucket.tokens, "B": bucket.sequences, "B+1": bucket.sequences + 1, "P": bucket.blocks, "NP": bucket.pages}
+    """placeholder name -> (shape, dtype) at the sizes of `bucket`.
+
+    Raises SpecializeError when a dimension is not determined by them.
+    """
+    values = {
+        "T": bucket.tokens,
+        "B": bucket.sequences,
+        "B+1": bucket.sequences + 1,
+        "P": bucket.blocks,
+        "NP": bucket.pages,
+    }
     sizes = {symbol: values[role] for symbol, role in symbol_roles(graph_module.graph).items()}
     specs: dict[str, Spec] = {}
     for node in placeholders(graph_module.graph):
@@ -73,18 +86,28 @@ def bucket_inputs(graph_module: fx.GraphModule, bucket: Bucket) -> dict[str, Spe
         for size, role in zip(shape, dimensions_of(node.name), strict=False):
             if size != values[role]:
                 remedy = f"capture the graph with a dynamic {role}"
-                raise SpecializeError(f"input {node.name} has {role} = {size} in the graph, the bucket asks for {values[role]}; {remedy}")
+                raise SpecializeError(
+                    f"input {node.name} has {role} = {size} in the graph, the bucket asks for {values[role]}; {remedy}"
+                )
         specs[node.name] = (shape, value.dtype)
     return specs
 
 
 def static_inputs(graph_module: fx.GraphModule) -> dict[str, Spec]:
-    """placeholder name -> its own fake tensor or integer, for a graph captured at concrete sizes. Raises SpecializeError for a symbolic one."""
+    """placeholder name -> its own fake tensor or integer, for a graph captured at concrete sizes.
+
+    Raises SpecializeError for a symbolic one.
+    """
     specs: dict[str, Spec] = {}
     for node in placeholders(graph_module.graph):
         value = node.meta.get("val")
-        if not isinstance(value, (int, torch.Tensor)) or (isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)):
-            raise SpecializeError(f"input {node.name} has no concrete size ({getattr(value, 'shape', value)}); give a bucket or example inputs")
+        if not isinstance(value, (int, torch.Tensor)) or (
+            isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+        ):
+            raise SpecializeError(
+                f"input {node.name} has no concrete size ({getattr(value, 'shape', value)}); give a bucket or "
+                "example inputs"
+            )
         specs[node.name] = value
     return specs
 
@@ -94,7 +117,10 @@ def _static(size: int | torch.SymInt, sizes: Mapping[Any, int], name: str) -> in
         return int(size)
     result = size.node.expr.xreplace(dict(sizes))
     if getattr(result, "free_symbols", None):
-        raise SpecializeError(f"input {name} has the size {size}, which no bucket size determines; known symbols: {', '.join(map(str, sizes)) or 'none'}")
+        raise SpecializeError(
+            f"input {name} has the size {size}, which no bucket size determines; known symbols: "
+            f"{', '.join(map(str, sizes)) or 'none'}"
+        )
     return int(result)
 
 

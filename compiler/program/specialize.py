@@ -1,8 +1,10 @@
-"""A symbolic graph at one bucket's sizes: static shapes, integers folded, decode flags set, LoRA erased where a bucket has none.
+"""A symbolic graph at one bucket's sizes: static shapes, integers folded, decode flags set, LoRA erased where a bucket
+has none.
 
-Only the graph is copied (not the module), and shapes are propagated on meta tensors, so that dozens of buckets take a second or two.
-Views share their storage with what they view, which is how `lower` knows them.
+Only the graph is copied (not the module), and shapes are propagated on meta tensors, so that dozens of buckets take a
+second or two. Views share their storage with what they view, which is how `lower` knows them.
 """
+
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,19 +23,25 @@ META = torch.device("meta")
 LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand"})
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
 # of a delta that is zero everywhere these are zero too
-ZERO_PRESERVING = VIEWS | CASTS | {aten.mul.Tensor, aten.clone.default, aten.contiguous.default, aten.cat.default, operator.getitem}
+ZERO_PRESERVING = (
+    VIEWS | CASTS | {aten.mul.Tensor, aten.clone.default, aten.contiguous.default, aten.cat.default, operator.getitem}
+)
 
 
 def specialize(
-    graph_module: fx.GraphModule, sizes: Bucket | Mapping[str, Spec], *, decode: bool | None = None, lora: bool | None = None,
+    graph_module: fx.GraphModule,
+    sizes: Bucket | Mapping[str, Spec],
+    *,
+    decode: bool | None = None,
+    lora: bool | None = None,
     rewrite: Callable[[fx.Graph], bool] | None = None,
-) -> fx.Graph:  # fmt: skip
+) -> fx.Graph:
     """A copy of the graph with static shapes; `meta["val"]` holds meta tensors, and only inputs that are used are left.
 
-    `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer.
-    `decode`: row b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the bucket's).
-    `lora=False`: LoRA ops vanish, and what consumed their delta goes without (default: the bucket's, else True).
-    `rewrite`: called with the static graph; says whether it changed anything.
+    `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer. `decode`: row
+    b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the
+    bucket's). `lora=False`: LoRA ops vanish, and what consumed their delta goes without (default: the bucket's, else
+    True). `rewrite`: called with the static graph; says whether it changed anything.
     Raises SpecializeError naming the node that can't be made static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -69,7 +77,11 @@ def argument_index(node: fx.Node, name: str) -> int | None:
 
 def is_own(node: fx.Node) -> bool:
     """Whether a node calls one of Sidestream's ops."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == NAMESPACE
+    )
 
 
 def own_name(node: fx.Node) -> str:
@@ -85,7 +97,8 @@ def erase_lora(graph: fx.Graph) -> None:
             erased.add(node)
             continue
         gone = [source for source in node.all_input_nodes if source in erased]
-        if not gone or node.target is aten.sym_size.int:  # a size is known without the values; the op behind it dies when it is folded
+        # a size is known without the values; the op behind it dies when it is folded
+        if not gone or node.target is aten.sym_size.int:
             continue
         if node.target in SUMS:
             kept = [operand for operand in node.args[:2] if operand not in erased]
@@ -94,11 +107,16 @@ def erase_lora(graph: fx.Graph) -> None:
             erased.add(node)
         elif is_own(node):
             _drop_optional(node, erased)
-        elif node.target in ZERO_PRESERVING and (node.target is not aten.cat.default or len(gone) == len(node.all_input_nodes)):
+        elif node.target in ZERO_PRESERVING and (
+            node.target is not aten.cat.default or len(gone) == len(node.all_input_nodes)
+        ):
             erased.add(node)
         else:
             where = "the graph returns" if node.op == "output" else f"{op_name(node)} ({node.name}) reads"
-            raise SpecializeError(f"{where} the LoRA delta {gone[0].name}, so there is no program without LoRA; use a bucket with lora=True")
+            raise SpecializeError(
+                f"{where} the LoRA delta {gone[0].name}, so there is no program without LoRA; use a bucket with "
+                "lora=True"
+            )
 
 
 def _drop_optional(node: fx.Node, erased: set[fx.Node]) -> None:
@@ -106,7 +124,10 @@ def _drop_optional(node: fx.Node, erased: set[fx.Node]) -> None:
     for index, value in enumerate(node.args):
         if isinstance(value, fx.Node) and value in erased:
             if not isinstance(arguments[index].type, torch.OptionalType):
-                raise SpecializeError(f"{op_name(node)} ({node.name}) needs its argument {arguments[index].name!r}, a LoRA delta; use a bucket with lora=True")
+                raise SpecializeError(
+                    f"{op_name(node)} ({node.name}) needs its argument {arguments[index].name!r}, a LoRA delta; use "
+                    "a bucket with lora=True"
+                )
             node.update_arg(index, None)
     for name, value in node.kwargs.items():
         if isinstance(value, fx.Node) and value in erased:
@@ -114,12 +135,18 @@ def _drop_optional(node: fx.Node, erased: set[fx.Node]) -> None:
 
 
 def mark_decode(graph: fx.Graph) -> None:
-    """Set every `decode` flag; drop selections of the logits rows (all of them, in order, when each sequence has one token)."""
+    """Set every `decode` flag; drop selections of the logits rows (all of them, in order, when each sequence has one
+    token).
+    """
     for node in list(graph.nodes):
         index = argument_index(node, "decode") if is_own(node) else None
         if index is not None:
             _set_argument(node, index, True)
-        elif is_call(node, aten.index_select.default) and node.args[1] in (0, -2) and getattr(node.args[2], "name", "") == "logits_indices":
+        elif (
+            is_call(node, aten.index_select.default)
+            and node.args[1] in (0, -2)
+            and getattr(node.args[2], "name", "") == "logits_indices"
+        ):
             node.replace_all_uses_with(node.args[0])
 
 
@@ -136,7 +163,9 @@ def _get_argument(node: fx.Node, index: int) -> Any:
 
 
 def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec]) -> None:
-    """Give the LoRA kernels the tile and the number of splits that suit this token count (a symbolic graph can't know them)."""
+    """Give the LoRA kernels the tile and the number of splits that suit this token count (a symbolic graph can't
+    know them).
+    """
     spec = specs.get("adapter_index")
     if spec is None or isinstance(spec, int):
         return
@@ -152,7 +181,9 @@ def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec]) -> None:
 
 
 def sweep(graph: fx.Graph) -> bool:
-    """Remove what nobody uses (mutations stay) and clear `keep` flags of results without a user; True when a flag was cleared."""
+    """Remove what nobody uses (mutations stay) and clear `keep` flags of results without a user; True when a flag
+    was cleared.
+    """
     cleared = False
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
@@ -161,7 +192,11 @@ def sweep(graph: fx.Graph) -> bool:
             graph.erase_node(node)
             continue
         index = argument_index(node, "keep") if is_own(node) else None
-        if index is not None and _get_argument(node, index) and not any(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+        if (
+            index is not None
+            and _get_argument(node, index)
+            and not any(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+        ):
             _set_argument(node, index, False)
             cleared = True
     return cleared
@@ -221,12 +256,16 @@ def _call(node: fx.Node) -> Any:
             return args[0].size(args[1])
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        shapes = ", ".join(f"{source.name}: {tuple(getattr(source.meta['val'], 'shape', ()))}" for source in node.all_input_nodes)
+        shapes = ", ".join(
+            f"{source.name}: {tuple(getattr(source.meta['val'], 'shape', ()))}" for source in node.all_input_nodes
+        )
         raise SpecializeError(f"{node.name} = {op_name(node)}(...) fails at these sizes ({shapes}): {error}") from error
 
 
 def _place(node: fx.Node) -> None:
-    """Let devices in arguments be meta (the program's own device later); name one for ops that make tensors out of nothing."""
+    """Let devices in arguments be meta (the program's own device later); name one for ops that make tensors out of
+    nothing.
+    """
     if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
         node.args = tuple(META if isinstance(value, torch.device) else value for value in node.args)
         node.kwargs = {name: META if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}

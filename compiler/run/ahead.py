@@ -1,8 +1,10 @@
 """Kernels compiled and loaded ahead of their first launch, on several threads, while more programs are made.
 
-Each step is called as for a launch; in place of launching, Triton hands what it would compile to the threads. A compiler spends most of its time outside of
-Python, or in a process of its own. What can't be compiled is left alone here: the launch itself tells.
+Each step is called as for a launch; in place of launching, Triton hands what it would compile to the threads. A
+compiler spends most of its time outside of Python, or in a process of its own. What can't be compiled is left alone
+here: the launch itself tells.
 """
+
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class KernelsAhead:
-    """`with KernelsAhead(device) as ahead: ahead.add(bound)` for each program; all is compiled and loaded when the block ends."""
+    """`with KernelsAhead(device) as ahead: ahead.add(bound)` for each program; all is compiled and loaded when the
+    block ends.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

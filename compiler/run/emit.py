@@ -1,8 +1,10 @@
-"""A program bound to tensors: run step by step, or captured as one CUDA graph with the side stream's forks and joins inside it.
+"""A program bound to tensors: run step by step, or captured as one CUDA graph with the side stream's forks and joins
+inside it.
 
-Everything is resolved once (views, callables, events), so that a run is a plain loop over closures. Without a GPU the same steps run the ops'
-references into the same planned memory: a wrong plan shows there too.
+Everything is resolved once (views, callables, events), so that a run is a plain loop over closures. Without a GPU the
+same steps run the ops' references into the same planned memory: a wrong plan shows there too.
 """
+
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -24,7 +26,8 @@ OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]
 class BoundProgram:
     """`program` with its tensors.
 
-    tensors  buffer name -> tensor for every input, weight and adapter (extra names are ignored); also for outputs, where the caller wants them
+    tensors  buffer name -> tensor for every input, weight and adapter (extra names are ignored); also for outputs,
+             where the caller wants them
     device   where the arena lies (default: the tensors' device)
     arena    uint8 tensor to use instead of an own one; programs that never run at the same time may share it
     poison   fill the arena and the outputs with NaN bytes first
@@ -49,7 +52,9 @@ class BoundProgram:
         if poison:
             self.poison()
         self.outputs: tuple[Any, ...] = tuple(self._value(value) for value in program.outputs)
-        self.outs: tuple[tuple[torch.Tensor, ...], ...] = tuple(tuple(self._tensor(view) for view in step.outs) for step in program.steps)
+        self.outs: tuple[tuple[torch.Tensor, ...], ...] = tuple(
+            tuple(self._tensor(view) for view in step.outs) for step in program.steps
+        )
         self._calls = [self._call(step, outs) for step, outs in zip(program.steps, self.outs, strict=True)]
         self._graph: Any = None
         two_streams = self.device.type == "cuda" and any(step.stream == "side" for step in program.steps)
@@ -81,9 +86,11 @@ class BoundProgram:
         return [self._value(value) for value in self.program.steps[index].args]
 
     def prepare(self) -> None:
-        """GPU only: run, on the current stream, every step whose like this process has not run yet (see `first_runs`), and wait for it.
+        """GPU only: run, on the current stream, every step whose like this process has not run yet (see `first_runs`),
+        and wait for it.
 
-        Kernels are then compiled and loaded. Results mean nothing: most steps are left out. Point slot_mapping to -1, or the caches are written.
+        Kernels are then compiled and loaded. Results mean nothing: most steps are left out. Point slot_mapping to -1,
+        or the caches are written.
         """
         if self.device.type != "cuda":
             return
@@ -94,9 +101,11 @@ class BoundProgram:
             stream.synchronize()
 
     def capture(self, pool: Any = None) -> "BoundProgram":
-        """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU nothing is recorded and `replay` runs the steps.
+        """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU nothing is recorded
+        and `replay` runs the steps.
 
-        Steps run before as in `prepare`: point slot_mapping to -1, or the caches are written. Other threads must leave the device alone meanwhile.
+        Steps run before as in `prepare`: point slot_mapping to -1, or the caches are written. Other threads must leave
+        the device alone meanwhile.
         """
         if self.device.type != "cuda":
             return self
@@ -116,7 +125,9 @@ class BoundProgram:
         return self
 
     def replay(self) -> tuple[Any, ...]:
-        """Launch the captured graph on the current stream (run the steps when nothing was captured); returns the outputs."""
+        """Launch the captured graph on the current stream (run the steps when nothing was captured); returns the
+        outputs.
+        """
         if self._graph is None:
             return self.run()
         if SWITCH.recording is None:
@@ -178,9 +189,14 @@ class BoundProgram:
         """Each step's call within a range of its name, for a profiler."""
         if SWITCH.recording is not None:
             SWITCH.recording.bound[self.program.name] = self
-        return [ranged(step_range(self.program, step), call) for step, call in zip(self.program.steps, self._calls, strict=True)]
+        return [
+            ranged(step_range(self.program, step), call)
+            for step, call in zip(self.program.steps, self._calls, strict=True)
+        ]
 
-    def _run_two_streams(self, side: "_Side", calls: list[Callable[[], None]], synchronize: bool, on_step: OnStep | None) -> None:
+    def _run_two_streams(
+        self, side: "_Side", calls: list[Callable[[], None]], synchronize: bool, on_step: OnStep | None
+    ) -> None:
         main = current = torch.cuda.current_stream(self.device)
         side.fork.record(main)
         side.stream.wait_event(side.fork)  # the side stream joins a capture only through the main one
@@ -214,9 +230,17 @@ class BoundProgram:
         nbytes = self.program.arena_bytes
         if arena is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous() or arena.numel() < nbytes or not _same_device(arena.device, self.device):
+        if (
+            arena.dtype != torch.uint8
+            or arena.dim() != 1
+            or not arena.is_contiguous()
+            or arena.numel() < nbytes
+            or not _same_device(arena.device, self.device)
+        ):
             found = f"{arena.dtype} {tuple(arena.shape)} on {arena.device}"
-            raise ProgramError(f"the arena must be a uint8 row of at least {nbytes} bytes on {self.device}, got {found}")
+            raise ProgramError(
+                f"the arena must be a uint8 row of at least {nbytes} bytes on {self.device}, got {found}"
+            )
         return arena
 
     def _typed_arena(self, dtype: torch.dtype) -> torch.Tensor:
@@ -232,7 +256,10 @@ class BoundProgram:
                 return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
             first, size = buffer.offset or 0, buffer.dtype.itemsize
             if first % size:
-                raise ProgramError(f"temp {buffer.name!r} lies at byte {first} of the arena, which is no multiple of its dtype's {size} bytes")
+                raise ProgramError(
+                    f"temp {buffer.name!r} lies at byte {first} of the arena, which is no multiple of its dtype's "
+                    f"{size} bytes"
+                )
             return self._typed_arena(buffer.dtype).as_strided(buffer.shape, buffer.strides, first // size)
         if buffer.name not in tensors:
             if buffer.kind == "output":
@@ -241,15 +268,30 @@ class BoundProgram:
         tensor = tensors[buffer.name]
         if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or not _same_device(tensor.device, self.device):
             found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ProgramError(f"{buffer.kind} {buffer.name!r} must be {buffer.dtype} {list(buffer.shape)} on {self.device}, got {found}")
+            raise ProgramError(
+                f"{buffer.kind} {buffer.name!r} must be {buffer.dtype} {list(buffer.shape)} on {self.device}, got "
+                f"{found}"
+            )
         have = tensor.stride()
-        if have != buffer.strides and tensor.numel() and any(size > 1 and a != b for size, a, b in zip(buffer.shape, have, buffer.strides, strict=True)):
-            raise ProgramError(f"{buffer.kind} {buffer.name!r} has strides {have}, the program has {buffer.strides}; pass a contiguous tensor")
+        if (
+            have != buffer.strides
+            and tensor.numel()
+            and any(size > 1 and a != b for size, a, b in zip(buffer.shape, have, buffer.strides, strict=True))
+        ):
+            raise ProgramError(
+                f"{buffer.kind} {buffer.name!r} has strides {have}, the program has {buffer.strides}; pass a "
+                "contiguous tensor"
+            )
         return tensor.detach()
 
     def _tensor(self, view: View) -> torch.Tensor:
         base = self._buffers[view.buffer]
-        if view.shape == base.shape and view.stride == base.stride() and view.offset == 0 and view.dtype in (None, base.dtype):
+        if (
+            view.shape == base.shape
+            and view.stride == base.stride()
+            and view.offset == 0
+            and view.dtype in (None, base.dtype)
+        ):
             return base
         if 0 in view.shape:
             return torch.empty(view.shape, dtype=view.dtype or base.dtype, device=self.device)
@@ -303,7 +345,10 @@ def _capture_stream(device: torch.device) -> Any:
 
 @lru_cache(maxsize=16)
 def _side_stream(device: torch.device) -> Any:
-    """One side stream for all programs. PyTorch hands out the same 32 streams in turn: a new one each time would now and then be the capture's own."""
+    """One side stream for all programs.
+
+    PyTorch hands out the same 32 streams in turn: a new one each time would now and then be the capture's own.
+    """
     stream = torch.cuda.Stream(device)
     while stream == _capture_stream(device):
         stream = torch.cuda.Stream(device)
@@ -319,19 +364,32 @@ def _store(result: Any, outs: tuple[torch.Tensor, ...], step: Step) -> None:
     if not outs:
         return
     results = as_outputs(result)
-    if len(results) != len(outs) or any(value.shape != out.shape or value.dtype != out.dtype for value, out in zip(results, outs, strict=True)):
+    if len(results) != len(outs) or any(
+        value.shape != out.shape or value.dtype != out.dtype for value, out in zip(results, outs, strict=True)
+    ):
         made = [(value.dtype, tuple(value.shape)) for value in results]
-        raise ProgramError(f"step {step.index} {step.name} ({step.op}) returned {made}, the program expects {[(out.dtype, tuple(out.shape)) for out in outs]}")
+        raise ProgramError(
+            f"step {step.index} {step.name} ({step.op}) returned {made}, the program expects "
+            f"{[(out.dtype, tuple(out.shape)) for out in outs]}"
+        )
     for value, out in zip(results, outs, strict=True):
         out.copy_(value)
 
 
-def _resolve_device(program: Program, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None) -> torch.device:
+def _resolve_device(
+    program: Program, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None
+) -> torch.device:
     if device is None:
-        bound = [tensors[buffer.name].device for buffer in program.of_kind("input", "weight", "adapter") if buffer.name in tensors]
+        bound = [
+            tensors[buffer.name].device
+            for buffer in program.of_kind("input", "weight", "adapter")
+            if buffer.name in tensors
+        ]
         return bound[0] if bound else torch.device("cpu")
     chosen = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if chosen.type == "cuda" and chosen.index is None else chosen
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if chosen.type == "cuda" and chosen.index is None else chosen
+    )
 
 
 def _same_device(first: torch.device, second: torch.device) -> bool:

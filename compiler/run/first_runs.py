@@ -1,9 +1,10 @@
 """Which launches this process has not made yet: what has to run once before it may be captured.
 
-The first launch of a kernel compiles it, loads its machine code and may allocate scratch memory; none of that belongs into a capture. All of it follows from
-the op, its plain arguments, and the shapes, strides, dtypes and alignments of its tensors, so one layer's launch stands for all layers', and a program's for
-those of every program that has the same.
+The first launch of a kernel compiles it, loads its machine code and may allocate scratch memory; none of that belongs
+into a capture. All of it follows from the op, its plain arguments, and the shapes, strides, dtypes and alignments of
+its tensors, so one layer's launch stands for all layers', and a program's for those of every program that has the same.
 """
+
 from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -21,8 +22,8 @@ _made: set[Hashable] = set()
 def first_runs(program: Program, buffers: Mapping[str, torch.Tensor], place: Hashable) -> list[int]:
     """Indices of the steps that are to run, in order, before `program` is captured; they count as made from now on.
 
-    `buffers`: the tensors by buffer name. `place`: the device and stream; libraries keep scratch memory for each. Steps that write whole numbers of 32 or 64
-    bits always run: others may take their results for addresses.
+    `buffers`: the tensors by buffer name. `place`: the device and stream; libraries keep scratch memory for each. Steps
+    that write whole numbers of 32 or 64 bits always run: others may take their results for addresses.
     """
     aligned = {name: tensor.data_ptr() % ALIGNMENT for name, tensor in buffers.items()}
     dtypes = {buffer.name: buffer.dtype for buffer in program.buffers}
@@ -34,11 +35,20 @@ def first_runs(program: Program, buffers: Mapping[str, torch.Tensor], place: Has
         if isinstance(value, View):
             dtype = value.dtype or dtypes[value.buffer]
             return value.shape, value.stride, dtype, (aligned[value.buffer] + value.offset * dtype.itemsize) % ALIGNMENT
-        return described(value) if isinstance(value, tuple) else (type(value), value)  # 1, 1.0 and True are equal, and compile differently
+        # 1, 1.0 and True are equal, and compile differently
+        return described(value) if isinstance(value, tuple) else (type(value), value)
 
     chosen = []
     for step in program.steps:
-        key = (place, step.op, step.sm_budget, step.pdl, described(step.args), described(step.kwargs), described(step.outs))
+        key = (
+            place,
+            step.op,
+            step.sm_budget,
+            step.pdl,
+            described(step.args),
+            described(step.kwargs),
+            described(step.outs),
+        )
         if key not in _made or _writes_numbers(step, dtypes):
             _made.add(key)
             chosen.append(step.index)

@@ -1,8 +1,10 @@
-"""Names for a profiler: while `step_ranges()` is on, each step of a running program and each replay of a captured one lies in a range named after it.
+"""Names for a profiler: while `step_ranges()` is on, each step of a running program and each replay of a captured one
+lies in a range named after it.
 
-Ranges are torch's `record_function`, and NVTX ranges where there is a GPU. Off (the default) nothing is called and nothing is allocated.
-`compiler/inspect/profile.py` reads the names back.
+Ranges are torch's `record_function`, and NVTX ranges where there is a GPU. Off (the default) nothing is called and
+nothing is allocated. `compiler/inspect/profile.py` reads the names back.
 """
+
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

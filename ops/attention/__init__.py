@@ -10,4 +10,5 @@ append_kv               k and v into the cache
 rope, rope_angles       rotary position embedding
 rope_append             RoPE, Hadamard transform, quantization and append in one launch
 """
+
 from . import append_kv, paged_attention, paged_attention_blocks, rope, rope_angles, rope_append, widen_kv, widen_plan

@@ -1,4 +1,5 @@
 """`append_kv`: quantizes keys and values as the cache asks and stores them at their slots (layout: `kv_layout`)."""
+
 from typing import Optional
 
 import torch
@@ -7,13 +8,28 @@ import triton.language as tl
 
 from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from ..core.registry import register
-from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to, to_e4m3, to_int8
+from ..core.triton_support import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    pdl_start,
+    require_contiguous,
+    round_to,
+    to_e4m3,
+    to_int8,
+)
 
 
 def store_kv_reference(
-    heads: torch.Tensor, which: int, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor
+    heads: torch.Tensor,
+    which: int,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
 ) -> None:
-    """Write heads [T, HK, D] (fp32 or model dtype) as the cache's keys (`which` = KEY) or values (VALUE), one scale per token and head."""
+    """Write heads [T, HK, D] (fp32 or model dtype) as the cache's keys (`which` = KEY) or values (VALUE), one scale
+    per token and head.
+    """
     present = slot_mapping >= 0
     slots = slot_mapping[present].long()
     page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
@@ -35,7 +51,9 @@ def store_kv_reference(
 def check_cache(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> None:
     """A quantized cache has scales, a plain one has none."""
     if (kv_cache.dtype in QUANTIZED_MAX) != (kv_scales is not None):
-        raise ValueError(f"a {kv_cache.dtype} KV cache goes {'with' if kv_cache.dtype in QUANTIZED_MAX else 'without'} kv_scales")
+        raise ValueError(
+            f"a {kv_cache.dtype} KV cache goes {'with' if kv_cache.dtype in QUANTIZED_MAX else 'without'} kv_scales"
+        )
 
 
 def check_center(key_center: Optional[torch.Tensor], heads: int, width: int) -> None:
@@ -51,14 +69,20 @@ def centered(k: torch.Tensor, key_center: Optional[torch.Tensor]) -> torch.Tenso
 
 
 def append_kv_reference(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
     key_center: Optional[torch.Tensor] = None,
 ) -> None:
-    """k, v [T, HK, D] -> kv_cache [NP, HK, 2, PAGE_SIZE, D] and kv_scales [NP, HK, 2, PAGE_SIZE] at slot_mapping [T] int32, in place.
+    """k, v [T, HK, D] -> kv_cache [NP, HK, 2, PAGE_SIZE, D] and kv_scales [NP, HK, 2, PAGE_SIZE] at slot_mapping [T]
+    int32, in place.
 
-    An e4m3 or int8 cache has scales (amax / 448 or amax / 127 per token and head; int8 rounds to nearest even); a cache of the model's
-    dtype has none. Slot -1 is padding. Two tokens of one call never share a slot. key_center [HK, D] fp32 is subtracted from k in fp32: softmax does not see
-    a constant that all keys of a head have in common, but their scales do.
+    An e4m3 or int8 cache has scales (amax / 448 or amax / 127 per token and head; int8 rounds to nearest even); a cache
+    of the model's dtype has none. Slot -1 is padding. Two tokens of one call never share a slot. key_center [HK, D]
+    fp32 is subtracted from k in fp32: softmax does not see a constant that all keys of a head have in common, but their
+    scales do.
     """
     check_cache(kv_cache, kv_scales)
     store_kv_reference(centered(k, key_center), KEY, kv_cache, kv_scales, slot_mapping)
@@ -66,7 +90,11 @@ def append_kv_reference(
 
 
 def append_kv_fake(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
     key_center: Optional[torch.Tensor] = None,
 ) -> None:
     return None
@@ -74,11 +102,24 @@ def append_kv_fake(
 
 @triton.jit
 def store_heads(
-    first, second, head, present, which, slot, kv_cache, kv_scales,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr,
+    first,
+    second,
+    head,
+    present,
+    which,
+    slot,
+    kv_cache,
+    kv_scales,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """Store heads [GROUP, D] (as fp32 halves; which: 0 keys, 1 values) of one token at its slot >= 0; LIMIT = 0: a cache without scales."""
-    row = ((slot // PAGE * HEADS + head) * 2 + which) * PAGE + slot % PAGE  # the (page, head, K | V, token) of each head
+    """Store heads [GROUP, D] (as fp32 halves; which: 0 keys, 1 values) of one token at its slot >= 0; LIMIT = 0: a
+    cache without scales.
+    """
+    # the (page, head, K | V, token) of each head
+    row = ((slot // PAGE * HEADS + head) * 2 + which) * PAGE + slot % PAGE
     if LIMIT > 0:
         amax = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
         scale = tl.maximum(amax, 1e-12) / LIMIT
@@ -103,9 +144,10 @@ def _to_cache(values, dtype: tl.constexpr):
 
 @triton.jit
 def _append_kernel(
-    k, v, kv_cache, kv_scales, slot_mapping, key_center, k_token, k_head, v_token, v_head,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, CENTERED: tl.constexpr, PDL: tl.constexpr,
-):
+    k, v, kv_cache, kv_scales, slot_mapping, key_center, k_token, k_head, v_token, v_head, HEADS: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     which = tl.program_id(2)
@@ -128,24 +170,38 @@ def _append_kernel(
 
 
 def append_kv_launch(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor,
-    key_center: Optional[torch.Tensor] = None, *, out: tuple[torch.Tensor, ...] = (), sm_budget: Optional[int] = None, pdl: bool = False,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    key_center: Optional[torch.Tensor] = None,
+    *,
+    out: tuple[torch.Tensor, ...] = (),
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill the cache; k and v may have any strides over tokens and heads. Too small to heed `sm_budget`."""
     check_cache(kv_cache, kv_scales)
-    require_contiguous("append_kv", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center)
+    require_contiguous(
+        "append_kv", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center
+    )
     if k.stride(-1) != 1 or v.stride(-1) != 1:
-        raise ValueError(f"append_kv: the heads of k and v must be contiguous, not strided by {k.stride(-1)} and {v.stride(-1)}")
+        raise ValueError(
+            f"append_kv: the heads of k and v must be contiguous, not strided by {k.stride(-1)} and {v.stride(-1)}"
+        )
     tokens, heads, width = k.shape
     check_center(key_center, heads, width)
     if tokens == 0:
         return
     group = min(next_power_of_2(heads), 4)
-    _append_kernel[(tokens, cdiv(heads, group), 2)](
+    _append_kernel[tokens, cdiv(heads, group), 2](
         k, v, kv_cache, kv_scales, slot_mapping, key_center, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HEADS=heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group, CENTERED=key_center is not None, num_warps=1,
-        **pdl_options(pdl),
-    )
+        HEADS=heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group,
+        CENTERED=key_center is not None, num_warps=1, **pdl_options(pdl),
+    )  # fmt: skip
 
 
-append_kv = register("append_kv", append_kv_reference, append_kv_fake, append_kv_launch, mutates=('kv_cache', 'kv_scales'))
+append_kv = register(
+    "append_kv", append_kv_reference, append_kv_fake, append_kv_launch, mutates=("kv_cache", "kv_scales")
+)

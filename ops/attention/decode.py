@@ -1,10 +1,12 @@
 """Decode attention in Triton: one query row a sequence, head_dim 64 or 128, any cache dtype.
 
-A program owns one (sequence, kv head, split) and walks its pages, one of 64 tokens a step. Products are transposed, S^T = K Q^T and
-O^T = V^T P^T, so that pages are the tall operand of the tensor cores and the few query heads of a group the narrow one (padded to 16).
-A sequence's pages are divided evenly among its splits on the device, since the host does not know the lengths (they change under a captured
-graph); a split without pages leaves at once. The last split to arrive merges all of them in order: same bits at every run.
+A program owns one (sequence, kv head, split) and walks its pages, one of 64 tokens a step. Products are transposed, S^T
+= K Q^T and O^T = V^T P^T, so that pages are the tall operand of the tensor cores and the few query heads of a group the
+narrow one (padded to 16). A sequence's pages are divided evenly among its splits on the device, since the host does not
+know the lengths (they change under a captured graph); a split without pages leaves at once. The last split to arrive
+merges all of them in order: same bits at every run.
 """
+
 from typing import Optional
 
 import torch
@@ -22,8 +24,12 @@ MIN_SPLIT_PAGES = tl.constexpr(2)
 
 
 @triton.jit
-def merge_splits(partial, logsumexp, row, active, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):
-    """Splits row..row + active of one (sequence, kv head), [G, D] each, merged in ascending order -> [GROUP, D] fp32."""
+def merge_splits(
+    partial, logsumexp, row, active, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr
+):
+    """Splits row..row + active of one (sequence, kv head), [G, D] each, merged in ascending order -> [GROUP, D]
+    fp32.
+    """
     split = tl.arange(0, STEP)
     group = tl.arange(0, GROUP)
     dim = tl.arange(0, D)
@@ -34,7 +40,9 @@ def merge_splits(partial, logsumexp, row, active, G: tl.constexpr, GROUP: tl.con
         at = (row + first + split)[:, None] * G + group[None, :]
         there = (first + split < active)[:, None] & (group < G)[None, :]
         lse = tl.load(logsumexp + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        part = tl.load(partial + at[:, :, None] * D + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial + at[:, :, None] * D + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"
+        )
         new_top = tl.maximum(top, tl.max(lse, 0))
         keep = tl.exp2(top - new_top)
         weight = tl.exp2(lse - new_top[None, :])
@@ -48,9 +56,12 @@ def merge_splits(partial, logsumexp, row, active, G: tl.constexpr, GROUP: tl.con
 def decode_kernel(
     q, cache, scales, block_table, context_lens, out, partial, logsumexp, arrivals, scale_log2, num_blocks, splits,
     HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [B, HK * G, D]; partial [B * HK * splits, G, D], logsumexp [B * HK * splits, G] fp32 (log2 units); arrivals [B * HK] int32, zero."""
+    """q, out [B, HK * G, D]; partial [B * HK * splits, G, D], logsumexp [B * HK * splits, G] fp32 (log2 units);
+    arrivals [B * HK] int32, zero.
+    """
     pdl_start(PDL)
     program = tl.program_id(0)
     head = program % HK
@@ -85,7 +96,8 @@ def decode_kernel(
         keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
         cached = block * PAGE + token < length
         k = tl.load(keys)
-        v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0)  # what lies behind the end may be anything: 0 * NaN is NaN
+        # what lies behind the end may be anything: 0 * NaN is NaN
+        v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0)
         scores = dot_ieee(k.to(OPERAND), q_transposed, tl.zeros([PAGE, N], tl.float32)) * scale_log2
         if QUANTIZED:
             scores *= tl.load(scales + page * (2 * PAGE) + token)[:, None]
@@ -95,7 +107,9 @@ def decode_kernel(
         p = tl.exp2(scores - new_top[None, :])
         total = total * keep + tl.sum(p, 0)
         if QUANTIZED:
-            p *= (tl.load(scales + page * (2 * PAGE) + PAGE + token, mask=cached, other=0.0) * PROBABILITY_SCALE)[:, None]
+            p *= (tl.load(scales + page * (2 * PAGE) + PAGE + token, mask=cached, other=0.0) * PROBABILITY_SCALE)[
+                :, None
+            ]
         acc = dot_ieee(tl.trans(v.to(OPERAND)), p.to(OPERAND), acc * keep[None, :])
         top = new_top
     if QUANTIZED:
@@ -122,7 +136,9 @@ def decode_kernel(
 
 
 def decode_splits(rows: int, num_blocks: int, device: torch.device) -> int:
-    """Splits of a sequence's pages: enough that `rows` (sequence, kv head) pairs give every SM two programs, were all tables full."""
+    """Splits of a sequence's pages: enough that `rows` (sequence, kv head) pairs give every SM two programs, were
+    all tables full.
+    """
     return max(1, min(2 * multiprocessors(device) // rows, num_blocks // MIN_SPLIT_PAGES.value, MAX_SPLITS))
 
 
@@ -136,7 +152,10 @@ def launch(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Fill out [B, HQ * D] from q [B, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernel where that one fits."""
+    """Fill out [B, HQ * D] from q [B, HQ, D]; the rest as in `paged_attention`.
+
+    Takes the Gluon kernel where that one fits.
+    """
     if decode_gluon.fits(q, kv_cache):
         decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl)
     else:
@@ -162,10 +181,10 @@ def launch_triton(
     partial, logsumexp, arrivals = split_workspace(q.device, rows, splits, group, dim)
     pdl = pdl and not INTERPRETED
     padded_group = next_power_of_2(group)
-    decode_kernel[(rows * splits,)](
-        q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, out, partial, logsumexp, arrivals,
-        softmax_scale * LOG2_E, num_blocks, splits,
-        HK=kv_heads, G=group, GROUP=padded_group, N=max(16, padded_group), D=dim, STEP=max(1, 32 // padded_group),
-        OPERAND=operand_type(kv_cache.dtype), QUANTIZED=kv_scales is not None, SPLIT=splits > 1, PAGE=PAGE_SIZE,
+    decode_kernel[rows * splits,](
+        q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, out, partial, logsumexp,
+        arrivals, softmax_scale * LOG2_E, num_blocks, splits, HK=kv_heads, G=group, GROUP=padded_group,
+        N=max(16, padded_group), D=dim, STEP=max(1, 32 // padded_group), OPERAND=operand_type(kv_cache.dtype),
+        QUANTIZED=kv_scales is not None, SPLIT=splits > 1, PAGE=PAGE_SIZE,
         STAGES=1 if kv_cache.dtype == torch.float32 else 3, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,16 +1,18 @@
 """Decode attention for Hopper in Gluon: head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache.
 
-What bounds a plain decode kernel is not memory but instructions: conversions, reductions across warps, barriers. So here every warp works for
-itself. It owns 64 / WARPS tokens of each page and keeps its own running maximum, sum and output (mma.sync with the warps as a batch
-dimension); the loop's only barrier is the one that frees a page's buffer. Warps are merged once, at the end. One TMA box of 128 rows brings K
-and V of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in decode_gluon_pieces.
+What bounds a plain decode kernel is not memory but instructions: conversions, reductions across warps, barriers. So
+here every warp works for itself. It owns 64 / WARPS tokens of each page and keeps its own running maximum, sum and
+output (mma.sync with the warps as a batch dimension); the loop's only barrier is the one that frees a page's buffer.
+Warps are merged once, at the end. One TMA box of 128 rows brings K and V of a page and head, a second one their scales;
+STAGES boxes are in flight. The steps of the loop are in decode_gluon_pieces.
 
-Splits as in attention_decode. Under PDL every page but a sequence's newest is fetched before the wait, since earlier steps wrote it; lengths and
-block table are read before it as well.
+Splits as in attention_decode. Under PDL every page but a sequence's newest is fetched before the wait, since earlier
+steps wrote it; lengths and block table are read before it as well.
 
-H200, Llama-8B shape, e4m3, CUDA graphs, cold cache, us (fraction of 4.68 TB/s) with PDL: 64 sequences of 1024 tokens 33.3 (89%), 64 x 4096 127.3
-(93%), 256 x 512 67.4 (88%), 64 x 256 9.9 (75%); 64 x 1024 in bf16 62.4 (92%).
+H200, Llama-8B shape, e4m3, CUDA graphs, cold cache, us (fraction of 4.68 TB/s) with PDL: 64 sequences of 1024 tokens
+33.3 (89%), 64 x 4096 127.3 (93%), 256 x 512 67.4 (88%), 64 x 256 9.9 (75%); 64 x 1024 in bf16 62.4 (92%).
 """
+
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -50,13 +52,16 @@ HEADS = 8  # columns of S^T and O^T
 
 @gluon.jit(do_not_specialize=["num_blocks", "splits"])
 def decode_kernel(
-    page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, score_scale, num_blocks, splits,
-    out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr, WHOLE: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr, PDL: gl.constexpr,
+    page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, score_scale, num_blocks,
+    splits, out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr,
+    MIN_PAGES: gl.constexpr, WHOLE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    PADDED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128] are TMA descriptors.
+    """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128]
+    are TMA descriptors.
 
-    With PADDED, out is e4m3 or int8 and out_scale [HQ, PADDED] takes one scale a head and sequence (a head is a block of `quantize_blocks`).
+    With PADDED, out is e4m3 or int8 and out_scale [HQ, PADDED] takes one scale a head and sequence (a head is a block
+    of `quantize_blocks`).
     """
     program = gl.program_id(0)
     head = program % HK
@@ -114,7 +119,9 @@ def decode_kernel(
     if PDL:
         gdc_wait()
         if old < gl.minimum(count, STAGES):
-            fetch_page(page_boxes, scale_boxes, pages, scales, ready, old, gl.load(block_table + old) * HK + head, BF16, True)
+            fetch_page(
+                page_boxes, scale_boxes, pages, scales, ready, old, gl.load(block_table + old) * HK + head, BF16, True
+            )
     q_transposed = load_queries(q + row * G * 128, score_scale, G, WARPS, BF16)
     PRODUCT: gl.constexpr = product_layout(WARPS)
     acc = gl.zeros([WARPS, 128, 8], gl.float32, PRODUCT)
@@ -132,13 +139,17 @@ def decode_kernel(
         k = page.slice(0, 64).load(key_layout(WARPS, BF16))
         v = page.slice(64, 64).load(value_layout(WARPS, BF16))
         if BF16:
-            scores = mma_v2(key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT))
+            scores = mma_v2(
+                key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT)
+            )
             scores = scores * score_scale
             v_scale = token
         else:
             k_scale = per_token(flat_scales.index(slot * 2).load(token_layout(WARPS)), WARPS)
             v_scale = per_token(flat_scales.index(slot * 2 + 1).load(token_layout(WARPS)), WARPS)
-            scores = mma_v2(key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT))
+            scores = mma_v2(
+                key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT)
+            )
             scores = scores * k_scale[:, :, None]
         cta_barrier()  # every warp has read the slot
         fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, next_id * HK + head, BF16, refill)
@@ -149,7 +160,8 @@ def decode_kernel(
             slot = 0
             phase ^= 1
 
-    outputs = view_shared(pages, gl.float32, [WARPS, 8, 128], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))  # the pages are used up
+    # the pages are used up
+    outputs = view_shared(pages, gl.float32, [WARPS, 8, 128], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
     o, lse = merge_warps(acc, top, total, outputs, states, WARPS, BF16)
     if SPLIT:
         active = (total_pages + chunk - 1) // chunk
@@ -172,11 +184,18 @@ def decode_kernel(
 def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Does this kernel take these heads and this cache?"""
     heads, dim = q.shape[1:]
-    return not INTERPRETED and dim == HEAD_DIM and heads // kv_cache.shape[1] <= HEADS and kv_cache.dtype in (torch.float8_e4m3fn, torch.int8, torch.bfloat16)
+    return (
+        not INTERPRETED
+        and dim == HEAD_DIM
+        and heads // kv_cache.shape[1] <= HEADS
+        and kv_cache.dtype in (torch.float8_e4m3fn, torch.int8, torch.bfloat16)
+    )
 
 
 class Tiling(NamedTuple):
-    """How a batch is cut: warps and page buffers of a program, splits of a sequence, the fewest pages of a split, and the most of a sequence without."""
+    """How a batch is cut: warps and page buffers of a program, splits of a sequence, the fewest pages of a split,
+    and the most of a sequence without.
+    """
 
     warps: int
     stages: int
@@ -188,11 +207,13 @@ class Tiling(NamedTuple):
 def tiling(rows: int, num_blocks: int, wide: bool, device: torch.device) -> Tiling:
     """For `rows` (sequence, kv head) pairs whose lengths nobody knows yet.
 
-    Two warps and three buffers put four programs on an SM: enough to saturate memory, and under PDL no empty places are left on which the
-    next kernel's programs would pile up. Splits fill those places when rows do not, which also evens out ragged lengths (16 sequences of
-    64..8192 tokens: 32 us instead of 57). Where rows fill the GPU by themselves, only a wide table says that some sequence may be long: then those of
-    more than 16 pages are split, so that the longest ones do not end alone. Very few rows get larger programs, two an SM, or one where the cache is
-    `wide`, in 16 bits, and a program's buffers fill the SM; a sequence of up to four pages is not split there, since merging would take longer.
+    Two warps and three buffers put four programs on an SM: enough to saturate memory, and under PDL no empty places are
+    left on which the next kernel's programs would pile up. Splits fill those places when rows do not, which also evens
+    out ragged lengths (16 sequences of 64..8192 tokens: 32 us instead of 57). Where rows fill the GPU by themselves,
+    only a wide table says that some sequence may be long: then those of more than 16 pages are split, so that the
+    longest ones do not end alone. Very few rows get larger programs, two an SM, or one where the cache is `wide`, in 16
+    bits, and a program's buffers fill the SM; a sequence of up to four pages is not split there, since merging would
+    take longer.
     """
     processors = multiprocessors(device)
     if rows > 8 * processors:
@@ -215,7 +236,10 @@ def launch(
     pdl: bool,
     out_scale: Optional[torch.Tensor] = None,
 ) -> None:
-    """As `attention_decode.launch`, where `fits` says so. With `out_scale` [HQ, P] the result is quantized per head: out [B, HQ * 128] is e4m3 or int8."""
+    """As `attention_decode.launch`, where `fits` says so.
+
+    With `out_scale` [HQ, P] the result is quantized per head: out [B, HQ * 128] is e4m3 or int8.
+    """
     sequences, heads, dim = q.shape
     kv_heads, num_blocks = kv_cache.shape[1], block_table.shape[1]
     group, rows = heads // kv_heads, sequences * kv_heads
@@ -223,15 +247,18 @@ def launch(
     partial, logsumexp, arrivals = split_workspace(q.device, rows, splits, group, dim)
     page_boxes, scale_boxes = descriptors(kv_cache, kv_scales)
     padded_group = next_power_of_2(group)
-    decode_kernel[(rows * splits,)](
-        page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, softmax_scale * LOG2_E, num_blocks, splits,
-        out_scale, HK=kv_heads, G=group, GROUP=padded_group, BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, WHOLE=whole,
-        STEP=8 * warps, STAGES=stages, WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    decode_kernel[rows * splits,](
+        page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals,
+        softmax_scale * LOG2_E, num_blocks, splits, out_scale, HK=kv_heads, G=group, GROUP=padded_group,
+        BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, WHOLE=whole, STEP=8 * warps, STAGES=stages,
+        WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def descriptors(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> tuple[Any, Any]:
-    """TMA descriptors of the cache and its scales: plain values that travel with the launch, also into a captured graph."""
+    """TMA descriptors of the cache and its scales: plain values that travel with the launch, also into a captured
+    graph.
+    """
     bits = 8 * kv_cache.element_size()
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     page_boxes = TensorDescriptor.from_tensor(kv_cache.view(-1, HEAD_DIM), [2 * PAGE_SIZE, HEAD_DIM], swizzled)

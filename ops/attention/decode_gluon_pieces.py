@@ -1,14 +1,16 @@
 """The steps of decode_gluon's loop: register layouts, operands, the online softmax of one page, the merges.
 
-  S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile. K goes from shared memory to
-          registers 16 bytes a lane, two e4m3 values to fp16 by one instruction. What a lane then holds is not what the tensor core wants in
-          that place, but a reduction may run in any order: the reduction index is permuted, in Q too (`load_queries`).
-  O^T     = V^T P^T. V needs pairs of tokens in one register: one byte permutation for four values, then the same conversion
-          (`value_operand`). The rows of O^T come out permuted and are put back in `merge_warps`.
+  S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile. K goes from
+          shared memory to registers 16 bytes a lane, two e4m3 values to fp16 by one instruction. What a lane then holds
+          is not what the tensor core wants in that place, but a reduction may run in any order: the reduction index is
+          permuted, in Q too (`load_queries`).
+  O^T     = V^T P^T. V needs pairs of tokens in one register: one byte permutation for four values, then the same
+          conversion (`value_operand`). The rows of O^T come out permuted and are put back in `merge_warps`.
   P       takes V's scale and 2^8 before it is rounded to 16 bits (see attention_pieces) and is transposed by movmatrix.
 
 Q is rounded once to fp16 (bf16 beside a bf16 cache); K's scale multiplies the scores.
 """
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,10 +23,13 @@ PROBABILITY_SHIFT = gl.constexpr(8.0)  # log2 of attention_pieces.PROBABILITY_SC
 LOWEST = gl.constexpr(-1.0e30)
 
 
-# Layouts. A warp's lane is 4 * r + c. Shared loads are 16 bytes a lane, free of bank conflicts under the 128-byte swizzle.
+# Layouts. A warp's lane is 4 * r + c. Shared loads are 16 bytes a lane, free of bank conflicts under the 128-byte
+# swizzle.
 @triton.constexpr_function
 def token_bits(WARPS):
-    """Tokens 16 and 32 of a page belong to other warps while a warp owns fewer; the rest are registers: (registers, warps)."""
+    """Tokens 16 and 32 of a page belong to other warps while a warp owns fewer; the rest are registers: (registers,
+    warps).
+    """
     own = 64 // WARPS
     return [t for t in (8, 16, 32) if t < own], [t for t in (16, 32) if t >= own]
 
@@ -51,7 +56,9 @@ def value_layout(WARPS, BF16):
 def token_layout(WARPS):
     """One value a token [64], where S^T has that token's row."""
     registers, warps = token_bits(WARPS)
-    return gl.DistributedLinearLayout([[t] for t in registers], [[0], [0], [1], [2], [4]], [[t] for t in warps], [], [64])
+    return gl.DistributedLinearLayout(
+        [[t] for t in registers], [[0], [0], [1], [2], [4]], [[t] for t in warps], [], [64]
+    )
 
 
 @triton.constexpr_function
@@ -78,7 +85,10 @@ def merge_layout(WARPS):
 
 @gluon.jit
 def load_queries(q, score_scale, G: gl.constexpr, WARPS: gl.constexpr, BF16: gl.constexpr):
-    """Q^T [WARPS, 128, 8], the same for every warp, its reduction index permuted like K's. Scaled to log2 units, unless bf16 (exact)."""
+    """Q^T [WARPS, 128, 8], the same for every warp, its reduction index permuted like K's.
+
+    Scaled to log2 units, unless bf16 (exact).
+    """
     OPERAND: gl.constexpr = narrow_operand(WARPS)
     k = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))
     head = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
@@ -94,7 +104,10 @@ def load_queries(q, score_scale, G: gl.constexpr, WARPS: gl.constexpr, BF16: gl.
 
 @gluon.jit
 def to_half(x):
-    """e4m3 or int8 to fp16, exactly. With its sign bit flipped, an int8's byte below 0x64 is the fp16 number 1152 above it."""
+    """e4m3 or int8 to fp16, exactly.
+
+    With its sign bit flipped, an int8's byte below 0x64 is the fp16 number 1152 above it.
+    """
     if x.dtype == gl.int8:
         return gl.inline_asm_elementwise(
             """{ .reg .b32 x, a, b, middle;
@@ -104,7 +117,12 @@ def to_half(x):
                  prmt.b32 b, x, 0x64646464, 0x4342;
                  sub.rn.f16x2 $0, a, middle;
                  sub.rn.f16x2 $1, b, middle; }""",
-            "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r",
+            [x],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=4,
+        )
     else:
         return x.to(gl.float16)
 
@@ -145,7 +163,12 @@ def value_operand(v, WARPS: gl.constexpr, BF16: gl.constexpr):
                      sub.rn.f16x2 $1, b, middle;
                      sub.rn.f16x2 $2, c, middle;
                      sub.rn.f16x2 $3, d, middle; }""",
-                "=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)  # fmt: skip
+                "=r,=r,=r,=r,r,r",
+                [even, odd],
+                dtype=(gl.float16, gl.float16),
+                is_pure=True,
+                pack=4,
+            )
         else:
             low, high = gl.inline_asm_elementwise(
                 """{ .reg .b32 ab, cd; .reg .b16 a, b, c, d;
@@ -157,7 +180,12 @@ def value_operand(v, WARPS: gl.constexpr, BF16: gl.constexpr):
                      cvt.rn.f16x2.e4m3x2 $1, b;
                      cvt.rn.f16x2.e4m3x2 $2, c;
                      cvt.rn.f16x2.e4m3x2 $3, d; }""",
-                "=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)  # fmt: skip
+                "=r,=r,=r,=r,r,r",
+                [even, odd],
+                dtype=(gl.float16, gl.float16),
+                is_pure=True,
+                pack=4,
+            )
         v = gl.permute(gl.reshape(gl.join(low, high), [WARPS, TOKENS // 2, 8, 4, 2, 2, 2]), (0, 3, 6, 4, 2, 1, 5))
     return gl.convert_layout(gl.reshape(v, [WARPS, 128, TOKENS]), tall_operand(WARPS), assert_trivial=True)
 
@@ -165,7 +193,9 @@ def value_operand(v, WARPS: gl.constexpr, BF16: gl.constexpr):
 @gluon.jit
 def per_token(x, WARPS: gl.constexpr):
     """[64] in token_layout -> [WARPS, tokens], beside the rows of S^T."""
-    return gl.convert_layout(gl.reshape(x, [WARPS, 64 // WARPS]), gl.SliceLayout(2, product_layout(WARPS)), assert_trivial=True)
+    return gl.convert_layout(
+        gl.reshape(x, [WARPS, 64 // WARPS]), gl.SliceLayout(2, product_layout(WARPS)), assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -177,10 +207,15 @@ def attend(scores, v, v_scale, top, total, acc, seen, WARPS: gl.constexpr, BF16:
     keep = gl.exp2(top - new_top)
     p = gl.exp2(scores - (new_top - PROBABILITY_SHIFT)[:, None, :])
     lane_sum = gl.sum(gl.reshape(p, [WARPS, TOKENS // 8, 8, 8]), 1)
-    total = total * gl.convert_layout(keep, gl.SliceLayout(1, lane_sum.type.layout), assert_trivial=True)[:, None, :] + lane_sum
+    total = (
+        total * gl.convert_layout(keep, gl.SliceLayout(1, lane_sum.type.layout), assert_trivial=True)[:, None, :]
+        + lane_sum
+    )
     p = p.to(gl.bfloat16) if BF16 else (p * v_scale[:, :, None]).to(gl.float16)
     # transposing each 8 x 8 tile turns S^T's accumulator into the narrow operand
-    p = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
+    p = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2
+    )
     p = gl.reshape(gl.permute(gl.reshape(p, [WARPS, TOKENS // 8, 8, 8]), (0, 1, 3, 2)), [WARPS, TOKENS, 8])
     p = gl.convert_layout(p, narrow_operand(WARPS), assert_trivial=True)
     return new_top, total, mma_v2(value_operand(v, WARPS, BF16), p, acc * keep[:, None, :])
@@ -204,7 +239,7 @@ def merge_warps(acc, top, total, outputs, states, WARPS: gl.constexpr, BF16: gl.
     """The warps' (maximum, sum, O^T), through shared memory -> O [8, 128] divided by the sum, and log2-sum-exp [8]."""
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     BY_HEAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
-    if BF16:  # noqa: SIM108
+    if BF16:
         o = gl.permute(gl.reshape(acc, [WARPS, 2, 4, 2, 8, 8]), (0, 5, 1, 4, 2, 3))
     else:
         o = gl.permute(gl.reshape(acc, [WARPS, 8, 2, 8, 8]), (0, 4, 3, 1, 2))
@@ -215,7 +250,9 @@ def merge_warps(acc, top, total, outputs, states, WARPS: gl.constexpr, BF16: gl.
     tops = states.index(0).load(gl.SliceLayout(2, LAYOUT))
     new_top = gl.max(tops, 0)
     weight = gl.exp2(tops - new_top[None, :])
-    total = gl.convert_layout(gl.sum(states.index(1).load(gl.SliceLayout(2, LAYOUT)) * weight, 0), BY_HEAD, assert_trivial=True)
+    total = gl.convert_layout(
+        gl.sum(states.index(1).load(gl.SliceLayout(2, LAYOUT)) * weight, 0), BY_HEAD, assert_trivial=True
+    )
     o = gl.sum(outputs.load(LAYOUT) * weight[:, :, None], 0) / total[:, None]
     return o, gl.convert_layout(new_top, BY_HEAD, assert_trivial=True) + gl.log2(total)
 
@@ -226,15 +263,31 @@ def store_rows(out, o, G: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
     LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
     head = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    gl.store(out + head[:, None] * 128 + dim[None, :], o.to(out.dtype.element_ty), mask=(head < G)[:, None] & (dim < 128)[None, :])
+    gl.store(
+        out + head[:, None] * 128 + dim[None, :],
+        o.to(out.dtype.element_ty),
+        mask=(head < G)[:, None] & (dim < 128)[None, :],
+    )
 
 
 @gluon.jit
-def store_result(out, head_scales, sequence, sequences, o, G: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr,
-                 EMPTY: gl.constexpr = False):
-    """`store_rows`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales [G, PADDED], zeros behind those of the last sequence.
+def store_result(
+    out,
+    head_scales,
+    sequence,
+    sequences,
+    o,
+    G: gl.constexpr,
+    WIDTH: gl.constexpr,
+    WARPS: gl.constexpr,
+    PADDED: gl.constexpr,
+    EMPTY: gl.constexpr = False,
+):
+    """`store_rows`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales [G, PADDED], zeros behind those
+    of the last sequence.
 
-    EMPTY: o is zero. Its bytes are then stored as integers: the ptxas of Triton 3.6 packs two conversions of one constant wrongly.
+    EMPTY: o is zero. Its bytes are then stored as integers: the ptxas of Triton 3.6 packs two conversions of one
+    constant wrongly.
     """
     if PADDED:
         LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
@@ -244,9 +297,12 @@ def store_result(out, head_scales, sequence, sequences, o, G: gl.constexpr, WIDT
         step = gl.maximum(gl.max(gl.abs(o), 1), 1e-12) / (127.0 if WHOLE else 448.0)
         gl.store(head_scales + head * PADDED + sequence, step, mask=head < G)
         if EMPTY:
-            store_rows(out.to(gl.pointer_type(gl.int8), bitcast=True), gl.zeros([WIDTH, 128], gl.int8, LAYOUT), G, WIDTH, WARPS)
+            store_rows(
+                out.to(gl.pointer_type(gl.int8), bitcast=True), gl.zeros([WIDTH, 128], gl.int8, LAYOUT), G, WIDTH, WARPS
+            )
         elif WHOLE:
-            store_rows(out, (o / step[:, None] + 12582912.0) - 12582912.0, G, WIDTH, WARPS)  # to the nearest whole number
+            # to the nearest whole number
+            store_rows(out, (o / step[:, None] + 12582912.0) - 12582912.0, G, WIDTH, WARPS)
         else:
             store_rows(out, o / step[:, None], G, WIDTH, WARPS)
         if sequence == sequences - 1:
@@ -258,7 +314,9 @@ def store_result(out, head_scales, sequence, sequences, o, G: gl.constexpr, WIDT
 
 
 @gluon.jit
-def merge_splits(partial, logsumexp, row, active, G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, STEP: gl.constexpr):
+def merge_splits(
+    partial, logsumexp, row, active, G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, STEP: gl.constexpr
+):
     """Splits row..row + active, [G, 128] each, merged in ascending order, STEP at a time -> [GROUP, 128]."""
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -273,11 +331,15 @@ def merge_splits(partial, logsumexp, row, active, G: gl.constexpr, GROUP: gl.con
         at = (row + first + split)[:, None] * G + head[None, :]
         there = (first + split < active)[:, None] & (head < G)[None, :]
         lse = gl.load(logsumexp + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        part = gl.load(partial + at[:, :, None] * 128 + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        part = gl.load(
+            partial + at[:, :, None] * 128 + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"
+        )
         new_top = gl.maximum(top, gl.max(lse, 0))
         keep = gl.exp2(top - new_top)
         weight = gl.exp2(lse - new_top[None, :])
         total = total * keep + gl.sum(weight, 0)
-        merged = merged * gl.convert_layout(keep, gl.SliceLayout(1, ROWS), assert_trivial=True)[:, None] + gl.sum(part * weight[:, :, None], 0)
+        merged = merged * gl.convert_layout(keep, gl.SliceLayout(1, ROWS), assert_trivial=True)[:, None] + gl.sum(
+            part * weight[:, :, None], 0
+        )
         top = new_top
     return merged / gl.convert_layout(total, gl.SliceLayout(1, ROWS), assert_trivial=True)[:, None]

@@ -1,16 +1,18 @@
 """Causal attention over the paged KV cache: decode steps, prefill chunks with history, and batches of both.
 
-`paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 or int8 form that the o projection reads. This file holds the
-specification and picks a kernel:
+`paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 or int8 form that the o
+projection reads. This file holds the specification and picks a kernel:
   decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
   decode.py         every other decode
   prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, e4m3 or int8 cache
   prefill_wide_gluon.py  of these, what widen_kv has made fp16
   prefill.py        everything else
 
-Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is finite; the scales of V
-stay below 255 (a token's largest |V| below 114000 in e4m3; where prefill_gluon reads them, scales end at a largest |V| of 4090).
+Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is
+finite; the scales of V stay below 255 (a token's largest |V| below 114000 in e4m3; where prefill_gluon reads them,
+scales end at a largest |V| of 4090).
 """
+
 import math
 from typing import Optional
 
@@ -34,7 +36,10 @@ def check_arguments(q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional
     heads, dim = q.shape[1:]
     kv_heads, cached_dim = kv_cache.shape[1], kv_cache.shape[4]
     if kv_cache.shape[2:4] != (2, PAGE_SIZE) or cached_dim != dim:
-        raise ValueError(f"kv_cache must be [pages, kv heads, 2, {PAGE_SIZE}, {dim}] for q with head_dim {dim}, got {tuple(kv_cache.shape)}")
+        raise ValueError(
+            f"kv_cache must be [pages, kv heads, 2, {PAGE_SIZE}, {dim}] for q with head_dim {dim}, got "
+            f"{tuple(kv_cache.shape)}"
+        )
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, which is no multiple of the cache's {kv_heads} kv heads")
     if (kv_cache.dtype in QUANTIZED_MAX) != (kv_scales is not None):
@@ -42,23 +47,42 @@ def check_arguments(q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional
 
 
 def check_widened(
-    q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, decode: bool, wide: Optional[torch.Tensor], plan: Optional[torch.Tensor],
-) -> None:  # fmt: skip
-    """ValueError if there is one of `wide` and `plan` without the other, or where nothing reads them, or they do not belong to this cache and batch."""
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    decode: bool,
+    wide: Optional[torch.Tensor],
+    plan: Optional[torch.Tensor],
+) -> None:
+    """ValueError if there is one of `wide` and `plan` without the other, or where nothing reads them, or they do not
+    belong to this cache and batch.
+    """
     if wide is None and plan is None:
         return
     if wide is None or plan is None:
         raise ValueError(f"wide and plan belong together; {'wide' if wide is None else 'plan'} is missing")
     (_, heads, dim), kv_heads = q.shape, kv_cache.shape[1]
     if decode or kv_cache.dtype != torch.int8 or not prefill_gluon.takes_heads(heads, kv_heads, dim):
-        raise ValueError(f"wide is for chunks over an int8 cache with head_dim 128 and a power of two of query heads a KV head, at most 32, not for "
-                         f"{'decode over ' if decode else ''}{kv_cache.dtype}, head_dim {dim} and {heads} heads on {kv_heads}")
-    if wide.dtype != torch.float16 or tuple(wide.shape[1:]) != (kv_heads, 2, STEP_TOKENS, dim) or plan.shape != (3, block_table.shape[0] + 1):
-        raise ValueError(f"wide is {wide.dtype} {tuple(wide.shape)} and plan {tuple(plan.shape)}; beside this cache and batch they must be torch.float16 "
-                         f"[steps, {kv_heads}, 2, {STEP_TOKENS}, {dim}] and {(3, block_table.shape[0] + 1)}")
+        raise ValueError(
+            "wide is for chunks over an int8 cache with head_dim 128 and a power of two of query heads a KV head, "
+            "at most 32, not for "
+            f"{'decode over ' if decode else ''}{kv_cache.dtype}, head_dim {dim} and {heads} heads on {kv_heads}"
+        )
+    if (
+        wide.dtype != torch.float16
+        or tuple(wide.shape[1:]) != (kv_heads, 2, STEP_TOKENS, dim)
+        or plan.shape != (3, block_table.shape[0] + 1)
+    ):
+        raise ValueError(
+            f"wide is {wide.dtype} {tuple(wide.shape)} and plan {tuple(plan.shape)}; beside this cache and batch "
+            "they must be torch.float16 "
+            f"[steps, {kv_heads}, 2, {STEP_TOKENS}, {dim}] and {(3, block_table.shape[0] + 1)}"
+        )
 
 
-def gather_keys_values(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_keys_values(
+    kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], pages: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `length` keys and values of a sequence that owns `pages`, dequantized: fp32, [HK, length, D] each."""
     kv_heads, dim = kv_cache.shape[1], kv_cache.shape[4]
     stored = kv_cache.view(torch.uint8).index_select(0, pages).view(kv_cache.dtype).float()
@@ -83,12 +107,13 @@ def reference(
 ) -> torch.Tensor:
     """Attention of each sequence's newest tokens over all of its cached tokens, themselves included.
 
-    q [T, HQ, D]; kv_cache [NP, HK, 2, 64, D] with kv_scales [NP, HK, 2, 64] fp32 beside an e4m3 or int8 cache; block_table [B, P],
-    context_lens [B] and query_start [B + 1] int32. Sequence b owns the rows query_start[b]..query_start[b + 1] of q: the last tokens of its
-    context_lens[b] cached ones (already appended), so a row sees the cache up to its own position. `decode` promises one row a sequence
-    (T == B). `quantize_q` rounds q to e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere.
-    `wide`, `plan`: what `widen_kv` and `widen_plan` make of the same cache and batch; the result is the same, and sooner there. Only where chunks are served
-    by the Gluon kernels from an int8 cache.
+    q [T, HQ, D]; kv_cache [NP, HK, 2, 64, D] with kv_scales [NP, HK, 2, 64] fp32 beside an e4m3 or int8 cache;
+    block_table [B, P], context_lens [B] and query_start [B + 1] int32. Sequence b owns the rows
+    query_start[b]..query_start[b + 1] of q: the last tokens of its context_lens[b] cached ones (already appended), so a
+    row sees the cache up to its own position. `decode` promises one row a sequence (T == B). `quantize_q` rounds q to
+    e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere. `wide`, `plan`: what
+    `widen_kv` and `widen_plan` make of the same cache and batch; the result is the same, and sooner there. Only where
+    chunks are served by the Gluon kernels from an int8 cache.
     Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence with context_len 0 are zero.
     """
     check_arguments(q, kv_cache, kv_scales)
@@ -107,7 +132,9 @@ def reference(
         if context == 0 or first == last:
             continue
         count = last - first
-        keys, values = gather_keys_values(kv_cache, kv_scales, block_table[sequence, : cdiv(context, PAGE_SIZE)].long(), context)
+        keys, values = gather_keys_values(
+            kv_cache, kv_scales, block_table[sequence, : cdiv(context, PAGE_SIZE)].long(), context
+        )
         query = queries[first:last].view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         scores = query @ keys[:, None].transpose(-1, -2) * softmax_scale
         position = torch.arange(context - count, context, device=q.device)
@@ -152,9 +179,12 @@ def reference_quant(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention`, then rowwise quantization of the rounded result.
 
-    Returns (o, q, scale): o in q's dtype, [T, HQ * D] or [0, HQ * D] when `keep` is off; q and scale as in `quantize_rowwise`.
+    Returns (o, q, scale): o in q's dtype, [T, HQ * D] or [0, HQ * D] when `keep` is off; q and scale as in
+    `quantize_rowwise`.
     """
-    o = reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan)
+    o = reference(
+        q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan
+    )
     quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
 
@@ -197,20 +227,36 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (result,). `sm_budget` is accepted and not used: attention runs on the main lane and takes the whole GPU.
+    """Fill `out` = (result,). `sm_budget` is accepted and not used: attention runs on the main lane and takes the whole
+    GPU.
 
     With `pdl`, block_table, context_lens and query_start must be older than the kernel just before this one.
     """
     check_arguments(q, kv_cache, kv_scales)
     check_widened(q, kv_cache, block_table, decode, wide, plan)
     if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead")
+        raise ValueError(
+            f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
+        )
     if q.shape[0] == 0:
         return
     if decode:
         attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl)
     else:
-        attention_prefill.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out[0], pdl, wide, plan)
+        attention_prefill.launch(
+            q,
+            kv_cache,
+            kv_scales,
+            block_table,
+            context_lens,
+            query_start,
+            softmax_scale,
+            quantize_q,
+            out[0],
+            pdl,
+            wide,
+            plan,
+        )
 
 
 def launch_quant(
@@ -241,7 +287,21 @@ def launch_quant(
     if not keep:
         nbytes = tokens * width * q.element_size()
         o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
-    launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan, out=(o,), pdl=pdl)
+    launch(
+        q,
+        kv_cache,
+        kv_scales,
+        block_table,
+        context_lens,
+        query_start,
+        softmax_scale,
+        quantize_q,
+        decode,
+        wide,
+        plan,
+        out=(o,),
+        pdl=pdl,
+    )
     OPS["quantize_rowwise"].launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 
 

@@ -1,7 +1,9 @@
-"""`paged_attention_blocks`: decode attention whose result goes to `decoder_block`: e4m3 with one scale per token and 128 columns.
+"""`paged_attention_blocks`: decode attention whose result goes to `decoder_block`: e4m3 with one scale per token and
+128 columns.
 
 With head_dim 128 a block is one head, so whoever merges a head's splits can quantize it on the spot.
 """
+
 from typing import Optional
 
 import torch
@@ -17,7 +19,12 @@ from .paged_attention import reference as paged_attention_reference
 
 
 def reference(
-    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    softmax_scale: float,
     dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query row a sequence: q [B, HQ, D] with HQ * D a multiple of 128, the rest as in `paged_attention`
@@ -26,28 +33,47 @@ def reference(
     What is quantized (as in `quantize_blocks`) is the attention's result rounded to q's dtype.
     """
     query_start = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    rows = paged_attention_reference(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, False, True)
+    rows = paged_attention_reference(
+        q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, False, True
+    )
     return quantize_blocks_reference(rows, dtype)
 
 
 def fake(
-    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    softmax_scale: float,
     dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return quantize_blocks_fake(q.flatten(1), dtype)
 
 
 def launch(
-    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor, softmax_scale: float,
-    dtype: torch.dtype = E4M3, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    softmax_scale: float,
+    dtype: torch.dtype = E4M3,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
-    """Fill `out` = (quantized, scale); where the kernel does not quantize by itself, 16-bit rows go through a workspace.
+    """Fill `out` = (quantized, scale); where the kernel does not quantize by itself, 16-bit rows go through a
+    workspace.
 
     `pdl` and `sm_budget` as for `paged_attention`.
     """
     check_arguments(q, kv_cache, kv_scales)
     if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead")
+        raise ValueError(
+            f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
+        )
     tokens, width = out[0].shape
     if tokens == 0:
         return

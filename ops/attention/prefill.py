@@ -1,11 +1,14 @@
-"""Attention of query chunks over paged history, and of batches that mix chunks with decode rows, in Triton; Hopper's usual shapes go to Gluon.
+"""Attention of query chunks over paged history, and of batches that mix chunks with decode rows, in Triton; Hopper's
+usual shapes go to Gluon.
 
-A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (rows = token * group), and walks the pages
-that its last token may see. With a padded grid of T // tile + B + 1 tiles it finds its sequence on the device: sequence b's tiles begin at
-query_start[b] // tile + b, which leaves room for every ragged end; the rows after query_start[B] count as one more sequence, without context.
-Q K^T runs in e4m3 where asked for (Q is rounded per token and head on the way in), in 16 bits else; P V always in 16 bits, with V converted on
-the way from shared memory; softmax, scales and sums in fp32. fp32 caches are multiplied in fp32.
+A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (rows = token *
+group), and walks the pages that its last token may see. With a padded grid of T // tile + B + 1 tiles it finds its
+sequence on the device: sequence b's tiles begin at query_start[b] // tile + b, which leaves room for every ragged end;
+the rows after query_start[B] count as one more sequence, without context. Q K^T runs in e4m3 where asked for (Q is
+rounded per token and head on the way in), in 16 bits else; P V always in 16 bits, with V converted on the way from
+shared memory; softmax, scales and sums in fp32. fp32 caches are multiplied in fp32.
 """
+
 from typing import Optional
 
 import torch
@@ -22,8 +25,8 @@ TILE_ROWS = 64  # measured on an H200, 4096 causal tokens, e4m3: 410 us against 
 
 @triton.jit
 def attend(
-    acc, top, total, q, row_factor, position, table, cache, scales, head, length, first, last,
-    HK: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, MASK: tl.constexpr,
+    acc, top, total, q, row_factor, position, table, cache, scales, head, length, first, last, HK: tl.constexpr,
+    D: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, MASK: tl.constexpr,
     PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over pages first..last. MASK is off for pages that every row sees whole."""
@@ -49,7 +52,9 @@ def attend(
         p = tl.exp2(scores - new_top[:, None])
         total = total * keep + tl.sum(p, 1)
         if QUANTIZED:
-            p *= (tl.load(scales + page * (2 * PAGE) + PAGE + token, mask=cached, other=0.0) * PROBABILITY_SCALE)[None, :]
+            p *= (tl.load(scales + page * (2 * PAGE) + PAGE + token, mask=cached, other=0.0) * PROBABILITY_SCALE)[
+                None, :
+            ]
         acc = dot_ieee(p.to(OPERAND), v.to(OPERAND), acc * keep[:, None])
         top = new_top
     return acc, top, total
@@ -58,10 +63,14 @@ def attend(
 @triton.jit(do_not_specialize=["tokens", "sequences", "num_blocks"])
 def prefill_kernel(
     q, cache, scales, block_table, context_lens, query_start, out, scale_log2, tokens, sequences, num_blocks,
-    HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, SEQUENCES: tl.constexpr,
-    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    SEQUENCES: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HK * G, D]; TILE tokens a program, GROUP >= G a power of two, SEQUENCES > B a power of two. Grid (kv heads, tiles)."""
+    """q, out [T, HK * G, D]; TILE tokens a program, GROUP >= G a power of two, SEQUENCES > B a power of two.
+
+    Grid (kv heads, tiles).
+    """
     pdl_start(PDL)
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the end of a chunk sees most pages: start there
@@ -103,10 +112,14 @@ def prefill_kernel(
     acc = tl.zeros([TILE * GROUP, D], tl.float32)
     top = tl.full([TILE * GROUP], LOWEST, tl.float32)
     total = tl.zeros([TILE * GROUP], tl.float32)
-    acc, top, total = attend(acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, 0, whole_pages,
-                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, False, PAGE, STAGES)  # fmt: skip
-    acc, top, total = attend(acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, whole_pages, pages,
-                             HK, D, OPERAND, QUANTIZED, FP8_SCORES, True, PAGE, STAGES)  # fmt: skip
+    acc, top, total = attend(
+        acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, 0, whole_pages, HK, D,
+        OPERAND, QUANTIZED, FP8_SCORES, False, PAGE, STAGES,
+    )  # fmt: skip
+    acc, top, total = attend(
+        acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, whole_pages, pages, HK, D,
+        OPERAND, QUANTIZED, FP8_SCORES, True, PAGE, STAGES,
+    )  # fmt: skip
     if QUANTIZED:
         total *= PROBABILITY_SCALE
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # rows without context stay zero
@@ -127,13 +140,20 @@ def launch(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
 ) -> None:
-    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. Takes the Gluon kernels where those fit."""
+    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`.
+
+    Takes the Gluon kernels where those fit.
+    """
     if kv_scales is not None and prefill_gluon.fits(q, kv_cache):
         if wide is not None and plan is not None:
             prefill_wide_gluon.launch(q, wide, plan, context_lens, query_start, softmax_scale, out, pdl)
-        prefill_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, plan)
+        prefill_gluon.launch(
+            q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, plan
+        )
     else:
-        launch_triton(q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl)
+        launch_triton(
+            q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl
+        )
 
 
 def launch_triton(
@@ -156,11 +176,11 @@ def launch_triton(
     exact = kv_cache.dtype == torch.float32
     tile = max(1, (32 if exact else TILE_ROWS) // padded_group)
     pdl = pdl and not INTERPRETED
-    prefill_kernel[(kv_heads, tokens // tile + sequences + 1)](
+    prefill_kernel[kv_heads, tokens // tile + sequences + 1](
         q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, query_start, out,
-        softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1],
-        HK=kv_heads, G=group, GROUP=padded_group, TILE=tile, D=dim, SEQUENCES=next_power_of_2(sequences + 1),
-        OPERAND=operand_type(kv_cache.dtype), QUANTIZED=kv_scales is not None,
-        FP8_SCORES=quantize_q and kv_cache.dtype == torch.float8_e4m3fn, PAGE=PAGE_SIZE, STAGES=1 if exact else 2 if kv_scales is not None else 3,
-        PDL=pdl, num_warps=8 if exact else 4, launch_pdl=pdl,
+        softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], HK=kv_heads, G=group, GROUP=padded_group,
+        TILE=tile, D=dim, SEQUENCES=next_power_of_2(sequences + 1), OPERAND=operand_type(kv_cache.dtype),
+        QUANTIZED=kv_scales is not None, FP8_SCORES=quantize_q and kv_cache.dtype == torch.float8_e4m3fn,
+        PAGE=PAGE_SIZE, STAGES=1 if exact else 2 if kv_scales is not None else 3, PDL=pdl, num_warps=8 if exact else 4,
+        launch_pdl=pdl,
     )  # fmt: skip

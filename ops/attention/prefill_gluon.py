@@ -1,13 +1,17 @@
-"""Attention of query chunks over paged history in 8 bits for Hopper in Gluon: head_dim 128, 1 to 32 query heads a KV head in powers of two.
+"""Attention of query chunks over paged history in 8 bits for Hopper in Gluon: head_dim 128, 1 to 32 query heads a KV
+head in powers of two.
 
-A program's warps have four trades. One warp copies pages to shared memory by TMA. Four warps convert what the tensor cores cannot multiply as it
-lies there to fp16, its scale multiplied in: V, and K too unless Q K^T runs in e4m3. Two groups of four warps each own 64 rows
-(row = token * group + head of the group) of the same 128 and share every page; Q and P stay in registers, so that a product reads shared memory
-once, unless Q has 16 bits. In a group, the product P V of one step of two pages runs on the tensor cores while the softmax of the next step runs beside it.
+A program's warps have four trades. One warp copies pages to shared memory by TMA. Four warps convert what the tensor
+cores cannot multiply as it lies there to fp16, its scale multiplied in: V, and K too unless Q K^T runs in e4m3. Two
+groups of four warps each own 64 rows (row = token * group + head of the group) of the same 128 and share every page; Q
+and P stay in registers, so that a product reads shared memory once, unless Q has 16 bits. In a group, the product P V
+of one step of two pages runs on the tensor cores while the softmax of the next step runs beside it.
 
-Programs are persistent: one an SM, tiles dealt from the longest down, forth and back. Tiles find their sequence as in attention_prefill. A row's pages are
-walked from its newest to the oldest, so that causal masks (and the odd page, which is then copied twice) belong to the first steps only.
+Programs are persistent: one an SM, tiles dealt from the longest down, forth and back. Tiles find their sequence as in
+attention_prefill. A row's pages are walked from its newest to the oldest, so that causal masks (and the odd page, which
+is then copied twice) belong to the first steps only.
 """
+
 from typing import Any, Optional
 
 import torch
@@ -33,8 +37,9 @@ CONVERTERS = 4  # warps
 
 @gluon.jit
 def produce(
-    boxes, scale_boxes, block_table, num_blocks, batch, keys, key_scales, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free,
-    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
+    boxes, scale_boxes, block_table, num_blocks, batch, keys, key_scales, keys_ready, keys_free, raw, raw_scales,
+    raw_ready, raw_free, HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
+    FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies pages."""
     BYTES: gl.constexpr = STEP * 132  # with the scales
@@ -44,7 +49,8 @@ def produce(
         item = item_of(number)
         if item < items:
             head, sequence, _first_token, _end, position, length, steps, _whole = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, 1)
+                item, batch, HK, TILE, SEQUENCES, PLANNED, 1
+            )
             table = block_table + sequence * num_blocks
             last = (gl.minimum(length, position + TILE) - 1) // 64
             for j in range(steps):
@@ -73,8 +79,10 @@ def produce(
 
 
 @gluon.jit
-def convert_tile(raw, raw_scales, raw_ready, raw_free, n, target, ready, free, step, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
-                 WARPS: gl.constexpr):
+def convert_tile(
+    raw, raw_scales, raw_ready, raw_free, n, target, ready, free, step, LIMIT: gl.constexpr, STAGES: gl.constexpr,
+    RAW: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     PIECE: gl.constexpr = 32
     LAYOUT: gl.constexpr = converter_layout(WARPS)
     slot = n % RAW
@@ -85,7 +93,9 @@ def convert_tile(raw, raw_scales, raw_ready, raw_free, n, target, ready, free, s
         x = raw.index(slot * (STEP // PIECE) + i).load(LAYOUT)
         scale = raw_scales.index(slot * (STEP // PIECE) + i).load(gl.SliceLayout(1, LAYOUT))
         scale = gl.minimum(scale * WIDENED, 65440.0 / LIMIT)  # rounded up to fp16 too, no product overflows
-        pair = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1)
+        pair = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1
+        )
         target.index(goal).slice(i * PIECE, PIECE).store(widen(x, pair[:, None]))
     fence_async_shared()
     mbarrier.arrive(ready.index(goal), count=1)
@@ -95,8 +105,8 @@ def convert_tile(raw, raw_scales, raw_ready, raw_free, n, target, ready, free, s
 @gluon.jit
 def convert(
     batch, keys, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free, values, values_ready, values_free,
-    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr,
-    STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
+    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr,
+    LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The warps that make fp16 of the cache."""
     step = 0
@@ -105,26 +115,38 @@ def convert(
         item = item_of(number)
         if item < items:
             _head, _sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, WARPS)
+                item, batch, HK, TILE, SEQUENCES, PLANNED, WARPS
+            )
             for _j in range(steps):
                 if FP8_SCORES:
-                    convert_tile(raw, raw_scales, raw_ready, raw_free, step, values, values_ready, values_free, step, LIMIT, STAGES, RAW, WARPS)
+                    convert_tile(
+                        raw, raw_scales, raw_ready, raw_free, step, values, values_ready, values_free, step, LIMIT,
+                        STAGES, RAW, WARPS,
+                    )  # fmt: skip
                 else:
-                    convert_tile(raw, raw_scales, raw_ready, raw_free, step * 2, keys, keys_ready, keys_free, step, LIMIT, STAGES, RAW, WARPS)
-                    convert_tile(raw, raw_scales, raw_ready, raw_free, step * 2 + 1, values, values_ready, values_free, step, LIMIT, STAGES, RAW, WARPS)
+                    convert_tile(
+                        raw, raw_scales, raw_ready, raw_free, step * 2, keys, keys_ready, keys_free, step, LIMIT,
+                        STAGES, RAW, WARPS,
+                    )  # fmt: skip
+                    convert_tile(
+                        raw, raw_scales, raw_ready, raw_free, step * 2 + 1, values, values_ready, values_free, step,
+                        LIMIT, STAGES, RAW, WARPS,
+                    )  # fmt: skip
                 step += 1
 
 
 @gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles"])
 def prefill_kernel(
-    boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, scale_log2, tokens, sequences, num_blocks, tiles,
-    HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr,
-    LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, scale_log2, tokens, sequences, num_blocks,
+    tiles, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
+    FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of 64 x 128 bytes and 1 x 64.
+    """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
+    64 x 128 bytes and 1 x 64.
 
-    PLANNED: only the sequences that `plan` leaves in eight bits, right behind prefill_wide_gluon. With PDL that kernel lets this one begin when all
-    before it is done, and this one waits for it at its end: it runs beside its last tiles.
+    PLANNED: only the sequences that `plan` leaves in eight bits, right behind prefill_wide_gluon. With PDL that kernel
+    lets this one begin when all before it is done, and this one waits for it at its end: it runs beside its last tiles.
     """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout
@@ -145,7 +167,8 @@ def prefill_kernel(
         mbarrier.init(raw_ready.index(i), count=1)
         mbarrier.init(raw_free.index(i), count=1)
     OUT: gl.constexpr = out.dtype.element_ty
-    staged = gl.allocate_shared_memory(OUT, [2, ROWS, 128], WIDE)  # a tile's result on its way out, and before that its queries if those have 16 bits
+    # a tile's result on its way out, and before that its queries if those have 16 bits
+    staged = gl.allocate_shared_memory(OUT, [2, ROWS, 128], WIDE)
     queries = view_shared(staged, gl.float16, [2, ROWS, 128], WIDE)
     if FP8_SCORES:  # keys are multiplied as they lie in the cache
         key_boxes = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, 128], boxes.layout)
@@ -169,16 +192,120 @@ def prefill_kernel(
     if PLANNED:
         tiles = gl.load(begins + sequences)
     batch = (query_start, context_lens, begins, tokens, sequences, tiles)
-    gl.warp_specialize([
-        (consume, (q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, keys_free,
-                   0, HK, GROUP, TILE, SEQUENCES, PLANNED, FP8_SCORES, False, STAGES, False)),
-        (consume, (q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, keys_free,
-                   1, HK, GROUP, TILE, SEQUENCES, PLANNED, FP8_SCORES, False, STAGES, False)),
-        (convert, (batch, keys, keys_ready, keys_free, raw_pieces, raw_scale_pieces, raw_ready, raw_free, values, values_ready, values_free,
-                   HK, TILE, SEQUENCES, PLANNED, FP8_SCORES, LIMIT, STAGES, RAW, WARPS)),
-        (produce, (boxes, scale_boxes, block_table, num_blocks, batch, key_boxes, key_scale_boxes, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free,
-                   HK, TILE, SEQUENCES, PLANNED, FP8_SCORES, STAGES, RAW)),
-    ], [4, WARPS, 1], REGISTERS)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    q,
+                    out,
+                    batch,
+                    scale_log2,
+                    queries,
+                    staged,
+                    keys,
+                    key_scales,
+                    keys_ready,
+                    keys_free,
+                    values,
+                    values_ready,
+                    values_free,
+                    keys_free,
+                    0,
+                    HK,
+                    GROUP,
+                    TILE,
+                    SEQUENCES,
+                    PLANNED,
+                    FP8_SCORES,
+                    False,
+                    STAGES,
+                    False,
+                ),
+            ),
+            (
+                consume,
+                (
+                    q,
+                    out,
+                    batch,
+                    scale_log2,
+                    queries,
+                    staged,
+                    keys,
+                    key_scales,
+                    keys_ready,
+                    keys_free,
+                    values,
+                    values_ready,
+                    values_free,
+                    keys_free,
+                    1,
+                    HK,
+                    GROUP,
+                    TILE,
+                    SEQUENCES,
+                    PLANNED,
+                    FP8_SCORES,
+                    False,
+                    STAGES,
+                    False,
+                ),
+            ),
+            (
+                convert,
+                (
+                    batch,
+                    keys,
+                    keys_ready,
+                    keys_free,
+                    raw_pieces,
+                    raw_scale_pieces,
+                    raw_ready,
+                    raw_free,
+                    values,
+                    values_ready,
+                    values_free,
+                    HK,
+                    TILE,
+                    SEQUENCES,
+                    PLANNED,
+                    FP8_SCORES,
+                    LIMIT,
+                    STAGES,
+                    RAW,
+                    WARPS,
+                ),
+            ),
+            (
+                produce,
+                (
+                    boxes,
+                    scale_boxes,
+                    block_table,
+                    num_blocks,
+                    batch,
+                    key_boxes,
+                    key_scale_boxes,
+                    keys_ready,
+                    keys_free,
+                    raw,
+                    raw_scales,
+                    raw_ready,
+                    raw_free,
+                    HK,
+                    TILE,
+                    SEQUENCES,
+                    PLANNED,
+                    FP8_SCORES,
+                    STAGES,
+                    RAW,
+                ),
+            ),
+        ],
+        [4, WARPS, 1],
+        REGISTERS,
+    )
     if PDL and PLANNED:
         gdc_wait()
 
@@ -196,7 +323,9 @@ def tile_tokens(heads: int, kv_heads: int) -> int:
 
 def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Does this kernel take these heads and this cache?"""
-    return not INTERPRETED and takes_heads(q.shape[1], kv_cache.shape[1], q.shape[2]) and kv_cache.dtype in QUANTIZED_MAX
+    return (
+        not INTERPRETED and takes_heads(q.shape[1], kv_cache.shape[1], q.shape[2]) and kv_cache.dtype in QUANTIZED_MAX
+    )
 
 
 def launch(
@@ -212,19 +341,22 @@ def launch(
     pdl: bool,
     plan: Optional[torch.Tensor] = None,
 ) -> None:
-    """As `attention_prefill.launch`, where `fits` says so. `plan`: of the sequences those only that `widen_plan` leaves in eight bits."""
+    """As `attention_prefill.launch`, where `fits` says so.
+
+    `plan`: of the sequences those only that `widen_plan` leaves in eight bits.
+    """
     tokens, heads, _ = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
     tile = tile_tokens(heads, kv_heads)
     tiles = tokens // tile + sequences + 1
     fp8_scores = quantize_q and kv_cache.dtype == torch.float8_e4m3fn
     boxes, scale_boxes = descriptors(kv_cache, kv_scales)
-    prefill_kernel[(min(tiles * kv_heads, multiprocessors(q.device)),)](
-        boxes, scale_boxes, q, block_table, context_lens, query_start, query_start if plan is None else plan, out, softmax_scale * LOG2_E, tokens,
-        sequences, block_table.shape[1], tiles,
-        HK=kv_heads, GROUP=heads // kv_heads, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), PLANNED=plan is not None, FP8_SCORES=fp8_scores,
-        LIMIT=QUANTIZED_MAX[kv_cache.dtype], STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3, WARPS=CONVERTERS, REGISTERS=REGISTERS,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    prefill_kernel[min(tiles * kv_heads, multiprocessors(q.device)),](
+        boxes, scale_boxes, q, block_table, context_lens, query_start, query_start if plan is None else plan, out,
+        softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, HK=kv_heads, GROUP=heads // kv_heads,
+        TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), PLANNED=plan is not None, FP8_SCORES=fp8_scores,
+        LIMIT=QUANTIZED_MAX[kv_cache.dtype], STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3,
+        WARPS=CONVERTERS, REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 

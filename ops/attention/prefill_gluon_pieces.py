@@ -1,9 +1,15 @@
-"""The pieces of prefill_gluon and prefill_wide_gluon: layouts, which tile an item is, conversion to fp16, the softmax of one step, and the
-warps that own rows.
+"""The pieces of prefill_gluon and prefill_wide_gluon: layouts, which tile an item is, conversion to fp16, the softmax
+of one step, and the warps that own rows.
 """
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..core.gluon_support import tma_load
 from .decode_gluon_pieces import LOWEST
@@ -25,11 +31,15 @@ def output_layout():
 
 @gluon.constexpr_function
 def converter_layout(WARPS):
-    """[32 tokens, 128 dims]: half a warp reads 8 values a lane from tokens 0 and 4, a quarter writes 128 bytes of one: neither meets a bank twice."""
+    """[32 tokens, 128 dims]: half a warp reads 8 values a lane from tokens 0 and 4, a quarter writes 128 bytes of
+    one: neither meets a bank twice.
+    """
     rows = [[2, 0], [8, 0], [16, 0]]
     own = 3 - (WARPS.bit_length() - 1)
     lanes = [[0, 8], [0, 16], [0, 32], [4, 0], [1, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 64], *rows[3 - own :]], lanes, rows[: 3 - own], [], [32, 128])
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 64], *rows[3 - own :]], lanes, rows[: 3 - own], [], [32, 128]
+    )
 
 
 @gluon.jit
@@ -41,16 +51,28 @@ def rounds(batch, HK: gl.constexpr):
 
 @gluon.jit
 def item_of(number):
-    """A program's item of round `number`: every other round goes backwards, so that whoever got the longest of one gets the shortest of the next."""
+    """A program's item of round `number`: every other round goes backwards, so that whoever got the longest of one
+    gets the shortest of the next.
+    """
     program = gl.program_id(0)
     return number * gl.num_programs(0) + gl.where(number % 2 == 0, program, gl.num_programs(0) - 1 - program)
 
 
 @gluon.jit
-def find_tile(item, batch, HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, WARPS: gl.constexpr):
-    """(kv head, sequence, first token, end of the sequence's tokens, its first position, steps, unmasked steps) of an item; without tokens if first >= end.
+def find_tile(
+    item,
+    batch,
+    HK: gl.constexpr,
+    TILE: gl.constexpr,
+    SEQUENCES: gl.constexpr,
+    PLANNED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """(kv head, sequence, first token, end of the sequence's tokens, its first position, steps, unmasked steps) of an
+    item; without tokens if first >= end.
 
-    PLANNED: `begins` says how many tiles are in front of each sequence's (a row of `widen_plan`); else there is room for every ragged end.
+    PLANNED: `begins` says how many tiles are in front of each sequence's (a row of `widen_plan`); else there is room
+    for every ragged end.
     """
     query_start, context_lens, begins, tokens, sequences, tiles = batch
     head = item % HK
@@ -95,7 +117,9 @@ def fetch(boxes, ring, ready, slot, first_row, second_row):
 def widen(x, scale):
     """Four neighbours of e4m3 or int8 to fp16, times their row's scale: a pair of equal fp16 in 32 bits."""
     if x.dtype == gl.int8:
-        return gl.inline_asm_elementwise(WIDEN_INT8, "=r,=r,r,r,r,r,r", [x, scale], dtype=gl.float16, is_pure=True, pack=4)
+        return gl.inline_asm_elementwise(
+            WIDEN_INT8, "=r,=r,r,r,r,r,r", [x, scale], dtype=gl.float16, is_pure=True, pack=4
+        )
     else:
         return gl.inline_asm_elementwise(
             """{ .reg .b32 a, b; .reg .b16 low, high;
@@ -104,27 +128,43 @@ def widen(x, scale):
                  cvt.rn.f16x2.e4m3x2 b, high;
                  mul.rn.f16x2 $0, a, $3;
                  mul.rn.f16x2 $1, b, $3; }""",
-            "=r,=r,r,r,r,r,r", [x, scale], dtype=gl.float16, is_pure=True, pack=4)  # fmt: skip
+            "=r,=r,r,r,r,r,r",
+            [x, scale],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=4,
+        )
 
 
 @gluon.jit
 def pack(p):
-    """fp32 [64, 128] to pairs of fp16 neighbours in 32 bits [64, 64]: carried from step to step, single halves would take a register each."""
+    """fp32 [64, 128] to pairs of fp16 neighbours in 32 bits [64, 64]: carried from step to step, single halves would
+    take a register each.
+    """
     even, odd = gl.split(gl.reshape(p, [ROWS, STEP // 2, 2]))
-    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def unpack(pairs):
     """`pack`'s result as the left operand of P V."""
-    even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
     p = gl.reshape(gl.join(even, odd), [ROWS, STEP]).to(gl.float16, bitcast=True)
     return gl.convert_layout(p, gl.DotOperandLayout(0, output_layout(), 2), assert_trivial=True)
 
 
 @gluon.jit
-def weigh(scores, key_scales, slot, factor, top, total, first_key, position, FP8_SCORES: gl.constexpr, MASK: gl.constexpr):
-    """The online softmax of one step: (packed probabilities, what the older ones keep, new maximum, new sum). Maxima are before `factor`."""
+def weigh(
+    scores, key_scales, slot, factor, top, total, first_key, position, FP8_SCORES: gl.constexpr, MASK: gl.constexpr
+):
+    """The online softmax of one step: (packed probabilities, what the older ones keep, new maximum, new sum).
+
+    Maxima are before `factor`.
+    """
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     if FP8_SCORES:
         scores = scores * key_scales.index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
@@ -139,8 +179,9 @@ def weigh(scores, key_scales, slot, factor, top, total, first_key, position, FP8
 
 @gluon.jit
 def attend(
-    begin, stop, base, steps, q, factor, position, top, total, acc, p, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, turns,
-    WHO: gl.constexpr, FP8_SCORES: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    begin, stop, base, steps, q, factor, position, top, total, acc, p, keys, key_scales, keys_ready, keys_free, values,
+    values_ready, values_free, turns, WHO: gl.constexpr, FP8_SCORES: gl.constexpr, MASK: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop: each multiplies the step before by its values while it weighs its own keys."""
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
@@ -160,11 +201,14 @@ def attend(
         if TURNS:
             mbarrier.arrive(turns.index(1 - WHO), count=1)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        p, keep, top, total = weigh(scores, key_scales, slot, factor, top, total, (steps - 1 - j) * STEP, position, FP8_SCORES, MASK)
+        p, keep, top, total = weigh(
+            scores, key_scales, slot, factor, top, total, (steps - 1 - j) * STEP, position, FP8_SCORES, MASK
+        )
         mbarrier.arrive(keys_free.index(slot), count=1)
         if not FP8_SCORES:
-            # The next step's keys. Here because ptxas moves nothing across a spin loop, and would move the softmax behind the wait for the product, with
-            # nothing left to run beside it. (With queries in registers too, as e4m3 has them, the two at once take more registers than there are.)
+            # The next step's keys. Here because ptxas moves nothing across a spin loop, and would move the softmax
+            # behind the wait for the product, with nothing left to run beside it. (With queries in registers too, as
+            # e4m3 has them, the two at once take more registers than there are.)
             mbarrier.wait(keys_ready.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=j + 1 < steps)
         acc = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(values_free.index(before), count=1)
@@ -174,17 +218,23 @@ def attend(
 
 @gluon.jit
 def wait_turn(turns, step, WHO: gl.constexpr):
-    """Until the other group has handed its products of a step to the tensor cores: one group multiplies while the other weighs. Group 0 begins."""
+    """Until the other group has handed its products of a step to the tensor cores: one group multiplies while the
+    other weighs. Group 0 begins.
+    """
     mbarrier.wait(turns.index(WHO), (step & 1) ^ (1 - WHO))
 
 
 @gluon.jit
 def consume(
-    q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready, values_free, turns,
-    WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
-    FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready,
+    values_free, turns, WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
+    SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The warps of 64 rows: group WHO of the two. HOLD_QUERIES: in registers, also those of 16 bits. TURNS: the groups multiply by turns."""
+    """The warps of 64 rows: group WHO of the two.
+
+    HOLD_QUERIES: in registers, also those of 16 bits. TURNS: the groups multiply by turns.
+    """
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     OUTPUT: gl.constexpr = output_layout()
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4 if FP8_SCORES else 2)
@@ -195,7 +245,8 @@ def consume(
         item = item_of(number)
         if item < items:
             head, _sequence, first_token, end, position, _length, steps, whole = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, 4)
+                item, batch, HK, TILE, SEQUENCES, PLANNED, 4
+            )
             own = first_token + WHO * (TILE // 2)
             at = (own.to(gl.int64) * HK + head) * (GROUP * 128)
             if own < end:
@@ -225,19 +276,32 @@ def consume(
                     mbarrier.wait(keys_ready.index(slot), base // STAGES & 1)
                     if TURNS:
                         wait_turn(turns, base, WHO)
-                    scores = warpgroup_mma(operand, keys.index(slot).permute((1, 0)), gl.zeros([ROWS, STEP], gl.float32, SCORES), use_acc=False, is_async=True)
+                    scores = warpgroup_mma(
+                        operand,
+                        keys.index(slot).permute((1, 0)),
+                        gl.zeros([ROWS, STEP], gl.float32, SCORES),
+                        use_acc=False,
+                        is_async=True,
+                    )
                     if TURNS:
                         mbarrier.arrive(turns.index(1 - WHO), count=1)
                     scores = warpgroup_mma_wait(0, deps=(scores,))
-                    p, _keep, top, total = weigh(scores, key_scales, slot, factor, top, total, (steps - 1) * STEP, here, FP8_SCORES, True)
+                    p, _keep, top, total = weigh(
+                        scores, key_scales, slot, factor, top, total, (steps - 1) * STEP, here, FP8_SCORES, True
+                    )
                     mbarrier.arrive(keys_free.index(slot), count=1)
                     if not FP8_SCORES:
                         mbarrier.wait(keys_ready.index((base + 1) % STAGES), (base + 1) // STAGES & 1, pred=steps > 1)
                     masked = gl.maximum(steps - whole, 1)
-                    top, total, acc, p = attend(1, masked, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready, keys_free,
-                                                values, values_ready, values_free, turns, WHO, FP8_SCORES, True, STAGES, TURNS)  # fmt: skip
-                    top, total, acc, p = attend(masked, steps, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready, keys_free,
-                                                values, values_ready, values_free, turns, WHO, FP8_SCORES, False, STAGES, TURNS)  # fmt: skip
+                    top, total, acc, p = attend(
+                        1, masked, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready,
+                        keys_free, values, values_ready, values_free, turns, WHO, FP8_SCORES, True, STAGES, TURNS,
+                    )  # fmt: skip
+                    top, total, acc, p = attend(
+                        masked, steps, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales,
+                        keys_ready, keys_free, values, values_ready, values_free, turns, WHO, FP8_SCORES, False, STAGES,
+                        TURNS,
+                    )  # fmt: skip
                     newest = base + steps - 1
                     slot = newest % STAGES
                     mbarrier.wait(values_ready.index(slot), newest // STAGES & 1)

@@ -1,10 +1,14 @@
-"""Attention of query chunks over keys and values that `widen_kv` has made fp16, for Hopper in Gluon: prefill_gluon without its converters.
+"""Attention of query chunks over keys and values that `widen_kv` has made fp16, for Hopper in Gluon: prefill_gluon
+without its converters.
 
-One warp copies steps of 128 keys and values by TMA; two groups of four warps own 64 rows each and take turns on the tensor cores: while one multiplies, the
-other weighs. The shared memory that the converters read from holds a third step. Every number is computed as there, so the result has the same bits.
+One warp copies steps of 128 keys and values by TMA; two groups of four warps own 64 rows each and take turns on the
+tensor cores: while one multiplies, the other weighs. The shared memory that the converters read from holds a third
+step. Every number is computed as there, so the result has the same bits.
 
-Serves the sequences that `widen_plan` has widened, and the rows of nobody; prefill_gluon, launched behind it, serves the others.
+Serves the sequences that `widen_plan` has widened, and the rows of nobody; prefill_gluon, launched behind it, serves
+the others.
 """
+
 from typing import Any
 
 import torch
@@ -29,8 +33,8 @@ TURNS = True  # on the tensor cores
 
 @gluon.jit
 def produce(
-    boxes, places, batch, keys, keys_ready, keys_free, values, values_ready, values_free,
-    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr,
+    boxes, places, batch, keys, keys_ready, keys_free, values, values_ready, values_free, HK: gl.constexpr,
+    TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies steps."""
     step = 0
@@ -38,7 +42,9 @@ def produce(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            head, sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(item, batch, HK, TILE, SEQUENCES, True, 1)
+            head, sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(
+                item, batch, HK, TILE, SEQUENCES, True, 1
+            )
             place = gl.load(places + sequence)
             for j in range(steps):
                 row = ((place + steps - 1 - j) * HK + head) * (2 * STEP)
@@ -55,8 +61,8 @@ def produce(
 
 @gluon.jit(do_not_specialize=["tokens", "sequences"])
 def prefill_wide_kernel(
-    boxes, q, plan, context_lens, query_start, out, scale_log2, tokens, sequences,
-    HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
+    boxes, q, plan, context_lens, query_start, out, scale_log2, tokens, sequences, HK: gl.constexpr,
+    GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
     TURNS: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """q, out [T, HK * GROUP, 128]; boxes [steps * HK * 256, 128] is a TMA descriptor of 128 x 128 fp16."""
@@ -73,7 +79,8 @@ def prefill_wide_kernel(
         mbarrier.init(values_free.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
-    staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, ROWS, 128], WIDE)  # a tile's queries, later its result on its way out
+    # a tile's queries, later its result on its way out
+    staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, ROWS, 128], WIDE)
     queries = view_shared(staged, gl.float16, [2, ROWS, 128], WIDE)
     keys = gl.allocate_shared_memory(boxes.dtype, [STAGES, STEP, 128], WIDE)
     values = gl.allocate_shared_memory(boxes.dtype, [STAGES, STEP, 128], WIDE)
@@ -85,13 +92,88 @@ def prefill_wide_kernel(
     idle = tokens - gl.load(query_start + sequences)  # rows of nobody
     tiles = gl.load(begins + sequences) + (idle + TILE - 1) // TILE
     batch = (query_start, context_lens, begins, tokens, sequences, tiles)
-    gl.warp_specialize([
-        (consume, (q, out, batch, scale_log2, queries, staged, keys, keys, keys_ready, keys_free, values, values_ready, values_free, turns,
-                   0, HK, GROUP, TILE, SEQUENCES, True, False, HOLD_QUERIES, STAGES, TURNS)),
-        (consume, (q, out, batch, scale_log2, queries, staged, keys, keys, keys_ready, keys_free, values, values_ready, values_free, turns,
-                   1, HK, GROUP, TILE, SEQUENCES, True, False, HOLD_QUERIES, STAGES, TURNS)),
-        (produce, (boxes, plan + PLACES * (sequences + 1), batch, keys, keys_ready, keys_free, values, values_ready, values_free, HK, TILE, SEQUENCES, STAGES)),
-    ], [4, 1], REGISTERS)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    q,
+                    out,
+                    batch,
+                    scale_log2,
+                    queries,
+                    staged,
+                    keys,
+                    keys,
+                    keys_ready,
+                    keys_free,
+                    values,
+                    values_ready,
+                    values_free,
+                    turns,
+                    0,
+                    HK,
+                    GROUP,
+                    TILE,
+                    SEQUENCES,
+                    True,
+                    False,
+                    HOLD_QUERIES,
+                    STAGES,
+                    TURNS,
+                ),
+            ),
+            (
+                consume,
+                (
+                    q,
+                    out,
+                    batch,
+                    scale_log2,
+                    queries,
+                    staged,
+                    keys,
+                    keys,
+                    keys_ready,
+                    keys_free,
+                    values,
+                    values_ready,
+                    values_free,
+                    turns,
+                    1,
+                    HK,
+                    GROUP,
+                    TILE,
+                    SEQUENCES,
+                    True,
+                    False,
+                    HOLD_QUERIES,
+                    STAGES,
+                    TURNS,
+                ),
+            ),
+            (
+                produce,
+                (
+                    boxes,
+                    plan + PLACES * (sequences + 1),
+                    batch,
+                    keys,
+                    keys_ready,
+                    keys_free,
+                    values,
+                    values_ready,
+                    values_free,
+                    HK,
+                    TILE,
+                    SEQUENCES,
+                    STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        REGISTERS,
+    )
 
 
 def launch(
@@ -104,15 +186,18 @@ def launch(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """The rows of out [T, HQ * 128] that belong to widened sequences or to nobody; what `prefill_gluon.fits` says must hold for the cache."""
+    """The rows of out [T, HQ * 128] that belong to widened sequences or to nobody; what `prefill_gluon.fits` says
+    must hold for the cache.
+    """
     tokens, heads, _ = q.shape
     kv_heads, sequences = wide.shape[1], context_lens.shape[0]
     tile = tile_tokens(heads, kv_heads)
     tiles = tokens // tile + sequences + 1
-    prefill_wide_kernel[(min(tiles * kv_heads, multiprocessors(q.device)),)](
+    prefill_wide_kernel[min(tiles * kv_heads, multiprocessors(q.device)),](
         descriptor(wide), q, plan, context_lens, query_start, out, softmax_scale * LOG2_E, tokens, sequences,
-        HK=kv_heads, GROUP=heads // kv_heads, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), STAGES=STAGES, HOLD_QUERIES=HOLD_QUERIES,
-        TURNS=TURNS, REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        HK=kv_heads, GROUP=heads // kv_heads, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)),
+        STAGES=STAGES, HOLD_QUERIES=HOLD_QUERIES, TURNS=TURNS, REGISTERS=REGISTERS, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

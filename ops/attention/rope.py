@@ -1,8 +1,9 @@
 """`rope`: rotary position embedding in HF's rotate-half convention.
 
-With x = [x1 | x2] split in halves: out = [x1 * cos - x2 * sin | x2 * cos + x1 * sin], in fp32, rounded once. cos and sin hold the
-angle of each of the D channels (the second half repeats the first, as HF builds them).
+With x = [x1 | x2] split in halves: out = [x1 * cos - x2 * sin | x2 * cos + x1 * sin], in fp32, rounded once. cos and
+sin hold the angle of each of the D channels (the second half repeats the first, as HF builds them).
 """
+
 from typing import Optional
 
 import torch
@@ -14,7 +15,9 @@ from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start,
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., D], cos and sin broadcastable to it (say [T, 1, D] beside [T, heads, D]), fp32 or model dtype -> like x."""
+    """x [..., D], cos and sin broadcastable to it (say [T, 1, D] beside [T, heads, D]), fp32 or model dtype -> like
+    x.
+    """
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (x.float() * cos.float() + rotated * sin.float()).to(x.dtype)
@@ -40,7 +43,18 @@ def rotate_halves(first, second, cos, sin, GROUP: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def _rope_kernel(
-    x, cos, sin, out, x_token, x_head, cos_token, sin_token, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+    x,
+    cos,
+    sin,
+    out,
+    x_token,
+    x_head,
+    cos_token,
+    sin_token,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -57,10 +71,16 @@ def _rope_kernel(
 
 
 def rope_launch(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
-    """Fill `out` = (rotated,). The kernel takes x [T, heads, D] (any strides over T and heads) with cos and sin [T, 1, D], D a power of
-    two; other shapes are computed by torch. Too small to heed `sm_budget`."""
+    """Fill `out` = (rotated,). The kernel takes x [T, heads, D] (any strides over T and heads) with cos and sin [T, 1,
+    D], D a power of two; other shapes are computed by torch. Too small to heed `sm_budget`."""
     if x.numel() == 0:
         return
     if not _kernel_fits(x, cos, sin):
@@ -69,7 +89,19 @@ def rope_launch(
     tokens, heads, width = x.shape
     group = min(next_power_of_2(heads), 8)
     _rope_kernel[(tokens, cdiv(heads, group))](
-        x, cos, sin, out[0], x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), HEADS=heads, D=width, GROUP=group, num_warps=1, **pdl_options(pdl)
+        x,
+        cos,
+        sin,
+        out[0],
+        x.stride(0),
+        x.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        HEADS=heads,
+        D=width,
+        GROUP=group,
+        num_warps=1,
+        **pdl_options(pdl),
     )
 
 

@@ -1,9 +1,11 @@
 """`rope_append`: from a packed [q | k | v] row to the rotated q and the filled KV cache, in one launch.
 
-x = qkv + delta in fp32; q and k are rotated (and, with `hadamard`, transformed); q is rounded to the model's dtype once, k (less
-`key_center`) and v go from fp32 straight into the cache's dtype. `key_balance` moves size between k and q where one is large and the other small: a RoPE
-pair of k times its factor and q's by it, which no score sees (SmoothAttention of QServe, arXiv 2405.04532, does so).
+x = qkv + delta in fp32; q and k are rotated (and, with `hadamard`, transformed); q is rounded to the model's dtype
+once, k (less `key_center`) and v go from fp32 straight into the cache's dtype. `key_balance` moves size between k and q
+where one is large and the other small: a RoPE pair of k times its factor and q's by it, which no score sees
+(SmoothAttention of QServe, arXiv 2405.04532, does so).
 """
+
 import math
 from typing import Optional
 
@@ -18,27 +20,45 @@ from ..rows.hadamard import fht_halves, hadamard_reference
 from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
 from .rope import rope_reference, rotate_halves
 
-PROGRAMS = ((16, 1, 1), (512, 8, 4), (math.inf, 4, 1))  # up to so many tokens, heads of a program and its warps: the fastest on an H200
-MOST_PDL_TOKENS = 512  # beyond, the wait that a dependent launch puts into each of very many short programs costs more than the launch that it hides
+# up to so many tokens, heads of a program and its warps: the fastest on an H200
+PROGRAMS = ((16, 1, 1), (512, 8, 4), (math.inf, 4, 1))
+# beyond, the wait that a dependent launch puts into each of very many short programs costs more than the launch that it
+# hides
+MOST_PDL_TOKENS = 512
 
 
 def check_balance(balance: Optional[torch.Tensor], num_heads: int, num_kv_heads: int, width: int) -> None:
     """Raises ValueError for factors that don't fit the heads."""
-    if balance is not None and (balance.shape != (num_kv_heads, width // 2) or balance.dtype != torch.float32 or num_heads % num_kv_heads):
-        raise ValueError(f"key_balance must be fp32 [{num_kv_heads}, {width // 2}], one factor for each RoPE pair of a kv head, and {num_heads} heads "
-                         f"a multiple of {num_kv_heads}; got {balance.dtype} {list(balance.shape)}")
+    if balance is not None and (
+        balance.shape != (num_kv_heads, width // 2) or balance.dtype != torch.float32 or num_heads % num_kv_heads
+    ):
+        raise ValueError(
+            f"key_balance must be fp32 [{num_kv_heads}, {width // 2}], one factor for each RoPE pair of a kv head, "
+            f"and {num_heads} heads "
+            f"a multiple of {num_kv_heads}; got {balance.dtype} {list(balance.shape)}"
+        )
 
 
 def rope_append_reference(
-    qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool,
-    key_center: Optional[torch.Tensor] = None, key_balance: Optional[torch.Tensor] = None,
+    qkv: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    hadamard: bool,
+    key_center: Optional[torch.Tensor] = None,
+    key_balance: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """qkv and delta [T, (HQ + 2 HK) * D], cos and sin [T, 1, D], slot_mapping [T] int32 (-1: padding) -> q [T, HQ, D].
 
-    Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does. key_balance [HK, D / 2] fp32, greater than zero, multiplies
-    both channels of a key's RoPE pair and divides those of the queries that meet it, behind RoPE and before `hadamard`; key_center [HK, D] fp32 is
-    subtracted from the keys as they are stored, behind both.
+    Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does. key_balance [HK, D /
+    2] fp32, greater than zero, multiplies both channels of a key's RoPE pair and divides those of the queries that meet
+    it, behind RoPE and before `hadamard`; key_center [HK, D] fp32 is subtracted from the keys as they are stored,
+    behind both.
     """
     check_cache(kv_cache, kv_scales)
     check_balance(key_balance, num_heads, num_kv_heads, kv_cache.shape[-1])
@@ -58,19 +78,29 @@ def rope_append_reference(
 
 
 def rope_append_fake(
-    qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool,
-    key_center: Optional[torch.Tensor] = None, key_balance: Optional[torch.Tensor] = None,
+    qkv: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    hadamard: bool,
+    key_center: Optional[torch.Tensor] = None,
+    key_balance: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     return qkv.new_empty((qkv.shape[0], num_heads, kv_cache.shape[-1]))
 
 
 @triton.jit
 def _rope_append_kernel(
-    qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, q, qkv_token, delta_token, cos_token, sin_token,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr,
-    HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, CENTERED: tl.constexpr, BALANCED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-):
+    qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, q, qkv_token, delta_token,
+    cos_token, sin_token, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    LIMIT: tl.constexpr, GROUP: tl.constexpr, HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, CENTERED: tl.constexpr,
+    BALANCED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
     token = tl.program_id(0).to(tl.int64)
@@ -122,31 +152,54 @@ def _rope_append_kernel(
 
 
 def rope_append_launch(
-    qkv: torch.Tensor, delta: Optional[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor], slot_mapping: torch.Tensor, num_heads: int, num_kv_heads: int, hadamard: bool,
-    key_center: Optional[torch.Tensor] = None, key_balance: Optional[torch.Tensor] = None,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    qkv: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    hadamard: bool,
+    key_center: Optional[torch.Tensor] = None,
+    key_balance: Optional[torch.Tensor] = None,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (q,) and the cache: a program has one token and up to eight heads. Too small to heed `sm_budget`."""
     check_cache(kv_cache, kv_scales)
-    require_contiguous("rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center,
-                       key_balance=key_balance)
+    require_contiguous(
+        "rope_append",
+        kv_cache=kv_cache,
+        kv_scales=kv_scales,
+        slot_mapping=slot_mapping,
+        key_center=key_center,
+        key_balance=key_balance,
+    )
     width = kv_cache.shape[-1]
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * width or width != next_power_of_2(width):
-        raise ValueError(f"rope_append: rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} heads of {width} (a power of two)")
+        raise ValueError(
+            f"rope_append: rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} heads of {width} (a power "
+            "of two)"
+        )
     check_center(key_center, num_kv_heads, width)
     check_balance(key_balance, num_heads, num_kv_heads, width)
     if qkv.shape[0] == 0:
         return
     heads, warps = next((heads, warps) for most, heads, warps in PROGRAMS if qkv.shape[0] <= most)
     group = min(next_power_of_2(num_heads), heads)
-    _rope_append_kernel[(qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group))](
-        qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, out[0],
-        qkv.stride(0), 0 if delta is None else delta.stride(0), cos.stride(0), sin.stride(0),
-        HEADS=num_heads, KV_HEADS=num_kv_heads, D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group,
-        HAS_DELTA=delta is not None, HADAMARD=hadamard, CENTERED=key_center is not None, BALANCED=key_balance is not None,
-        NORM=width**-0.5, num_warps=warps, **pdl_options(pdl and qkv.shape[0] <= MOST_PDL_TOKENS),
-    )
+    _rope_append_kernel[qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group)](
+        qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, out[0], qkv.stride(0),
+        0 if delta is None else delta.stride(0), cos.stride(0), sin.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads,
+        D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group, HAS_DELTA=delta is not None,
+        HADAMARD=hadamard, CENTERED=key_center is not None, BALANCED=key_balance is not None, NORM=width ** (-0.5),
+        num_warps=warps, **pdl_options(pdl and qkv.shape[0] <= MOST_PDL_TOKENS),
+    )  # fmt: skip
 
 
-rope_append = register("rope_append", rope_append_reference, rope_append_fake, rope_append_launch, mutates=('kv_cache', 'kv_scales'))
+rope_append = register(
+    "rope_append", rope_append_reference, rope_append_fake, rope_append_launch, mutates=("kv_cache", "kv_scales")
+)

@@ -1,9 +1,11 @@
 """What a launch asks of the device it runs on."""
+
 from functools import cache
 
 import torch
 
-H200_SMS = 132  # what is assumed where no GPU is present: the interpreter and the CPU's compilations make the same programs as an H200
+# what is assumed where no GPU is present: the interpreter and the CPU's compilations make the same programs as an H200
+H200_SMS = 132
 
 
 @cache

@@ -3,6 +3,7 @@
 `tma_load`, `tma_store`, `cta_barrier` and `view_shared` are called alike on each release.
 `gdc_wait` and `gdc_launch_dependents` are programmatic dependent launch.
 """
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,8 +1,10 @@
 """What every Triton kernel here needs to be right on the GPU and in Triton's interpreter alike.
 
-The interpreter multiplies raw bits in a bf16 `tl.dot`, rounds fp32 -> e4m3 wrongly (carry at binade edges, no saturation), truncates
-fp32 -> bf16, and lacks PDL's instructions: `INTERP` picks exact fp32 arithmetic there, and launches never ask for PDL.
+The interpreter multiplies raw bits in a bf16 `tl.dot`, rounds fp32 -> e4m3 wrongly (carry at binade edges, no
+saturation), truncates fp32 -> bf16, and lacks PDL's instructions: `INTERP` picks exact fp32 arithmetic there, and
+launches never ask for PDL.
 """
+
 from typing import Any, Optional
 
 import torch
@@ -33,7 +35,9 @@ def require_contiguous(op: str, **tensors: Optional[torch.Tensor]) -> None:
     """Raise ValueError for an argument whose rows a kernel would misread."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{op}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; pass {name}.contiguous()")
+            raise ValueError(
+                f"{op}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; pass {name}.contiguous()"
+            )
 
 
 @triton.jit
@@ -58,7 +62,12 @@ def in_fp32(x):
                  and.b32 high, $2, 0xffff0000;
                  mov.b32 $0, low;
                  mov.b32 $1, high; }""",
-            "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
@@ -74,12 +83,19 @@ def rounded_to(x, dtype: tl.constexpr):
                  and.b32 high, pair, 0xffff0000;
                  mov.b32 $0, low;
                  mov.b32 $1, high; }""",
-            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
 def round_e4m3(x):
-    """fp32 already within +-448 -> the nearest e4m3 value, ties to even, still in fp32 (exact in the interpreter too)."""
+    """fp32 already within +-448 -> the nearest e4m3 value, ties to even, still in fp32 (exact in the interpreter
+    too).
+    """
     bits = x.to(tl.int32, bitcast=True)
     normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
     normal = normal.to(tl.float32, bitcast=True)
@@ -99,7 +115,9 @@ def to_e4m3(x):
 
 @triton.jit
 def to_int8(x):
-    """fp32 that its own scale brings within +-127 -> int8, to nearest with ties to even: what is left of the sum's last byte."""
+    """fp32 that its own scale brings within +-127 -> int8, to nearest with ties to even: what is left of the sum's
+    last byte.
+    """
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2**23
 
 
@@ -117,7 +135,9 @@ def to_eight_bits(x, dtype: tl.constexpr):
 
 @triton.jit
 def _sums_and_differences(x, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Of fp32 x [BLOCK] and its own value STEP (a power of two) places further, where the sum is left, and the difference."""
+    """Of fp32 x [BLOCK] and its own value STEP (a power of two) places further, where the sum is left, and the
+    difference.
+    """
     pairs = tl.reshape(x, (BLOCK // (2 * STEP), 2, STEP))
     if INTERP:  # a reduction that is no sum is a loop in Python there
         first, second = tl.split(tl.permute(pairs, (0, 2, 1)))
@@ -131,10 +151,12 @@ def _sums_and_differences(x, BLOCK: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def butterflies(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Blocks of WIDTH (a power of two) neighbours of fp32 x [BLOCK] times the Hadamard matrix of 1 and -1, in Sylvester's order.
+    """Blocks of WIDTH (a power of two) neighbours of fp32 x [BLOCK] times the Hadamard matrix of 1 and -1, in
+    Sylvester's order.
 
-    x stays in its layout: a partner in the same thread is a register, one in another lane comes by a shuffle. It is found as Triton's own sort finds it: the
-    exclusive or of a pair, and once more of that with a value, of which nothing is left in the machine code.
+    x stays in its layout: a partner in the same thread is a register, one in another lane comes by a shuffle. It is
+    found as Triton's own sort finds it: the exclusive or of a pair, and once more of that with a value, of which
+    nothing is left in the machine code.
     """
     for stage in tl.static_range(16):
         if 2**stage < WIDTH:

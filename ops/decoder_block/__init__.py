@@ -5,4 +5,5 @@ kernel           the persistent kernel
 pieces           its products, exchanges of partial sums, and epilogues
 streams          the two warps that bring weights and activations
 """
+
 from . import decoder_block, lora, lora_groups

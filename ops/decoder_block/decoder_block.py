@@ -1,16 +1,19 @@
-"""`decoder_block`: all between the attentions of two decoder layers, o -> norm -> gate_up -> SiLU * mul -> down -> norm -> the next q/k/v, in one launch.
+"""`decoder_block`: all between the attentions of two decoder layers, o -> norm -> gate_up -> SiLU * mul -> down -> norm
+-> the next q/k/v, in one launch.
 
-For few tokens each of these is bound by the bytes of its weights, and what is lost is lost between kernels. Activations are quantized per token and block of
-128 columns here (`quantize_blocks`), from fp32: finer than the one scale per token of the separate ops, and not bitwise equal to them. The kernel
-(`decoder_block_gluon.py`) needs all its CTAs on the GPU at once: no two launches may overlap, whatever their streams.
+For few tokens each of these is bound by the bytes of its weights, and what is lost is lost between kernels. Activations
+are quantized per token and block of 128 columns here (`quantize_blocks`), from fp32: finer than the one scale per token
+of the separate ops, and not bitwise equal to them. The kernel (`decoder_block_gluon.py`) needs all its CTAs on the GPU
+at once: no two launches may overlap, whatever their streams.
 
-Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated before it is quantized, in blocks of
-NORM_ROTATES and of SILU_ROTATES columns (see `quantize_rowwise`), so the weights of gate_up, down and q/k/v must be rotated alike; the attention and the
-weights of o are not.
+Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated
+before it is quantized, in blocks of NORM_ROTATES and of SILU_ROTATES columns (see `quantize_rowwise`), so the weights
+of gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
 
-H200, Llama-8B shape, 256 cached tokens, us a decode layer with this op (and with separate launches): 1 token 69.2 (76.8), 8: 71.0 (76.4), 16: 72.0 (81.1),
-32: 79.1 (88.6), 64: 93.5 (93.7).
+H200, Llama-8B shape, 256 cached tokens, us a decode layer with this op (and with separate launches): 1 token 69.2
+(76.8), 8: 71.0 (76.4), 16: 72.0 (81.1), 32: 79.1 (88.6), 64: 93.5 (93.7).
 """
+
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Optional
@@ -68,14 +71,29 @@ CONFIGS = {  # padded tokens -> the fastest measured on an H200
 }
 
 
-def fits(tokens: int, attention_width: int, hidden: int, intermediate: int, qkv_width: int, sm_count: int) -> str | None:
-    """None when the kernel takes these sizes on a GPU of `sm_count` SMs, else the reason why not (`qkv_width` 0: no projection behind the block)."""
+def fits(
+    tokens: int, attention_width: int, hidden: int, intermediate: int, qkv_width: int, sm_count: int
+) -> str | None:
+    """None when the kernel takes these sizes on a GPU of `sm_count` SMs, else the reason why not (`qkv_width` 0: no
+    projection behind the block).
+    """
     ctas = hidden // BLOCK * SPLIT
-    widths = {"attention width": attention_width, "hidden size": hidden, "intermediate size": intermediate, "q/k/v width": qkv_width}
+    widths = {
+        "attention width": attention_width,
+        "hidden size": hidden,
+        "intermediate size": intermediate,
+        "q/k/v width": qkv_width,
+    }
     if not 1 <= tokens <= MAX_TOKENS:
         return f"{tokens} tokens; it takes up to {MAX_TOKENS}"
     for name, width in widths.items():
-        unit = BLOCK * SPLIT if name in ("attention width", "intermediate size") else 2 * BLOCK if name == "hidden size" else BLOCK
+        unit = (
+            BLOCK * SPLIT
+            if name in ("attention width", "intermediate size")
+            else 2 * BLOCK
+            if name == "hidden size"
+            else BLOCK
+        )
         if width % unit:
             return f"{name} {width} is no multiple of {unit}"
     needed = max(ctas, intermediate // BLOCK, qkv_width // 64)
@@ -95,24 +113,36 @@ def check_dtypes(op: str, **tensors: Optional[torch.Tensor]) -> None:
 
 
 def reference(
-    attention: torch.Tensor, attention_scale: torch.Tensor, residual: torch.Tensor,
-    o_weight: torch.Tensor, o_scale: torch.Tensor, norm_weight: torch.Tensor,
-    gate_up_weight: torch.Tensor, gate_up_scale: torch.Tensor, down_weight: torch.Tensor, down_scale: torch.Tensor,
-    next_norm_weight: torch.Tensor, qkv_weight: Optional[torch.Tensor], qkv_scale: Optional[torch.Tensor], eps: float,
+    attention: torch.Tensor,
+    attention_scale: torch.Tensor,
+    residual: torch.Tensor,
+    o_weight: torch.Tensor,
+    o_scale: torch.Tensor,
+    norm_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    next_norm_weight: torch.Tensor,
+    qkv_weight: Optional[torch.Tensor],
+    qkv_scale: Optional[torch.Tensor],
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """attention [T, A] with attention_scale [A / 128, P] (see `quantize_blocks`), residual [T, H], norm weights [H] in the model's dtype; weights [N, K] with
-    scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v [N, H]; attention and weights all e4m3 or all int8
-    -> (qkv [T, N] in the model's dtype, new_residual [T, H]).
+    """attention [T, A] with attention_scale [A / 128, P] (see `quantize_blocks`), residual [T, H], norm weights [H] in
+    the model's dtype; weights [N, K] with scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v
+    [N, H]; attention and weights all e4m3 or all int8 -> (qkv [T, N] in the model's dtype, new_residual [T, H]).
 
-    qkv is [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized activations: what a norm hands on is
-    x * weight, quantized; 1 / rms multiplies the product behind it. In int8 all but the attention are rotated before they are quantized, and so must be the
-    weights behind them.
+    qkv is [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized
+    activations: what a norm hands on is x * weight, quantized; 1 / rms multiplies the product behind it. In int8 all
+    but the attention are rotated before they are quantized, and so must be the weights behind them.
     """
     dtype = attention.dtype
     hidden = _add(residual, _project(dequantize_blocks(attention, attention_scale), o_weight, o_scale))
     normed = _quantized(hidden.float() * norm_weight.float(), dtype, NORM_ROTATES)
     gate, up = (_project(normed, gate_up_weight, gate_up_scale) * _inverse_rms(hidden, eps)).chunk(2, dim=-1)
-    new_residual = _add(hidden, _project(_quantized(torch.nn.functional.silu(gate) * up, dtype, SILU_ROTATES), down_weight, down_scale))
+    new_residual = _add(
+        hidden, _project(_quantized(torch.nn.functional.silu(gate) * up, dtype, SILU_ROTATES), down_weight, down_scale)
+    )
     if qkv_weight is None or qkv_scale is None:
         return residual.new_empty(residual.shape[0], 0), new_residual
     normed = _quantized(new_residual.float() * next_norm_weight.float(), dtype, NORM_ROTATES)
@@ -136,23 +166,58 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def fake(
-    attention: torch.Tensor, attention_scale: torch.Tensor, residual: torch.Tensor,
-    o_weight: torch.Tensor, o_scale: torch.Tensor, norm_weight: torch.Tensor,
-    gate_up_weight: torch.Tensor, gate_up_scale: torch.Tensor, down_weight: torch.Tensor, down_scale: torch.Tensor,
-    next_norm_weight: torch.Tensor, qkv_weight: Optional[torch.Tensor], qkv_scale: Optional[torch.Tensor], eps: float,
+    attention: torch.Tensor,
+    attention_scale: torch.Tensor,
+    residual: torch.Tensor,
+    o_weight: torch.Tensor,
+    o_scale: torch.Tensor,
+    norm_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    next_norm_weight: torch.Tensor,
+    qkv_weight: Optional[torch.Tensor],
+    qkv_scale: Optional[torch.Tensor],
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return residual.new_empty((residual.shape[0], 0 if qkv_weight is None else qkv_weight.shape[0])), residual.new_empty(residual.shape)
+    return residual.new_empty(
+        (residual.shape[0], 0 if qkv_weight is None else qkv_weight.shape[0])
+    ), residual.new_empty(residual.shape)
 
 
 def launch(
-    attention: torch.Tensor, attention_scale: torch.Tensor, residual: torch.Tensor,
-    o_weight: torch.Tensor, o_scale: torch.Tensor, norm_weight: torch.Tensor,
-    gate_up_weight: torch.Tensor, gate_up_scale: torch.Tensor, down_weight: torch.Tensor, down_scale: torch.Tensor,
-    next_norm_weight: torch.Tensor, qkv_weight: Optional[torch.Tensor], qkv_scale: Optional[torch.Tensor], eps: float,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    attention: torch.Tensor,
+    attention_scale: torch.Tensor,
+    residual: torch.Tensor,
+    o_weight: torch.Tensor,
+    o_scale: torch.Tensor,
+    norm_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    next_norm_weight: torch.Tensor,
+    qkv_weight: Optional[torch.Tensor],
+    qkv_scale: Optional[torch.Tensor],
+    eps: float,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
-    """Fill `out` = (qkv, new_residual). Raises ValueError where `fits` objects (also to an `sm_budget` below the CTAs that it needs), and for mixed dtypes."""
-    check_dtypes("decoder_block", attention=attention, o_weight=o_weight, gate_up_weight=gate_up_weight, down_weight=down_weight, qkv_weight=qkv_weight)
+    """Fill `out` = (qkv, new_residual).
+
+    Raises ValueError where `fits` objects (also to an `sm_budget` below the CTAs that it needs), and for mixed dtypes.
+    """
+    check_dtypes(
+        "decoder_block",
+        attention=attention,
+        o_weight=o_weight,
+        gate_up_weight=gate_up_weight,
+        down_weight=down_weight,
+        qkv_weight=qkv_weight,
+    )
     tokens, width = attention.shape
     hidden, intermediate = residual.shape[1], down_weight.shape[1]
     qkv_width = 0 if qkv_weight is None else qkv_weight.shape[0]
@@ -163,13 +228,27 @@ def launch(
     if objection:
         raise ValueError(f"decoder_block: {objection}; compile with whole_layer='off'")
     block_t = max(16, next_power_of_2(tokens))
-    launch_config(CONFIGS[block_t], block_t, attention, attention_scale, residual, (o_weight, gate_up_weight, down_weight, qkv_weight),
-                  (o_scale, gate_up_scale, down_scale, qkv_scale), (norm_weight, next_norm_weight), eps, out, pdl)
+    launch_config(
+        CONFIGS[block_t],
+        block_t,
+        attention,
+        attention_scale,
+        residual,
+        (o_weight, gate_up_weight, down_weight, qkv_weight),
+        (o_scale, gate_up_scale, down_scale, qkv_scale),
+        (norm_weight, next_norm_weight),
+        eps,
+        out,
+        pdl,
+    )
 
 
 @dataclass(frozen=True)
 class _Scratch:
-    """The activations that pass between the stages, the planes and the counters. They belong to the device: no two launches overlap."""
+    """The activations that pass between the stages, the planes and the counters.
+
+    They belong to the device: no two launches overlap.
+    """
 
     rows: tuple[torch.Tensor, ...]
     scales: tuple[torch.Tensor, ...]
@@ -185,11 +264,16 @@ def _scratch(device: torch.device, block_t: int, hidden: int, intermediate: int,
 
     def take(key: str, count: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         nbytes = count * dtype.itemsize
-        return workspace(device, f"decoder_block.{key}", nbytes, zero=key == "counters")[:nbytes].view(dtype).view(shape)
+        return (
+            workspace(device, f"decoder_block.{key}", nbytes, zero=key == "counters")[:nbytes].view(dtype).view(shape)
+        )
 
     return _Scratch(
         tuple(take(f"rows{i}", block_t * width, dtype, block_t, width) for i, width in enumerate(widths)),
-        tuple(take(f"scales{i}", width // BLOCK * padded, torch.float32, width // BLOCK, padded) for i, width in enumerate(widths)),
+        tuple(
+            take(f"scales{i}", width // BLOCK * padded, torch.float32, width // BLOCK, padded)
+            for i, width in enumerate(widths)
+        ),
         take("squares", 2 * tiles * block_t, torch.float32, 2, tiles * block_t),
         take("planes", tiles * SPLIT * BLOCK * block_t, torch.float32, tiles * SPLIT * BLOCK * block_t),
         take("counters", COUNTERS, torch.int32, COUNTERS),
@@ -197,9 +281,17 @@ def _scratch(device: torch.device, block_t: int, hidden: int, intermediate: int,
 
 
 def launch_config(
-    config: BlockConfig, block_t: int, attention: torch.Tensor, attention_scale: torch.Tensor, residual: torch.Tensor,
-    weights: tuple[Optional[torch.Tensor], ...], scales: tuple[Optional[torch.Tensor], ...], gains: tuple[torch.Tensor, torch.Tensor], eps: float,
-    out: tuple[torch.Tensor, ...], pdl: bool,
+    config: BlockConfig,
+    block_t: int,
+    attention: torch.Tensor,
+    attention_scale: torch.Tensor,
+    residual: torch.Tensor,
+    weights: tuple[Optional[torch.Tensor], ...],
+    scales: tuple[Optional[torch.Tensor], ...],
+    gains: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    out: tuple[torch.Tensor, ...],
+    pdl: bool,
 ) -> None:
     """Run one given configuration; weights and scales in the order o, gate_up, down, q/k/v."""
     (tokens, width), hidden, intermediate = attention.shape, residual.shape[1], weights[2].shape[1]  # type: ignore[union-attr]
@@ -212,18 +304,21 @@ def launch_config(
     for rows, row_scales in zip(scratch.rows, scratch.scales, strict=True):
         inputs += [_boxes(rows, block_t), TensorDescriptor.from_tensor(row_scales, [1, padded], _PLAIN)]
     pointers = [tensor for pair in zip(scratch.rows, scratch.scales, strict=True) for tensor in pair]
-    decoder_block_kernel[(ctas,)](
-        *boxes, *inputs, *scales[:3], scales[3] if has_qkv else scales[0], *pointers, scratch.squares[0], scratch.squares[1],
-        residual, out[1], *gains, out[0] if has_qkv else out[1], scratch.planes, scratch.counters, tokens, eps,
-        STEPS_O=width // BLOCK // SPLIT, STEPS_H=hidden // BLOCK, STEPS_DOWN=intermediate // BLOCK // SPLIT, TILES=hidden // BLOCK,
-        GATE_TILES=intermediate // BLOCK, QKV_WIDTH=qkv_width, QKV_FIRST=ctas - qkv_width // 64 if has_qkv else ctas - 1,
-        HAS_QKV=has_qkv, BLOCK_T=block_t, PADDED=padded, SLOTS=config.slots, ROW_SLOTS=config.row_slots, DEPTH=config.depth,
+    decoder_block_kernel[ctas,](
+        *boxes, *inputs, *scales[:3], scales[3] if has_qkv else scales[0], *pointers, scratch.squares[0],
+        scratch.squares[1], residual, out[1], *gains, out[0] if has_qkv else out[1], scratch.planes, scratch.counters,
+        tokens, eps, STEPS_O=width // BLOCK // SPLIT, STEPS_H=hidden // BLOCK,
+        STEPS_DOWN=intermediate // BLOCK // SPLIT, TILES=hidden // BLOCK, GATE_TILES=intermediate // BLOCK,
+        QKV_WIDTH=qkv_width, QKV_FIRST=ctas - qkv_width // 64 if has_qkv else ctas - 1, HAS_QKV=has_qkv,
+        BLOCK_T=block_t, PADDED=padded, SLOTS=config.slots, ROW_SLOTS=config.row_slots, DEPTH=config.depth,
         EARLY_DEPTH=config.early_depth, PDL=pdl, num_warps=config.warps, maxnreg=config.registers, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def _boxes(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA boxes of `rows` rows and 128 columns; a plain value that travels with the launch, also into a captured graph."""
+    """TMA boxes of `rows` rows and 128 columns; a plain value that travels with the launch, also into a captured
+    graph.
+    """
     return TensorDescriptor.from_tensor(matrix, [rows, BLOCK], _SWIZZLED)
 
 

@@ -1,25 +1,39 @@
-"""The linears of a decoder layer between two attentions as one persistent kernel: o -> gate_up -> down -> the next layer's q/k/v.
+"""The linears of a decoder layer between two attentions as one persistent kernel: o -> gate_up -> down -> the next
+layer's q/k/v.
 
-Weights depend on nothing, so in each CTA (one an SM) a producer warp streams all four matrices through one shared-memory ring and never waits for
-an activation; a second warp brings activations, and it alone waits for other CTAs, on counters in global memory; the consumer warps multiply and
-run the epilogues. While the CTAs exchange sums between two linears, the ring goes on filling. How many weight boxes are in flight is limited: with the
-whole ring in flight the CTAs drift apart and the last one is waited for.
+Weights depend on nothing, so in each CTA (one an SM) a producer warp streams all four matrices through one
+shared-memory ring and never waits for an activation; a second warp brings activations, and it alone waits for other
+CTAs, on counters in global memory; the consumer warps multiply and run the epilogues. While the CTAs exchange sums
+between two linears, the ring goes on filling. How many weight boxes are in flight is limited: with the whole ring in
+flight the CTAs drift apart and the last one is waited for.
 
-Nothing here needs another CTA's row maximum: activations are quantized per token and 128 columns by the epilogue that makes them, and 1 / rms comes in
-behind the product. Gate and up rows of the same 128 columns lie with one CTA, so SiLU * mul is in its epilogue. o and down are cut along K between
-four CTAs a tile, each of which then finishes a quarter of the tokens, adding the planes in a fixed order: the same bits at every run.
+Nothing here needs another CTA's row maximum: activations are quantized per token and 128 columns by the epilogue that
+makes them, and 1 / rms comes in behind the product. Gate and up rows of the same 128 columns lie with one CTA, so SiLU
+* mul is in its epilogue. o and down are cut along K between four CTAs a tile, each of which then finishes a quarter of
+the tokens, adding the planes in a fixed order: the same bits at every run.
 
-Counters. Each is zero at the start; the launch leaves it so, or the next one clears it before it is used. `planes_o`, `planes_down`, `planes_qkv` count the
-parts of a tile, `o_done` and `down_done` finished quarters of tiles, `gate_up_done[s]` the finished tiles of the s-th quarter of down's columns.
-CTA 0 clears what is used behind `o_done` before it counts itself in there; the first CTA of the last stage clears the rest when `down_done` is full, which
-nobody reaches before everybody has stopped watching it. All CTAs must be resident at once, and two launches must not overlap.
+Counters. Each is zero at the start; the launch leaves it so, or the next one clears it before it is used. `planes_o`,
+`planes_down`, `planes_qkv` count the parts of a tile, `o_done` and `down_done` finished quarters of tiles,
+`gate_up_done[s]` the finished tiles of the s-th quarter of down's columns. CTA 0 clears what is used behind `o_done`
+before it counts itself in there; the first CTA of the last stage clears the rest when `down_done` is full, which nobody
+reaches before everybody has stopped watching it. All CTAs must be resident at once, and two launches must not overlap.
 """
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..core.gluon_support import cta_barrier, gdc_wait
-from .pieces import SILU_ROTATES, add_residual, collect, inverse_rms, multiply, publish, residual_inputs, store_quantized
+from .pieces import (
+    SILU_ROTATES,
+    add_residual,
+    collect,
+    inverse_rms,
+    multiply,
+    publish,
+    residual_inputs,
+    store_quantized,
+)
 from .streams import (
     DOWN_DONE,
     GATE_UP_DONE,
@@ -35,13 +49,19 @@ from .streams import (
 
 
 @gluon.jit
-def _compute(ring, ready, empty, rows, scales, rows_ready, rows_empty, counters, planes, residual, new_residual, gain, next_gain,
-             o_scale, gate_up_scale, down_scale, qkv_scale, gate_q, gate_q_scale, down_q, down_q_scale, qkv_q, qkv_q_scale, squares, next_squares, out,
-             program, tokens, eps, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr, TILES: gl.constexpr, GATE_TILES: gl.constexpr,
-             QKV_WIDTH: gl.constexpr, QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr,
-             SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr):
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32])
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])  # 8 neighbouring outputs of a token a thread
+def _compute(
+    ring, ready, empty, rows, scales, rows_ready, rows_empty, counters, planes, residual, new_residual, gain, next_gain,
+    o_scale, gate_up_scale, down_scale, qkv_scale, gate_q, gate_q_scale, down_q, down_q_scale, qkv_q, qkv_q_scale,
+    squares, next_squares, out, program, tokens, eps, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr,
+    STEPS_DOWN: gl.constexpr, TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_WIDTH: gl.constexpr,
+    QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr,
+    ROW_SLOTS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32]
+    )
+    # 8 neighbouring outputs of a token a thread
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])
     WIDTH: gl.constexpr = TILES * 128
     OWN: gl.constexpr = BLOCK_T // SPLIT
     tile = program // SPLIT
@@ -58,64 +78,99 @@ def _compute(ring, ready, empty, rows, scales, rows_ready, rows_empty, counters,
         clear(counters, PLANES_QKV, 256, WARPS)
     row_scale, own_gain, old = residual_inputs(o_scale, residual, gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)
     acc, _, used, rows_used = multiply(
-        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_O, nothing, nothing, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
-    )
+        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_O, nothing, nothing, False,
+        BLOCK_T, SLOTS, ROW_SLOTS, MMA,
+    )  # fmt: skip
     publish(acc, planes, counters + PLANES_O, tile, part, tokens, SPLIT, BLOCK_T, STORE)
     if part * OWN < tokens:
         own = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, STORE))
         update = collect(planes, counters + PLANES_O, tile, own, SPLIT, BLOCK_T, STORE) * row_scale[:, None]
-        add_residual(update, own_gain, old, counters + O_DONE, new_residual, gate_q, gate_q_scale, squares, tile, part, tokens, WIDTH, BLOCK_T, PADDED, STORE)
+        add_residual(
+            update, own_gain, old, counters + O_DONE, new_residual, gate_q, gate_q_scale, squares, tile, part, tokens,
+            WIDTH, BLOCK_T, PADDED, STORE,
+        )  # fmt: skip
     if program < GATE_TILES:
         row = gl.arange(0, 128, gl.SliceLayout(1, STORE))
         token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, STORE))
         gate_scale = gl.load(gate_up_scale + program * 128 + row)
         up_scale = gl.load(gate_up_scale + (GATE_TILES + program) * 128 + row)
-        mbarrier.wait(rows_ready.index(rows_used % ROW_SLOTS), rows_used // ROW_SLOTS & 1)  # the activations are there, so the sums of squares are
+        # the activations are there, so the sums of squares are
+        mbarrier.wait(rows_ready.index(rows_used % ROW_SLOTS), rows_used // ROW_SLOTS & 1)
         token_scale = inverse_rms(squares, token, eps, TILES, BLOCK_T, BLOCK_T, STORE)
         gate_acc, up_acc, used, rows_used = multiply(
-            ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H, nothing, nothing, True, BLOCK_T, SLOTS, ROW_SLOTS, MMA
-        )
+            ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H, nothing, nothing, True,
+            BLOCK_T, SLOTS, ROW_SLOTS, MMA,
+        )  # fmt: skip
         gate = gl.convert_layout(gate_acc, STORE) * gate_scale[:, None] * token_scale[None, :]
         up = gl.convert_layout(up_acc, STORE) * up_scale[:, None] * token_scale[None, :]
-        store_quantized(gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128, PADDED, SILU_ROTATES, STORE)
+        store_quantized(
+            gate / (1.0 + gl.exp(-gate)) * up,
+            down_q,
+            down_q_scale,
+            program,
+            row,
+            token,
+            tokens,
+            GATE_TILES * 128,
+            PADDED,
+            SILU_ROTATES,
+            STORE,
+        )
         cta_barrier()
         gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
-    row_scale, own_gain, old = residual_inputs(down_scale, new_residual, next_gain, tile, part, tokens, WIDTH, BLOCK_T, STORE)
-    acc, _, used, rows_used = multiply(
-        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_DOWN, nothing, nothing, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
+    row_scale, own_gain, old = residual_inputs(
+        down_scale, new_residual, next_gain, tile, part, tokens, WIDTH, BLOCK_T, STORE
     )
+    acc, _, used, rows_used = multiply(
+        ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_DOWN, nothing, nothing, False,
+        BLOCK_T, SLOTS, ROW_SLOTS, MMA,
+    )  # fmt: skip
     publish(acc, planes, counters + PLANES_DOWN, tile, part, tokens, SPLIT, BLOCK_T, STORE)
     if part * OWN < tokens:
         own = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, STORE))
         update = collect(planes, counters + PLANES_DOWN, tile, own, SPLIT, BLOCK_T, STORE) * row_scale[:, None]
-        add_residual(update, own_gain, old, counters + DOWN_DONE, new_residual, qkv_q, qkv_q_scale, next_squares, tile, part, tokens, WIDTH, BLOCK_T, PADDED,
-                     STORE)
+        add_residual(
+            update, own_gain, old, counters + DOWN_DONE, new_residual, qkv_q, qkv_q_scale, next_squares, tile, part,
+            tokens, WIDTH, BLOCK_T, PADDED, STORE,
+        )  # fmt: skip
     if HAS_QKV:  # noqa: SIM102  a constant
         if program >= QKV_FIRST:
             share = program - QKV_FIRST
             row_scale = gl.load(qkv_scale + share // 2 * 128 + gl.arange(0, 128, gl.SliceLayout(1, STORE)))
             qkv_acc, _nothing, used, rows_used = multiply(
-                ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H // 2, nothing, nothing, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA
-            )
+                ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, STEPS_H // 2, nothing,
+                nothing, False, BLOCK_T, SLOTS, ROW_SLOTS, MMA,
+            )  # fmt: skip
             half = gl.arange(0, BLOCK_T // 2, gl.SliceLayout(0, STORE)) + share % 2 * (BLOCK_T // 2)
             token_scale = inverse_rms(next_squares, half, eps, TILES, BLOCK_T, BLOCK_T // 2, STORE)
             publish(qkv_acc, planes, counters + PLANES_QKV, share // 2, share % 2, tokens, 2, BLOCK_T, STORE)
             if share % 2 * (BLOCK_T // 2) < tokens:
-                value = collect(planes, counters + PLANES_QKV, share // 2, half, 2, BLOCK_T, STORE) * row_scale[:, None] * token_scale[None, :]
+                value = (
+                    collect(planes, counters + PLANES_QKV, share // 2, half, 2, BLOCK_T, STORE)
+                    * row_scale[:, None]
+                    * token_scale[None, :]
+                )
                 column = share // 2 * 128 + gl.arange(0, 128, gl.SliceLayout(1, STORE))
-                gl.store(out + half[None, :] * QKV_WIDTH + column[:, None], value.to(out.dtype.element_ty), mask=(half < tokens)[None, :])
+                gl.store(
+                    out + half[None, :] * QKV_WIDTH + column[:, None],
+                    value.to(out.dtype.element_ty),
+                    mask=(half < tokens)[None, :],
+                )
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a block
 def decoder_block_kernel(
-    o_boxes, gate_up_boxes, down_boxes, qkv_boxes, o_rows, o_row_scales, gate_rows, gate_row_scales, down_rows, down_row_scales, qkv_rows, qkv_row_scales,
-    o_scale, gate_up_scale, down_scale, qkv_scale, gate_q, gate_q_scale, down_q, down_q_scale, qkv_q, qkv_q_scale, squares, next_squares,
-    residual, new_residual, gain, next_gain, out, planes, counters, tokens, eps,
-    STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr, TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_WIDTH: gl.constexpr,
-    QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr,
-    ROW_SLOTS: gl.constexpr, DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    o_boxes, gate_up_boxes, down_boxes, qkv_boxes, o_rows, o_row_scales, gate_rows, gate_row_scales, down_rows,
+    down_row_scales, qkv_rows, qkv_row_scales, o_scale, gate_up_scale, down_scale, qkv_scale, gate_q, gate_q_scale,
+    down_q, down_q_scale, qkv_q, qkv_q_scale, squares, next_squares, residual, new_residual, gain, next_gain, out,
+    planes, counters, tokens, eps, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr,
+    TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_WIDTH: gl.constexpr, QKV_FIRST: gl.constexpr,
+    HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
+    DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`*_boxes` and `*_rows`, `*_row_scales` are TMA descriptors of the weights, the activations and their scales; `*_q` the same activations as pointers."""
+    """`*_boxes` and `*_rows`, `*_row_scales` are TMA descriptors of the weights, the activations and their scales;
+    `*_q` the same activations as pointers.
+    """
     program = gl.program_id(0)
     ring = gl.allocate_shared_memory(o_boxes.dtype, [SLOTS, 128, 128], o_boxes.layout)
     rows = gl.allocate_shared_memory(o_rows.dtype, [ROW_SLOTS, BLOCK_T, 128], o_rows.layout)
@@ -131,15 +186,114 @@ def decoder_block_kernel(
         mbarrier.init(rows_ready.index(i), count=1)
         mbarrier.init(rows_empty.index(i), count=1)
     fence_async_shared()
-    finishers = gl.minimum((tokens + (BLOCK_T // SPLIT - 1)) // (BLOCK_T // SPLIT), SPLIT)  # CTAs of a tile of o or down that own tokens
-    gl.warp_specialize([
-        (_compute, (ring, ready, empty, rows, scales, rows_ready, rows_empty, counters, planes, residual, new_residual, gain, next_gain,
-                    o_scale, gate_up_scale, down_scale, qkv_scale, gate_q, gate_q_scale, down_q, down_q_scale, qkv_q, qkv_q_scale, squares, next_squares, out,
-                    program, tokens, eps, STEPS_O, STEPS_H, STEPS_DOWN, TILES, GATE_TILES, QKV_WIDTH, QKV_FIRST, HAS_QKV, BLOCK_T, PADDED,
-                    SLOTS, ROW_SLOTS, num_warps, PDL)),
-        (stream_weights, (o_boxes, gate_up_boxes, down_boxes, qkv_boxes, ring, ready, empty, program, STEPS_O, STEPS_H, STEPS_DOWN, GATE_TILES, QKV_FIRST,
-                           HAS_QKV, SLOTS, DEPTH, EARLY_DEPTH, PDL)),
-        (bring_rows, (o_rows, o_row_scales, gate_rows, gate_row_scales, down_rows, down_row_scales, qkv_rows, qkv_row_scales, rows, scales, rows_ready,
-                       rows_empty, counters, program, finishers, STEPS_O, STEPS_H, STEPS_DOWN, TILES, GATE_TILES, QKV_FIRST, HAS_QKV, BLOCK_T, PADDED,
-                       ROW_SLOTS, PDL, 0)),
-    ], [1, 1], [32, 32])
+    # CTAs of a tile of o or down that own tokens
+    finishers = gl.minimum((tokens + (BLOCK_T // SPLIT - 1)) // (BLOCK_T // SPLIT), SPLIT)
+    gl.warp_specialize(
+        [
+            (
+                _compute,
+                (
+                    ring,
+                    ready,
+                    empty,
+                    rows,
+                    scales,
+                    rows_ready,
+                    rows_empty,
+                    counters,
+                    planes,
+                    residual,
+                    new_residual,
+                    gain,
+                    next_gain,
+                    o_scale,
+                    gate_up_scale,
+                    down_scale,
+                    qkv_scale,
+                    gate_q,
+                    gate_q_scale,
+                    down_q,
+                    down_q_scale,
+                    qkv_q,
+                    qkv_q_scale,
+                    squares,
+                    next_squares,
+                    out,
+                    program,
+                    tokens,
+                    eps,
+                    STEPS_O,
+                    STEPS_H,
+                    STEPS_DOWN,
+                    TILES,
+                    GATE_TILES,
+                    QKV_WIDTH,
+                    QKV_FIRST,
+                    HAS_QKV,
+                    BLOCK_T,
+                    PADDED,
+                    SLOTS,
+                    ROW_SLOTS,
+                    num_warps,
+                    PDL,
+                ),
+            ),
+            (
+                stream_weights,
+                (
+                    o_boxes,
+                    gate_up_boxes,
+                    down_boxes,
+                    qkv_boxes,
+                    ring,
+                    ready,
+                    empty,
+                    program,
+                    STEPS_O,
+                    STEPS_H,
+                    STEPS_DOWN,
+                    GATE_TILES,
+                    QKV_FIRST,
+                    HAS_QKV,
+                    SLOTS,
+                    DEPTH,
+                    EARLY_DEPTH,
+                    PDL,
+                ),
+            ),
+            (
+                bring_rows,
+                (
+                    o_rows,
+                    o_row_scales,
+                    gate_rows,
+                    gate_row_scales,
+                    down_rows,
+                    down_row_scales,
+                    qkv_rows,
+                    qkv_row_scales,
+                    rows,
+                    scales,
+                    rows_ready,
+                    rows_empty,
+                    counters,
+                    program,
+                    finishers,
+                    STEPS_O,
+                    STEPS_H,
+                    STEPS_DOWN,
+                    TILES,
+                    GATE_TILES,
+                    QKV_FIRST,
+                    HAS_QKV,
+                    BLOCK_T,
+                    PADDED,
+                    ROW_SLOTS,
+                    PDL,
+                    0,
+                ),
+            ),
+        ],
+        [1, 1],
+        [32, 32],
+    )

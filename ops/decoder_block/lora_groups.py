@@ -1,7 +1,9 @@
 """Which adapters meet in a decode step, for kernels that hold all its tokens in one tile: once a step, for every layer.
 
-Such a kernel cuts the tokens in up to four quarters, so the lists are made for the whole tile, its halves and its quarters.
+Such a kernel cuts the tokens in up to four quarters, so the lists are made for the whole tile, its halves and its
+quarters.
 """
+
 from typing import Optional
 
 import torch
@@ -26,9 +28,9 @@ def tile_tokens(tokens: int) -> int:
 def lora_groups_reference(adapter_index: torch.Tensor) -> torch.Tensor:
     """adapter_index [T] int32, T <= 64, -1 = no adapter -> [11, 64] int32.
 
-    Rows 0..6: the different adapters of all tokens, of each half and of each quarter of the tile (`tile_tokens`), by first appearance, -1 past the end.
-    Rows 7..9: for each token the place of its adapter in the list of all, of its half, of its quarter; -1 without adapter and past T.
-    Row 10: the lists' lengths, then zeros.
+    Rows 0..6: the different adapters of all tokens, of each half and of each quarter of the tile (`tile_tokens`), by
+    first appearance, -1 past the end. Rows 7..9: for each token the place of its adapter in the list of all, of its
+    half, of its quarter; -1 without adapter and past T. Row 10: the lists' lengths, then zeros.
     """
     index = adapter_index.tolist()
     tile = tile_tokens(len(index))
@@ -43,7 +45,7 @@ def lora_groups_reference(adapter_index: torch.Tensor) -> torch.Tensor:
                     if index[token] not in found:
                         found.append(index[token])
                     groups[POSITIONS + level, token] = found.index(index[token])
-            groups[row, :len(found)] = torch.tensor(found, dtype=torch.int32)
+            groups[row, : len(found)] = torch.tensor(found, dtype=torch.int32)
             groups[COUNTS, row] = len(found)
     return groups.to(adapter_index.device)
 
@@ -56,7 +58,10 @@ def lora_groups_fake(adapter_index: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _groups_kernel(adapter_index, groups, tokens, TILE: tl.constexpr, PDL: tl.constexpr):
-    """One program a level: 0 all tokens, 1 the halves, 2 the quarters. Rows of a comparison are tokens, columns the tokens they are held against."""
+    """One program a level: 0 all tokens, 1 the halves, 2 the quarters.
+
+    Rows of a comparison are tokens, columns the tokens they are held against.
+    """
     pdl_start(PDL)
     level = tl.program_id(0)
     part_tokens = TILE >> level
@@ -67,20 +72,27 @@ def _groups_kernel(adapter_index, groups, tokens, TILE: tl.constexpr, PDL: tl.co
     first_of_row = tl.min(tl.where(same, token[None, :], 64), axis=1)
     first_of_column = tl.min(tl.where(same, token[:, None], 64), axis=0)
     leads = first_of_column == token  # as columns
-    place = tl.sum((leads[None, :] & (part[:, None] == part[None, :]) & (token[None, :] < first_of_row[:, None])).to(tl.int32), axis=1)
+    place = tl.sum(
+        (leads[None, :] & (part[:, None] == part[None, :]) & (token[None, :] < first_of_row[:, None])).to(tl.int32),
+        axis=1,
+    )
     tl.store(groups + (7 + level) * 64 + token, tl.where(adapter >= 0, place, -1))
     leader = (first_of_row == token) & (adapter >= 0)
     for each in range(0, 1 << level):
         row = (1 << level) - 1 + each
         chosen = leader & (part == each)
-        entry = tl.sum(tl.where(chosen[:, None] & (place[:, None] == token[None, :]), adapter[:, None] + 1, 0), axis=0) - 1
+        entry = (
+            tl.sum(tl.where(chosen[:, None] & (place[:, None] == token[None, :]), adapter[:, None] + 1, 0), axis=0) - 1
+        )
         tl.store(groups + row * 64 + token, entry)
         tl.store(groups + 10 * 64 + row, tl.sum(chosen.to(tl.int32), axis=0))
     if level == 0:
         tl.store(groups + 10 * 64 + token, tl.zeros_like(token), mask=token >= 7)
 
 
-def lora_groups_launch(adapter_index: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False) -> None:
+def lora_groups_launch(
+    adapter_index: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+) -> None:
     """Three programs, whatever `sm_budget` says."""
     tokens = adapter_index.shape[0]
     _groups_kernel[(3,)](adapter_index, out[0], tokens, TILE=tile_tokens(tokens), num_warps=4, **pdl_options(pdl))

@@ -1,7 +1,16 @@
-"""The steps of LoRA in `decoder_block_lora_gluon.py`: A times activations by the CTAs that shrink, B times ranks by those that finish a tile."""
+"""The steps of LoRA in `decoder_block_lora_gluon.py`:
+
+A times activations by the CTAs that shrink, B times ranks by those that finish a tile.
+"""
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..core.gluon_support import cta_barrier, plain_layout, view_shared
 from .lora_streams import COUNTS, POSITIONS, adapters_per_slot, operand_layout
@@ -10,11 +19,25 @@ from .streams import SPLIT, await_count
 
 
 @gluon.jit
-def multiply_slots(slots, blocks, used, rows_used, steps, first, second, PAIR: gl.constexpr, BLOCK_T: gl.constexpr, SLOTS: gl.constexpr,
-                   ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+def multiply_slots(
+    slots,
+    blocks,
+    used,
+    rows_used,
+    steps,
+    first,
+    second,
+    PAIR: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    SLOTS: gl.constexpr,
+    ROW_SLOTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """`multiply` on the rings as tuples: slots = (ring, ready, empty), blocks = (rows, scales, ready, empty)."""
-    return multiply(slots[0], slots[1], slots[2], blocks[0], blocks[1], blocks[2], blocks[3], used, rows_used, steps, first, second, PAIR, BLOCK_T, SLOTS,
-                    ROW_SLOTS, LAYOUT)
+    return multiply(
+        slots[0], slots[1], slots[2], blocks[0], blocks[1], blocks[2], blocks[3], used, rows_used, steps, first, second,
+        PAIR, BLOCK_T, SLOTS, ROW_SLOTS, LAYOUT,
+    )  # fmt: skip
 
 
 # Shrinking
@@ -30,8 +53,11 @@ def _unit_scales(groups, a_scale, first, units, N: gl.constexpr, RANK: gl.conste
 
 
 @gluon.jit
-def shrink(slots, blocks, used, rows_used, groups, a_scale, planes, done, share, tokens, steps, N: gl.constexpr, RANK: gl.constexpr, STRIDE: gl.constexpr,
-           BLOCK_T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+def shrink(
+    slots, blocks, used, rows_used, groups, a_scale, planes, done, share, tokens, steps, N: gl.constexpr,
+    RANK: gl.constexpr, STRIDE: gl.constexpr, BLOCK_T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
     """All units' ranks over this CTA's part of K -> planes [4, BLOCK_T, STRIDE] fp32, scaled."""
     UNITS: gl.constexpr = 128 // RANK
     units = gl.load(groups + COUNTS) * N
@@ -41,7 +67,9 @@ def shrink(slots, blocks, used, rows_used, groups, a_scale, planes, done, share,
     for first in range(0, units, 2 * UNITS):
         scale = _unit_scales(groups, a_scale, first, units, N, RANK, LAYOUT)
         second_scale = _unit_scales(groups, a_scale, first + UNITS, units, N, RANK, LAYOUT)
-        acc, second, used, rows_used = multiply_slots(slots, blocks, used, rows_used, steps, nothing, nothing, True, BLOCK_T, SLOTS, ROW_SLOTS, LAYOUT)
+        acc, second, used, rows_used = multiply_slots(
+            slots, blocks, used, rows_used, steps, nothing, nothing, True, BLOCK_T, SLOTS, ROW_SLOTS, LAYOUT
+        )
         place = first * RANK + row
         out = planes + (share * BLOCK_T + token[None, :]) * STRIDE + place[:, None]
         present = (token < tokens)[None, :]
@@ -57,9 +85,13 @@ def shrink(slots, blocks, used, rows_used, groups, a_scale, planes, done, share,
 
 
 @gluon.jit
-def fetch(shrunk, factors, planes, done, groups, first_token, linear, N: gl.constexpr, RANK: gl.constexpr, STRIDE: gl.constexpr, OWN: gl.constexpr,
-          WIDE: gl.constexpr, BLOCK_T: gl.constexpr, WARPS: gl.constexpr):
-    """The ranks' activations of OWN tokens of one linear, each token's own adapter, in eight bits into `shrunk` [WIDE, RANK], their scales into `factors`."""
+def fetch(
+    shrunk, factors, planes, done, groups, first_token, linear, N: gl.constexpr, RANK: gl.constexpr,
+    STRIDE: gl.constexpr, OWN: gl.constexpr, WIDE: gl.constexpr, BLOCK_T: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The ranks' activations of OWN tokens of one linear, each token's own adapter, in eight bits into `shrunk`
+    [WIDE, RANK], their scales into `factors`.
+    """
     GATHER: gl.constexpr = gl.BlockedLayout([1, 4], [128 // RANK, RANK // 4], [WARPS, 1], [1, 0])
     await_count(done, SPLIT)
     own = gl.arange(0, WIDE, gl.SliceLayout(1, GATHER))
@@ -82,7 +114,19 @@ def fetch(shrunk, factors, planes, done, groups, first_token, linear, N: gl.cons
 
 
 @gluon.jit
-def _expand_slot(slots, used, shrunk, factors, total, place, start, RANK: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+def _expand_slot(
+    slots,
+    used,
+    shrunk,
+    factors,
+    total,
+    place,
+    start,
+    RANK: gl.constexpr,
+    WIDE: gl.constexpr,
+    SLOTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Adds to each token's column the product with its own adapter, if that is one of the slot's."""
     PER: gl.constexpr = adapters_per_slot(RANK)
     slot = used % SLOTS
@@ -102,20 +146,37 @@ def _expand_slot(slots, used, shrunk, factors, total, place, start, RANK: gl.con
 
 
 @gluon.jit
-def expand(slots, used, shrunk, factors, first, second, groups, group, level, first_token, PAIR: gl.constexpr, RANK: gl.constexpr, OWN: gl.constexpr,
-           WIDE: gl.constexpr, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+def expand(
+    slots, used, shrunk, factors, first, second, groups, group, level, first_token, PAIR: gl.constexpr,
+    RANK: gl.constexpr, OWN: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Adds B times the ranks' activations to `first` [128, WIDE], with PAIR to `second` too -> (first, second, used).
 
-    The tokens are those of list `group`, a list of all tokens (level 0), of a half (1) or of a quarter (2), and begin at `first_token`.
+    The tokens are those of list `group`, a list of all tokens (level 0), of a half (1) or of a quarter (2), and begin
+    at `first_token`.
     """
     PER: gl.constexpr = adapters_per_slot(RANK)
     own = gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
     place = gl.load(groups + POSITIONS + level * 64 + first_token + own, mask=own < OWN, other=-1)
     count = gl.load(groups + COUNTS + group)
     for start in range(0, count, PER):
-        first, used = _expand_slot(slots, used, shrunk.index(0).slice(0, WIDE, dim=0), factors.index(0), first, place, start, RANK, WIDE, SLOTS, LAYOUT)
+        first, used = _expand_slot(
+            slots,
+            used,
+            shrunk.index(0).slice(0, WIDE, dim=0),
+            factors.index(0),
+            first,
+            place,
+            start,
+            RANK,
+            WIDE,
+            SLOTS,
+            LAYOUT,
+        )
         if PAIR:
-            second, used = _expand_slot(slots, used, shrunk.index(1), factors.index(1), second, place, start, RANK, WIDE, SLOTS, LAYOUT)
+            second, used = _expand_slot(
+                slots, used, shrunk.index(1), factors.index(1), second, place, start, RANK, WIDE, SLOTS, LAYOUT
+            )
     return first, second, used
 
 

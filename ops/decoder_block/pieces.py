@@ -1,4 +1,7 @@
-"""What the whole-layer kernels share: the product over a ring of weights, the exchange of partial sums, the epilogues of norm and quantization."""
+"""What the whole-layer kernels share: the product over a ring of weights, the exchange of partial sums, the
+epilogues of norm and quantization.
+"""
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -22,13 +25,16 @@ def issue(ring, ready, rows, rows_ready, used, rows_used, nothing, SLOTS: gl.con
 
 
 @gluon.jit
-def multiply(ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, steps, first, second, PAIR: gl.constexpr, BLOCK_T: gl.constexpr,
-             SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Adds weights times activations over `steps` blocks of K -> (first, second, used, rows_used); with PAIR `first` is the gate, `second` up.
+def multiply(
+    ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, steps, first, second, PAIR: gl.constexpr,
+    BLOCK_T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds weights times activations over `steps` blocks of K -> (first, second, used, rows_used); with PAIR `first` is
+    the gate, `second` up.
 
-    Each block's product is scaled and added in fp32: its activations have a scale of their own, and the tensor cores' running sum of e4m3 products has 14 bits
-    only (that of int8 is exact, and so is its conversion). One product at a time: starting the next one before this one is added frees the slots later, and
-    cost 5 us a layer.
+    Each block's product is scaled and added in fp32: its activations have a scale of their own, and the tensor cores'
+    running sum of e4m3 products has 14 bits only (that of int8 is exact, and so is its conversion). One product at a
+    time: starting the next one before this one is added frees the slots later, and cost 5 us a layer.
     """
     nothing = gl.zeros([128, BLOCK_T], gl.int32 if ring.dtype == gl.int8 else gl.float32, LAYOUT)
     for _ in range(steps):
@@ -53,17 +59,21 @@ def multiply(ring, ready, empty, rows, scales, rows_ready, rows_empty, used, row
 
 @gluon.jit
 def rotate(values, row, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
-    """values [128, tokens] fp32, blocks of 2**STAGES neighbouring rows times the Hadamard matrix, not normalised; `row` 0 to 127.
+    """values [128, tokens] fp32, blocks of 2**STAGES neighbouring rows times the Hadamard matrix, not normalised; `row`
+    0 to 127.
 
-    LAYOUT keeps a token's rows in one warp, and the values stay in it. Three stages are arithmetic of the thread that holds 8 neighbouring rows, for further
-    ones it gets its partners' values by shuffles: each is the exclusive or of a pair, and once more of that with a value, which leaves nothing of itself in the
-    machine code.
+    LAYOUT keeps a token's rows in one warp, and the values stay in it. Three stages are arithmetic of the thread that
+    holds 8 neighbouring rows, for further ones it gets its partners' values by shuffles: each is the exclusive or of a
+    pair, and once more of that with a value, which leaves nothing of itself in the machine code.
     """
     for stage in gl.static_range(STAGES):
         pairs = gl.reshape(values.to(gl.int32, bitcast=True), [64 >> stage, 2, 1 << stage, values.shape[1]])
         partner = gl.reshape(pairs ^ gl.xor_sum(pairs, 1, keep_dims=True), values.shape)
         sign = (1 - 2 * (row >> stage & 1)).to(gl.float32)
-        values = gl.convert_layout(partner, LAYOUT, assert_trivial=True).to(gl.float32, bitcast=True) + values * sign[:, None]
+        values = (
+            gl.convert_layout(partner, LAYOUT, assert_trivial=True).to(gl.float32, bitcast=True)
+            + values * sign[:, None]
+        )
     return values
 
 
@@ -74,14 +84,26 @@ def to_int8(values):
 
 
 @gluon.jit
-def store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr, ROTATE: gl.constexpr,
-                    LAYOUT: gl.constexpr):
+def store_quantized(
+    values,
+    q,
+    scale,
+    block,
+    row,
+    token,
+    tokens,
+    WIDTH: gl.constexpr,
+    PADDED: gl.constexpr,
+    ROTATE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED].
 
     If q is int8, blocks of ROTATE (8 or 128) columns are rotated before.
     """
     if q.dtype.element_ty == gl.int8:
-        ROOT: gl.constexpr = 2.8284271247461903 if ROTATE == 8 else 11.313708498984761  # its root: what a normalised rotation would have divided by
+        # its root: what a normalised rotation would have divided by
+        ROOT: gl.constexpr = 2.8284271247461903 if ROTATE == 8 else 11.313708498984761
         values = rotate(values, row, 3 if ROTATE == 8 else 7, LAYOUT)
         step = gl.maximum(gl.max(gl.abs(values), axis=0) * (1.0 / ROOT), 1e-12) * (1.0 / 127.0)
         steps = to_int8(values * (1.0 / (step * ROOT))[None, :])
@@ -93,7 +115,9 @@ def store_quantized(values, q, scale, block, row, token, tokens, WIDTH: gl.const
 
 
 @gluon.jit
-def inverse_rms(squares, token, eps, TILES: gl.constexpr, BLOCK_T: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+def inverse_rms(
+    squares, token, eps, TILES: gl.constexpr, BLOCK_T: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
+):
     """1 / rms of each token from the tiles' sums of squares, added in order."""
     total = gl.zeros([COUNT], gl.float32, gl.SliceLayout(0, LAYOUT))
     for tile in gl.static_range(TILES):
@@ -102,21 +126,32 @@ def inverse_rms(squares, token, eps, TILES: gl.constexpr, BLOCK_T: gl.constexpr,
 
 
 @gluon.jit
-def residual_inputs(weight_scale, residual, gain, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
+def residual_inputs(
+    weight_scale, residual, gain, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
+):
     """What `add_residual` needs and nothing delays: loaded before the products."""
     column = tile * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = part * (BLOCK_T // SPLIT) + gl.arange(0, BLOCK_T // SPLIT, gl.SliceLayout(0, LAYOUT))
-    old = gl.load(residual + token[None, :] * WIDTH + column[:, None], mask=(token < tokens)[None, :], other=0.0, cache_modifier=".cg")
+    old = gl.load(
+        residual + token[None, :] * WIDTH + column[:, None],
+        mask=(token < tokens)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
     return gl.load(weight_scale + column), gl.load(gain + column), old
 
 
 @gluon.jit
-def publish(acc, planes, arrivals, tile, part, tokens, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
+def publish(
+    acc, planes, arrivals, tile, part, tokens, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Stores this CTA's sums of a tile where the other parts of the tile find them, and counts itself in."""
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, LAYOUT))
     plane = planes + (tile * PARTS + part) * (128 * BLOCK_T)
-    gl.store(plane + row[:, None] + token[None, :] * 128, gl.convert_layout(acc, LAYOUT), mask=(token < tokens)[None, :])
+    gl.store(
+        plane + row[:, None] + token[None, :] * 128, gl.convert_layout(acc, LAYOUT), mask=(token < tokens)[None, :]
+    )
     cta_barrier()
     gl.atomic_add(arrivals + tile, 1, sem="release")
 
@@ -134,9 +169,14 @@ def collect(planes, arrivals, tile, token, PARTS: gl.constexpr, BLOCK_T: gl.cons
 
 
 @gluon.jit
-def add_residual(update, gain, old, done, residual, q, q_scale, squares, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
-                 PADDED: gl.constexpr, LAYOUT: gl.constexpr):
-    """A quarter of a tile's tokens: `update` + residual -> `residual`, their squares summed, times the norm's gain and quantized."""
+def add_residual(
+    update, gain, old, done, residual, q, q_scale, squares, tile, part, tokens, WIDTH: gl.constexpr,
+    BLOCK_T: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A quarter of a tile's tokens:
+
+    `update` + residual -> `residual`, their squares summed, times the norm's gain and quantized.
+    """
     OWN: gl.constexpr = BLOCK_T // SPLIT
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
@@ -145,6 +185,8 @@ def add_residual(update, gain, old, done, residual, q, q_scale, squares, tile, p
     gl.store(residual + token[None, :] * WIDTH + (tile * 128 + row)[:, None], new, mask=present)
     value = gl.where(present, new.to(gl.float32), 0.0)
     gl.store(squares + tile * BLOCK_T + token, gl.sum(value * value, axis=0))
-    store_quantized(value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, NORM_ROTATES, LAYOUT)
+    store_quantized(
+        value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, NORM_ROTATES, LAYOUT
+    )
     cta_barrier()
     gl.atomic_add(done, 1, sem="release")

@@ -1,7 +1,9 @@
-"""The two warps of a decoder block's CTA that bring data: one streams weights and waits for nobody, one brings activations when other CTAs have made them.
+"""The two warps of a decoder block's CTA that bring data: one streams weights and waits for nobody, one brings
+activations when other CTAs have made them.
 
 Also the counters by which CTAs wait for each other; `decoder_block_gluon.py` says how they are kept.
 """
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -43,9 +45,12 @@ def clear(counters, FIRST: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexp
 
 
 @gluon.jit
-def stream(boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr,
-            EARLY_DEPTH: gl.constexpr):
-    """`count` slots of one matrix into the ring, at most DEPTH in flight (EARLY_DEPTH while the matrix before is still being multiplied).
+def stream(
+    boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR: gl.constexpr, SLOTS: gl.constexpr,
+    DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr,
+):  # fmt: skip
+    """`count` slots of one matrix into the ring, at most DEPTH in flight (EARLY_DEPTH while the matrix before is still
+    being multiplied).
 
     With PAIR a step is two slots: 128 gate rows, then the 128 up rows of the same columns.
     """
@@ -57,7 +62,9 @@ def stream(boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR
         mbarrier.wait(empty.index(slot), filled // SLOTS & 1 ^ 1)
         mbarrier.expect(ready.index(slot), BOX_BYTES)
         if PAIR:
-            tma_load(boxes, [gl.where(i % 2 == 1, pair_row, row), column + i // 2 * 128], ready.index(slot), ring.index(slot))
+            tma_load(
+                boxes, [gl.where(i % 2 == 1, pair_row, row), column + i // 2 * 128], ready.index(slot), ring.index(slot)
+            )
         else:
             tma_load(boxes, [row, column + i * 128], ready.index(slot), ring.index(slot))
         filled += 1
@@ -65,28 +72,58 @@ def stream(boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR
 
 
 @gluon.jit
-def stream_weights(o_boxes, gate_up_boxes, down_boxes, qkv_boxes, ring, ready, empty, program, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr,
-                   STEPS_DOWN: gl.constexpr, GATE_TILES: gl.constexpr, QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, SLOTS: gl.constexpr,
-                   DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, PDL: gl.constexpr):
-    """The producer warp: o, gate_up, down and q/k/v, this CTA's part of each. Waits for free slots, for nothing else."""
+def stream_weights(
+    o_boxes, gate_up_boxes, down_boxes, qkv_boxes, ring, ready, empty, program, STEPS_O: gl.constexpr,
+    STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr, GATE_TILES: gl.constexpr, QKV_FIRST: gl.constexpr,
+    HAS_QKV: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: o, gate_up, down and q/k/v, this CTA's part of each.
+
+    Waits for free slots, for nothing else.
+    """
     if PDL:
         gdc_launch_dependents()
     tile_row = program // SPLIT * 128
     part = program % SPLIT
     filled = 0
-    filled = stream(o_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_O * 128), STEPS_O, False, SLOTS, DEPTH, EARLY_DEPTH)
+    filled = stream(
+        o_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_O * 128), STEPS_O, False, SLOTS, DEPTH,
+        EARLY_DEPTH,
+    )  # fmt: skip
     if program < GATE_TILES:
         up_row = (GATE_TILES + program) * 128
-        filled = stream(gate_up_boxes, ring, ready, empty, filled, program * 128, up_row, 0, 2 * STEPS_H, True, SLOTS, DEPTH, EARLY_DEPTH)
-    filled = stream(down_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_DOWN * 128), STEPS_DOWN, False, SLOTS, DEPTH, EARLY_DEPTH)
+        filled = stream(
+            gate_up_boxes, ring, ready, empty, filled, program * 128, up_row, 0, 2 * STEPS_H, True, SLOTS, DEPTH,
+            EARLY_DEPTH,
+        )  # fmt: skip
+    filled = stream(
+        down_boxes, ring, ready, empty, filled, tile_row, 0, part * (STEPS_DOWN * 128), STEPS_DOWN, False, SLOTS, DEPTH,
+        EARLY_DEPTH,
+    )  # fmt: skip
     if HAS_QKV:  # noqa: SIM102  a constant
         if program >= QKV_FIRST:
             share = program - QKV_FIRST
-            stream(qkv_boxes, ring, ready, empty, filled, share // 2 * 128, 0, share % 2 * (STEPS_H * 64), STEPS_H // 2, False, SLOTS, DEPTH, EARLY_DEPTH)
+            stream(
+                qkv_boxes, ring, ready, empty, filled, share // 2 * 128, 0, share % 2 * (STEPS_H * 64), STEPS_H // 2,
+                False, SLOTS, DEPTH, EARLY_DEPTH,
+            )  # fmt: skip
 
 
 @gluon.jit
-def bring(boxes, scale_boxes, rows, scales, ready, empty, filled, first, count, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr):
+def bring(
+    boxes,
+    scale_boxes,
+    rows,
+    scales,
+    ready,
+    empty,
+    filled,
+    first,
+    count,
+    BLOCK_T: gl.constexpr,
+    PADDED: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
     """`count` blocks of 128 columns of an activation, each with its scales."""
     for i in range(count):
         slot = filled % SLOTS
@@ -99,10 +136,12 @@ def bring(boxes, scale_boxes, rows, scales, ready, empty, filled, first, count, 
 
 
 @gluon.jit
-def bring_rows(o_rows, o_scales, gate_rows, gate_scales, down_rows, down_scales, qkv_rows, qkv_scales, rows, scales, ready, empty, counters, program,
-               finishers, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr, TILES: gl.constexpr, GATE_TILES: gl.constexpr,
-               QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
-               OTHERS: gl.constexpr):
+def bring_rows(
+    o_rows, o_scales, gate_rows, gate_scales, down_rows, down_scales, qkv_rows, qkv_scales, rows, scales, ready, empty,
+    counters, program, finishers, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr,
+    TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr,
+    BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, OTHERS: gl.constexpr,
+):  # fmt: skip
     """The warp that brings each linear's activations, as soon as the CTAs that make them have counted themselves in.
 
     OTHERS: further CTAs that watch O_DONE, and count themselves into DOWN_DONE when they no longer do.
@@ -111,14 +150,29 @@ def bring_rows(o_rows, o_scales, gate_rows, gate_scales, down_rows, down_scales,
         gdc_wait()
     part = program % SPLIT
     filled = 0
-    filled = bring(o_rows, o_scales, rows, scales, ready, empty, filled, part * STEPS_O, STEPS_O, BLOCK_T, PADDED, SLOTS)
+    filled = bring(
+        o_rows, o_scales, rows, scales, ready, empty, filled, part * STEPS_O, STEPS_O, BLOCK_T, PADDED, SLOTS
+    )
     await_count(counters + O_DONE, TILES * finishers)
     fence_before_tma(program)
     if program < GATE_TILES:
         filled = bring(gate_rows, gate_scales, rows, scales, ready, empty, filled, 0, STEPS_H, BLOCK_T, PADDED, SLOTS)
     await_count(counters + GATE_UP_DONE + 32 * part, GATE_TILES // SPLIT)
     fence_before_tma(program)
-    filled = bring(down_rows, down_scales, rows, scales, ready, empty, filled, part * STEPS_DOWN, STEPS_DOWN, BLOCK_T, PADDED, SLOTS)
+    filled = bring(
+        down_rows,
+        down_scales,
+        rows,
+        scales,
+        ready,
+        empty,
+        filled,
+        part * STEPS_DOWN,
+        STEPS_DOWN,
+        BLOCK_T,
+        PADDED,
+        SLOTS,
+    )
     if program >= QKV_FIRST:
         await_count(counters + DOWN_DONE, TILES * finishers + OTHERS)
         if program == QKV_FIRST:
@@ -127,4 +181,17 @@ def bring_rows(o_rows, o_scales, gate_rows, gate_scales, down_rows, down_scales,
         if HAS_QKV:
             fence_before_tma(program)
             half = (program - QKV_FIRST) % 2
-            bring(qkv_rows, qkv_scales, rows, scales, ready, empty, filled, half * (STEPS_H // 2), STEPS_H // 2, BLOCK_T, PADDED, SLOTS)
+            bring(
+                qkv_rows,
+                qkv_scales,
+                rows,
+                scales,
+                ready,
+                empty,
+                filled,
+                half * (STEPS_H // 2),
+                STEPS_H // 2,
+                BLOCK_T,
+                PADDED,
+                SLOTS,
+            )

@@ -10,4 +10,5 @@ kernel_large          Gluon, prompt steps in int8 (kernel_lora_large: with LoRA)
 scaled_mm             torch._scaled_mm, prompt steps in e4m3
 tuning                which kernel and which tiles a shape runs with (tables: tuned/)
 """
+
 from . import linear_8bit, linear_8bit_lora, linear_8bit_silu_mul

@@ -1,18 +1,25 @@
-"""linear_8bit in Gluon: one producer warp streams weights and activations through a shared-memory ring by TMA, consumer warps multiply.
+"""linear_8bit in Gluon: one producer warp streams weights and activations through a shared-memory ring by TMA, consumer
+warps multiply.
 
-The work is divided as in `kernel_triton.py`. The ring runs on across tile boundaries, so the next tile streams in while one is scaled
-and stored. Weights depend on no earlier kernel: under PDL the producer fills the whole ring with them before it waits, and only the
-activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
+The work is divided as in `kernel_triton.py`. The ring runs on across tile boundaries, so the next tile streams in while
+one is scaled and stored. Weights depend on no earlier kernel: under PDL the producer fills the whole ring with them
+before it waits, and only the activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
 
-Where activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales come through the ring beside them, and its product is scaled and
-added in fp32 before the next one starts.
+Where activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales come through the ring
+beside them, and its product is scaled and added in fp32 before the next one starts.
 """
+
 from typing import Optional
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load
@@ -33,22 +40,60 @@ def _first_unit(program, programs, tiles, steps, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def _load_weights(weight_desc, weights, ready, slot, unit, steps, token_tiles, BYTES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+def _load_weights(
+    weight_desc,
+    weights,
+    ready,
+    slot,
+    unit,
+    steps,
+    token_tiles,
+    BYTES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
     mbarrier.expect(ready.index(slot), BYTES)
-    tma_load(weight_desc, [unit // steps // token_tiles * BLOCK_N, unit % steps * BLOCK_K], ready.index(slot), weights.index(slot))
+    tma_load(
+        weight_desc,
+        [unit // steps // token_tiles * BLOCK_N, unit % steps * BLOCK_K],
+        ready.index(slot),
+        weights.index(slot),
+    )
 
 
 @gluon.jit
-def _load_tokens(q_desc, scale_desc, tokens_ring, scales, ready, slot, unit, steps, token_tiles, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
-                 BLOCK_SCALES: gl.constexpr):
-    tma_load(q_desc, [unit // steps % token_tiles * BLOCK_T, unit % steps * BLOCK_K], ready.index(slot), tokens_ring.index(slot))
+def _load_tokens(
+    q_desc,
+    scale_desc,
+    tokens_ring,
+    scales,
+    ready,
+    slot,
+    unit,
+    steps,
+    token_tiles,
+    BLOCK_T: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr,
+):
+    tma_load(
+        q_desc,
+        [unit // steps % token_tiles * BLOCK_T, unit % steps * BLOCK_K],
+        ready.index(slot),
+        tokens_ring.index(slot),
+    )
     if BLOCK_SCALES:
-        tma_load(scale_desc, [unit % steps, unit // steps % token_tiles * BLOCK_T], ready.index(slot), scales.index(slot))
+        tma_load(
+            scale_desc, [unit % steps, unit // steps % token_tiles * BLOCK_T], ready.index(slot), scales.index(slot)
+        )
 
 
 @gluon.jit
-def _produce(weight_desc, q_desc, scale_desc, weights, tokens_ring, scales, ready, empty, begin, end, steps, token_tiles,
-             BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SCALE_BOX: gl.constexpr, PDL: gl.constexpr):
+def _produce(
+    weight_desc, q_desc, scale_desc, weights, tokens_ring, scales, ready, empty, begin, end, steps, token_tiles,
+    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SCALE_BOX: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K + SCALE_BOX * 4
     filled = gl.minimum(end - begin, STAGES)
     for i in range(filled):
@@ -57,17 +102,45 @@ def _produce(weight_desc, q_desc, scale_desc, weights, tokens_ring, scales, read
         gdc_launch_dependents()
         gdc_wait()
     for i in range(filled):
-        _load_tokens(q_desc, scale_desc, tokens_ring, scales, ready, i, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K, SCALE_BOX > 0)
+        _load_tokens(
+            q_desc,
+            scale_desc,
+            tokens_ring,
+            scales,
+            ready,
+            i,
+            begin + i,
+            steps,
+            token_tiles,
+            BLOCK_T,
+            BLOCK_K,
+            SCALE_BOX > 0,
+        )
     for i in range(filled, end - begin):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
         _load_weights(weight_desc, weights, ready, slot, begin + i, steps, token_tiles, BYTES, BLOCK_N, BLOCK_K)
-        _load_tokens(q_desc, scale_desc, tokens_ring, scales, ready, slot, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K, SCALE_BOX > 0)
+        _load_tokens(
+            q_desc,
+            scale_desc,
+            tokens_ring,
+            scales,
+            ready,
+            slot,
+            begin + i,
+            steps,
+            token_tiles,
+            BLOCK_T,
+            BLOCK_K,
+            SCALE_BOX > 0,
+        )
 
 
 @gluon.jit
 def multiply(wide, narrow, ready, empty, acc, begin, end, STAGES: gl.constexpr):
-    """The product of the ring's units begin..end, summed by the tensor cores; the slot of a unit is free once the next one's product is under way."""
+    """The product of the ring's units begin..end, summed by the tensor cores; the slot of a unit is free once the
+    next one's product is under way.
+    """
     for i in range(begin, end):
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
@@ -80,13 +153,18 @@ def multiply(wide, narrow, ready, empty, acc, begin, end, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
-             begin, end, steps, token_tiles, tiles, program, programs, tokens, n,
-             BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
-             BLOCK_SCALES: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
+def _consume(
+    weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr,
+    counters_ptr, begin, end, steps, token_tiles, tiles, program, programs, tokens, n, BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SCALES: gl.constexpr,
+    HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """`scales`: with BLOCK_SCALES the ring of a step's scales, else a pointer to one for each token."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32])
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])  # 8 neighbouring outputs of a token a thread
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32]
+    )
+    # 8 neighbouring outputs of a token a thread
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])
     if PDL:
         gdc_wait()
     offsets_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORE))
@@ -104,7 +182,9 @@ def _consume(weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta
             for i in range(unit - begin, stop - begin):
                 slot = i % STAGES
                 mbarrier.wait(ready.index(slot), i // STAGES & 1)
-                product = warpgroup_mma(weights.index(slot), tokens_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                product = warpgroup_mma(
+                    weights.index(slot), tokens_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
+                )
                 if BLOCK_SCALES:
                     token_scale = scales.index(slot).slice(0, BLOCK_T, dim=1).load(MMA)
                 product = warpgroup_mma_wait(0, deps=(product,))
@@ -119,19 +199,26 @@ def _consume(weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta
         complete = stop - unit == steps
         if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
             if not complete:
-                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one that it ends in.
+                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one
+                # that it ends in.
                 SIZE: gl.constexpr = BLOCK_N * BLOCK_T
                 inside = (columns < tokens)[None, :]
                 planes = planes_ptr + offsets_t[None, :] * BLOCK_N + offsets_n[:, None]
                 own = 2 * program + gl.where(begin < tile * steps, 1, 0)
                 gl.store(planes + own * SIZE, total, mask=inside)
                 cta_barrier()
-                first = ((tile * steps + 1) * programs - 1) // (tiles * steps)  # the programs that hold the tile's first and last unit
+                # the programs that hold the tile's first and last unit
+                first = ((tile * steps + 1) * programs - 1) // (tiles * steps)
                 last = ((tile + 1) * steps * programs - 1) // (tiles * steps)
                 complete = gl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
                 if complete:
                     begins_before = _first_unit(first, programs, tiles, steps, SPLIT) < tile * steps
-                    total = gl.load(planes + (2 * first + gl.where(begins_before, 1, 0)) * SIZE, mask=inside, other=0, cache_modifier=".cg")
+                    total = gl.load(
+                        planes + (2 * first + gl.where(begins_before, 1, 0)) * SIZE,
+                        mask=inside,
+                        other=0,
+                        cache_modifier=".cg",
+                    )
                     for part in gl.static_range(1, PARTS):
                         held = (columns < gl.where(first + part <= last, tokens, 0))[None, :]
                         total += gl.load(planes + 2 * (first + part) * SIZE, mask=held, other=0, cache_modifier=".cg")
@@ -154,11 +241,15 @@ def _consume(weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
-def _linear_8bit_tma(weight_desc, q_desc, scale, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
-                    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-                    PARTS: gl.constexpr, SCALE_BOX: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-                    PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
-    """`scale`: a pointer to the tokens' scales, or boxes of the SCALE_BOX scales (at least BLOCK_T) that a step has for a token tile."""
+def _linear_8bit_tma(
+    weight_desc, q_desc, scale, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n,
+    k, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    PARTS: gl.constexpr, SCALE_BOX: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """`scale`: a pointer to the tokens' scales, or boxes of the SCALE_BOX scales (at least BLOCK_T) that a step has
+    for a token tile.
+    """
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = (k + BLOCK_K - 1) // BLOCK_K
@@ -182,29 +273,98 @@ def _linear_8bit_tma(weight_desc, q_desc, scale, weight_scale_ptr, delta_ptr, re
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (weights, tokens_ring, ready, empty, scales, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr,
-                    begin, end, steps, token_tiles, tiles, program, programs, tokens, n,
-                    BLOCK_N, BLOCK_T, STAGES, SPLIT, PARTS, SCALE_BOX > 0, HAS_DELTA, HAS_RESIDUAL, PDL, num_warps)),
-        (_produce, (weight_desc, q_desc, scale_desc, weights, tokens_ring, scale_ring, ready, empty, begin, end, steps, token_tiles,
-                    BLOCK_N, BLOCK_T, BLOCK_K, STAGES, SCALE_BOX, PDL)),
-    ], [1], [PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    weights,
+                    tokens_ring,
+                    ready,
+                    empty,
+                    scales,
+                    weight_scale_ptr,
+                    delta_ptr,
+                    residual_ptr,
+                    out_ptr,
+                    planes_ptr,
+                    counters_ptr,
+                    begin,
+                    end,
+                    steps,
+                    token_tiles,
+                    tiles,
+                    program,
+                    programs,
+                    tokens,
+                    n,
+                    BLOCK_N,
+                    BLOCK_T,
+                    STAGES,
+                    SPLIT,
+                    PARTS,
+                    SCALE_BOX > 0,
+                    HAS_DELTA,
+                    HAS_RESIDUAL,
+                    PDL,
+                    num_warps,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    weight_desc,
+                    q_desc,
+                    scale_desc,
+                    weights,
+                    tokens_ring,
+                    scale_ring,
+                    ready,
+                    empty,
+                    begin,
+                    end,
+                    steps,
+                    token_tiles,
+                    BLOCK_N,
+                    BLOCK_T,
+                    BLOCK_K,
+                    STAGES,
+                    SCALE_BOX,
+                    PDL,
+                ),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
 
 
-def launch_gluon(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
-                 residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
+def launch_gluon(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out: torch.Tensor,
+    config: LinearConfig,
+    split: WorkSplit,
+    pdl: bool,
+) -> None:
     """As `launch_triton`; q, weight and scales of blocks must begin on 16-byte boundaries, P be a multiple of 4."""
     (tokens, k), n = q.shape, weight.shape[0]
     scale_box = max(LEAST_BOX, config.block_t) if scale.dim() == 2 else 0
     planes, counters = split_buffers(weight, config, split, scale_box > 0)
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
+    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
+    # copies.
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)
     scales = TensorDescriptor.from_tensor(scale, [1, scale_box], _PLAIN) if scale_box else scale
-    _linear_8bit_tma[(split.programs,)](
-        weight_desc, q_desc, scales, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters,
-        tokens, n, k,
-        BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=BLOCK_K, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
-        SCALE_BOX=scale_box, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl,
-        num_warps=config.warps, maxnreg=config.max_registers or None, launch_pdl=pdl,
-    )
+    _linear_8bit_tma[split.programs,](
+        weight_desc, q_desc, scales, weight_scale, scale if delta is None else delta,
+        scale if residual is None else residual, out, planes, counters, tokens, n, k, BLOCK_N=config.block_n,
+        BLOCK_T=config.block_t, BLOCK_K=BLOCK_K, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
+        SCALE_BOX=scale_box, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl, num_warps=config.warps, maxnreg=config.max_registers or None,
+        launch_pdl=pdl,
+    )  # fmt: skip

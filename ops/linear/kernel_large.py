@@ -1,17 +1,27 @@
-"""linear_8bit in int8 for many tokens, where arithmetic is the limit, in Gluon: the tokens are the M operand, tiles of up to 192 x 256.
+"""linear_8bit in int8 for many tokens, where arithmetic is the limit, in Gluon: the tokens are the M operand, tiles of
+up to 192 x 256.
 
-A producer warp streams both operands through a ring by TMA. Two or three consumer warpgroups multiply, each its own tokens of the tile by all of its weights:
-they share what the producer loads and nothing else, so that one stores its results while another still multiplies. int32 sums are exact, so the tensor cores
-keep them over all of K. Results leave through shared memory by TMA, 64 columns at a time.
+A producer warp streams both operands through a ring by TMA. Two or three consumer warpgroups multiply, each its own
+tokens of the tile by all of its weights: they share what the producer loads and nothing else, so that one stores its
+results while another still multiplies. int32 sums are exact, so the tensor cores keep them over all of K. Results leave
+through shared memory by TMA, 64 columns at a time.
 
-Tiles go to programs in an order that keeps L2 warm: program p takes p, p + G, p + 2G ... The ring runs on across tiles, so the next one streams in meanwhile.
+Tiles go to programs in an order that keeps L2 warm: program p takes p, p + G, p + 2G ... The ring runs on across tiles,
+so the next one streams in meanwhile.
 """
+
 from typing import Optional
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
@@ -34,8 +44,19 @@ def _corner(wave, program, programs, token_tiles, weight_tiles, GROUP: gl.conste
 
 
 @gluon.jit
-def _produce(weight_desc, q_desc, shared, sizes, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-             CONSUMERS: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr):
+def _produce(
+    weight_desc,
+    q_desc,
+    shared,
+    sizes,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PDL: gl.constexpr,
+):
     weights, tokens_ring, _staging, ready, empty = shared
     waves, program, programs, steps, token_tiles, weight_tiles, _tokens, _n = sizes
     if PDL:
@@ -46,18 +67,28 @@ def _produce(weight_desc, q_desc, shared, sizes, ROWS: gl.constexpr, BLOCK_N: gl
         token_tile, weight_tile = _corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
         for step in range(steps):
             slot = unit % STAGES
-            mbarrier.wait(empty.index(slot), (unit // STAGES & 1) ^ 1)  # a new barrier's phase before the first counts as over
+            # a new barrier's phase before the first counts as over
+            mbarrier.wait(empty.index(slot), (unit // STAGES & 1) ^ 1)
             mbarrier.expect(ready.index(slot), (CONSUMERS * ROWS + BLOCK_N) * BLOCK_K)
             tma_load(weight_desc, [weight_tile * BLOCK_N, step * BLOCK_K], ready.index(slot), weights.index(slot))
             for i in gl.static_range(CONSUMERS):
-                tma_load(q_desc, [(token_tile * CONSUMERS + i) * ROWS, step * BLOCK_K], ready.index(slot), tokens_ring.index(slot * CONSUMERS + i))
+                tma_load(
+                    q_desc,
+                    [(token_tile * CONSUMERS + i) * ROWS, step * BLOCK_K],
+                    ready.index(slot),
+                    tokens_ring.index(slot * CONSUMERS + i),
+                )
             unit += 1
 
 
 @gluon.jit
 def _halves(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same threads."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 2, 32])
+    """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same
+    threads.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 2, 32]
+    )
     left, right = x.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)).split()
     return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
 
@@ -86,8 +117,10 @@ def _store(value, staging, out_desc, row, column, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _finish(total, staging, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n,
-            ROWS: gl.constexpr, WIDTH: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PENDING: gl.constexpr):
+def _finish(
+    total, staging, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n,
+    ROWS: gl.constexpr, WIDTH: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PENDING: gl.constexpr,
+):  # fmt: skip
     """Scales, addends and the store of one piece."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -110,21 +143,31 @@ def _multiply_step(shared, acc, unit, step, CONSUMER: gl.constexpr, STAGES: gl.c
     weights, tokens_ring, _staging, ready, empty = shared
     slot = unit % STAGES
     mbarrier.wait(ready.index(slot), unit // STAGES & 1)
-    acc = warpgroup_mma(tokens_ring.index(slot * CONSUMERS + CONSUMER), weights.index(slot).permute((1, 0)), acc, use_acc=step > 0, is_async=True)
+    acc = warpgroup_mma(
+        tokens_ring.index(slot * CONSUMERS + CONSUMER),
+        weights.index(slot).permute((1, 0)),
+        acc,
+        use_acc=step > 0,
+        is_async=True,
+    )
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=step > 0)  # the product of the step before is done
+    # the product of the step before is done
+    mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=step > 0)
     return acc
 
 
 @gluon.jit
-def _consume(shared, memory, sizes, CONSUMER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-             CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GROUP: gl.constexpr,
-             PDL: gl.constexpr):
+def _consume(
+    shared, memory, sizes, CONSUMER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, HAS_DELTA: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     gl.static_assert(BLOCK_N == 128 or BLOCK_N == 256)
     _weights, _tokens_ring, staging, _ready, empty = shared
     out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr = memory
     waves, program, programs, steps, token_tiles, weight_tiles, tokens, n = sizes
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])  # Triton knows no int8 instruction of 256
+    # Triton knows no int8 instruction of 256
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     nothing = gl.zeros([ROWS, BLOCK_N], gl.int32, MMA)
     if PDL:
         gdc_wait()
@@ -141,16 +184,22 @@ def _consume(shared, memory, sizes, CONSUMER: gl.constexpr, ROWS: gl.constexpr, 
         column = weight_tile * BLOCK_N
         pieces = _pieces(acc, ROWS, BLOCK_N)
         for i in gl.static_range(BLOCK_N // PIECE):
-            _finish(pieces[i], staging.index(CONSUMER * BUFFERS + i % BUFFERS), out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr,
-                    row, column + i * PIECE, tokens, n, ROWS, PIECE, HAS_DELTA, HAS_RESIDUAL, BUFFERS - 1)
+            _finish(
+                pieces[i], staging.index(CONSUMER * BUFFERS + i % BUFFERS), out_desc, scale_ptr, weight_scale_ptr,
+                delta_ptr, residual_ptr, row, column + i * PIECE, tokens, n, ROWS, PIECE, HAS_DELTA, HAS_RESIDUAL,
+                BUFFERS - 1,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count
-def _linear_int8_large(weight_desc, q_desc, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, tokens, n, k,
-                       ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                       BUFFERS: gl.constexpr, PIECE: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GROUP: gl.constexpr,
-                       CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+def _linear_int8_large(
+    weight_desc, q_desc, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, tokens, n, k,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    BUFFERS: gl.constexpr, PIECE: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    GROUP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = (k + BLOCK_K - 1) // BLOCK_K
@@ -170,33 +219,146 @@ def _linear_int8_large(weight_desc, q_desc, out_desc, scale_ptr, weight_scale_pt
     memory = (out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr)
     sizes = (waves, program, programs, steps, token_tiles, weight_tiles, tokens, n)
     if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consume, (shared, memory, sizes, 0, ROWS, BLOCK_N, STAGES, CONSUMERS, BUFFERS, PIECE, HAS_DELTA, HAS_RESIDUAL, GROUP, PDL)),
-            (_consume, (shared, memory, sizes, 1, ROWS, BLOCK_N, STAGES, CONSUMERS, BUFFERS, PIECE, HAS_DELTA, HAS_RESIDUAL, GROUP, PDL)),
-            (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        shared,
+                        memory,
+                        sizes,
+                        0,
+                        ROWS,
+                        BLOCK_N,
+                        STAGES,
+                        CONSUMERS,
+                        BUFFERS,
+                        PIECE,
+                        HAS_DELTA,
+                        HAS_RESIDUAL,
+                        GROUP,
+                        PDL,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        shared,
+                        memory,
+                        sizes,
+                        1,
+                        ROWS,
+                        BLOCK_N,
+                        STAGES,
+                        CONSUMERS,
+                        BUFFERS,
+                        PIECE,
+                        HAS_DELTA,
+                        HAS_RESIDUAL,
+                        GROUP,
+                        PDL,
+                    ),
+                ),
+                (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
     else:
-        gl.warp_specialize([
-            (_consume, (shared, memory, sizes, 0, ROWS, BLOCK_N, STAGES, CONSUMERS, BUFFERS, PIECE, HAS_DELTA, HAS_RESIDUAL, GROUP, PDL)),
-            (_consume, (shared, memory, sizes, 1, ROWS, BLOCK_N, STAGES, CONSUMERS, BUFFERS, PIECE, HAS_DELTA, HAS_RESIDUAL, GROUP, PDL)),
-            (_consume, (shared, memory, sizes, 2, ROWS, BLOCK_N, STAGES, CONSUMERS, BUFFERS, PIECE, HAS_DELTA, HAS_RESIDUAL, GROUP, PDL)),
-            (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        shared,
+                        memory,
+                        sizes,
+                        0,
+                        ROWS,
+                        BLOCK_N,
+                        STAGES,
+                        CONSUMERS,
+                        BUFFERS,
+                        PIECE,
+                        HAS_DELTA,
+                        HAS_RESIDUAL,
+                        GROUP,
+                        PDL,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        shared,
+                        memory,
+                        sizes,
+                        1,
+                        ROWS,
+                        BLOCK_N,
+                        STAGES,
+                        CONSUMERS,
+                        BUFFERS,
+                        PIECE,
+                        HAS_DELTA,
+                        HAS_RESIDUAL,
+                        GROUP,
+                        PDL,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        shared,
+                        memory,
+                        sizes,
+                        2,
+                        ROWS,
+                        BLOCK_N,
+                        STAGES,
+                        CONSUMERS,
+                        BUFFERS,
+                        PIECE,
+                        HAS_DELTA,
+                        HAS_RESIDUAL,
+                        GROUP,
+                        PDL,
+                    ),
+                ),
+                (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
-def launch_large(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
-                 residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
-    """As `launch_triton` for int8 operands and bf16 results; q, weight and out must begin on 16-byte boundaries, N be a multiple of 8."""
+def launch_large(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out: torch.Tensor,
+    config: LinearConfig,
+    split: WorkSplit,
+    pdl: bool,
+) -> None:
+    """As `launch_triton` for int8 operands and bf16 results; q, weight and out must begin on 16-byte boundaries, N
+    be a multiple of 8.
+    """
     (tokens, k), n = q.shape, weight.shape[0]
     consumers = config.warps // 4
     rows = config.block_t // consumers
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
+    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
+    # copies.
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [rows, BLOCK_K], _SWIZZLED)
     out_desc = TensorDescriptor.from_tensor(out, [rows, LARGE_PIECE], _STAGING)
-    _linear_int8_large[(split.programs,)](
-        weight_desc, q_desc, out_desc, scale, weight_scale, scale if delta is None else delta, scale if residual is None else residual, tokens, n, k,
-        ROWS=rows, BLOCK_N=config.block_n, BLOCK_K=BLOCK_K, STAGES=config.stages, CONSUMERS=consumers, BUFFERS=1 if rows > 64 else 2, PIECE=LARGE_PIECE,
-        HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, GROUP=GROUP, CONSUMER_REGISTERS=160 if consumers == 3 else 232,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl, num_warps=4, maxnreg=config.max_registers, launch_pdl=pdl,
-    )
+    _linear_int8_large[split.programs,](
+        weight_desc, q_desc, out_desc, scale, weight_scale, scale if delta is None else delta,
+        scale if residual is None else residual, tokens, n, k, ROWS=rows, BLOCK_N=config.block_n, BLOCK_K=BLOCK_K,
+        STAGES=config.stages, CONSUMERS=consumers, BUFFERS=1 if rows > 64 else 2, PIECE=LARGE_PIECE,
+        HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, GROUP=GROUP,
+        CONSUMER_REGISTERS=160 if consumers == 3 else 232, PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl, num_warps=4,
+        maxnreg=config.max_registers, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,15 +1,24 @@
 """The large kernel of linear_8bit with the second half of LoRA at the end of each tile, in Gluon.
 
-A tile's columns lie in one slice, and each of its two consumers' tokens in one list of `lora_active`. What a consumer needs at its tile's end is on its way
-while the tile is multiplied: the planes of its tokens' ranks are added up during the first steps, one a step; the rows of B of the list's first adapter are
-loaded behind them, and turned to bf16 in the staging buffer, which is empty by then, while the last step's product runs. So a tile of one adapter ends with two
-small products onto the scaled sums. Other adapters of the list follow one by one, each one's rows in flight while those before are multiplied.
+A tile's columns lie in one slice, and each of its two consumers' tokens in one list of `lora_active`. What a consumer
+needs at its tile's end is on its way while the tile is multiplied: the planes of its tokens' ranks are added up during
+the first steps, one a step; the rows of B of the list's first adapter are loaded behind them, and turned to bf16 in the
+staging buffer, which is empty by then, while the last step's product runs. So a tile of one adapter ends with two small
+products onto the scaled sums. Other adapters of the list follow one by one, each one's rows in flight while those
+before are multiplied.
 
 A token's ranks are the operand in registers, zero but where the adapter is its own.
 """
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..core.gluon_support import cta_barrier, gdc_wait, plain_layout, view_shared
 from .kernel_large import _corner, _halves, _multiply_step, _produce, _store
@@ -49,8 +58,22 @@ def _listed(active, row, tokens, stride):
 
 
 @gluon.jit
-def _load_rows(b, b_scale, adapter, n, column, rank, wanted, RANK: gl.constexpr, HALF: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
-    """An adapter's rows of B for half a tile's columns, CHUNKS x [HALF, CHUNK] from rank `rank` on, and their scales."""
+def _load_rows(
+    b,
+    b_scale,
+    adapter,
+    n,
+    column,
+    rank,
+    wanted,
+    RANK: gl.constexpr,
+    HALF: gl.constexpr,
+    CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr,
+):
+    """An adapter's rows of B for half a tile's columns, CHUNKS x [HALF, CHUNK] from rank `rank` on, and their
+    scales.
+    """
     LOAD: gl.constexpr = rows_layout(CHUNK)
     at = adapter * n + column + gl.arange(0, HALF, gl.SliceLayout(1, LOAD))
     source = b + rank + at[:, None] * RANK + gl.arange(0, CHUNK, gl.SliceLayout(0, LOAD))[None, :]
@@ -64,7 +87,8 @@ def _load_rows(b, b_scale, adapter, n, column, rank, wanted, RANK: gl.constexpr,
 def _convert(rows, row_scale, operands, FIRST: gl.constexpr, CHUNKS: gl.constexpr):
     """Rows of B times their scales, in bf16 where the tensor cores read them.
 
-    A small whole number added to the bits of 1.5 * 2^23 is added to its value: three quick instructions, where a conversion of eight bits is a slow one.
+    A small whole number added to the bits of 1.5 * 2^23 is added to its value: three quick instructions, where a
+    conversion of eight bits is a slow one.
     """
     for i in gl.static_range(CHUNKS):
         value = (rows[i].to(gl.int32) + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
@@ -82,9 +106,14 @@ def _convert_both(left, left_scale, right, right_scale, operands, FIRST: gl.cons
 
 
 @gluon.jit
-def _expand(operands, left, right, ranks, own_adapter, b, b_scale, listed, count, first, second, n, column, FIRST: gl.constexpr, RANK: gl.constexpr,
-            HALF: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
-    """Adds B times the ranks to both halves, adapter by adapter. The first group of ranks of the first one is in the buffer."""
+def _expand(
+    operands, left, right, ranks, own_adapter, b, b_scale, listed, count, first, second, n, column, FIRST: gl.constexpr,
+    RANK: gl.constexpr, HALF: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Adds B times the ranks to both halves, adapter by adapter.
+
+    The first group of ranks of the first one is in the buffer.
+    """
     GROUPS: gl.constexpr = RANK // (CHUNK * CHUNKS)
     adapter = first
     following = second
@@ -101,7 +130,9 @@ def _expand(operands, left, right, ranks, own_adapter, b, b_scale, listed, count
             rank = (group + 1) % GROUPS * (CHUNK * CHUNKS)
             more = (entry + 1 < count) | (group < GROUPS - 1)
             left_rows, left_scale = _load_rows(b, b_scale, adapter, n, column, rank, more, RANK, HALF, CHUNK, CHUNKS)
-            right_rows, right_scale = _load_rows(b, b_scale, adapter, n, column + HALF, rank, more, RANK, HALF, CHUNK, CHUNKS)
+            right_rows, right_scale = _load_rows(
+                b, b_scale, adapter, n, column + HALF, rank, more, RANK, HALF, CHUNK, CHUNKS
+            )
             left, right = warpgroup_mma_wait(0, deps=(left, right))
             if more:
                 _convert_both(left_rows, left_scale, right_rows, right_scale, operands, FIRST, CHUNKS)
@@ -116,8 +147,19 @@ def _scaled(total, token_scale, row_scale, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _store_halves(left, right, staging, out_desc, row, column, ROWS: gl.constexpr, HALF: gl.constexpr, BUFFER: gl.constexpr, BUFFERS: gl.constexpr,
-                  PIECE: gl.constexpr):
+def _store_halves(
+    left,
+    right,
+    staging,
+    out_desc,
+    row,
+    column,
+    ROWS: gl.constexpr,
+    HALF: gl.constexpr,
+    BUFFER: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    PIECE: gl.constexpr,
+):
     if HALF == PIECE:
         _store(left, staging.index(BUFFER), out_desc, row, column, 0)
         _store(right, staging.index(BUFFER), out_desc, row, column + PIECE, 0)
@@ -130,12 +172,15 @@ def _store_halves(left, right, staging, out_desc, row, column, ROWS: gl.constexp
 
 
 @gluon.jit
-def _consume(shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-             CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, RANK: gl.constexpr, ALL_RANKS: gl.constexpr, SECOND: gl.constexpr,
-             THIRD: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr):
+def _consume(
+    shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, RANK: gl.constexpr,
+    ALL_RANKS: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     HALF: gl.constexpr = BLOCK_N // 2
     CHUNK: gl.constexpr = min(RANK, 2048 // ROWS)  # ranks that are summed at a time: 16 registers
-    CHUNKS: gl.constexpr = min(RANK, 32) // CHUNK  # that are multiplied at a time: 32 ranks of all columns, which fit a consumer's part of the staging buffer
+    # that are multiplied at a time: 32 ranks of all columns, which fit a consumer's part of the staging buffer
+    CHUNKS: gl.constexpr = min(RANK, 32) // CHUNK
     FIT: gl.constexpr = BUFFERS * ROWS * PIECE // (HALF * CHUNK)
     FIRST: gl.constexpr = CONSUMER * FIT
     RANKS: gl.constexpr = ranks_layout(HALF)
@@ -165,7 +210,8 @@ def _consume(shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.c
         part = gl.where(column >= SECOND, 1, 0) + gl.where(column >= THIRD, 1, 0)
         source = planes + part * RANK + own[:, None] * ALL_RANKS + rank[None, :]
         plane = gl.load(source, mask=wanted[:, None], other=0.0)
-        acc = _multiply_step(shared, nothing, unit, 0, CONSUMER, STAGES, CONSUMERS)  # nobody waits for the plane before a product is under way
+        # nobody waits for the plane before a product is under way
+        acc = _multiply_step(shared, nothing, unit, 0, CONSUMER, STAGES, CONSUMERS)
         unit += 1
         ranks = ()
         for i in gl.static_range(RANK // CHUNK):
@@ -176,10 +222,16 @@ def _consume(shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.c
                 acc = _multiply_step(shared, acc, unit, 1 + i * splits + split, CONSUMER, STAGES, CONSUMERS)
                 unit += 1
                 total += plane
-                plane = gl.load(source + i * CHUNK + (split + 1) * (tokens * ALL_RANKS), mask=wanted[:, None] & (split + 1 < splits), other=0.0)
+                plane = gl.load(
+                    source + i * CHUNK + (split + 1) * (tokens * ALL_RANKS),
+                    mask=wanted[:, None] & (split + 1 < splits),
+                    other=0.0,
+                )
             ranks += (total.to(gl.bfloat16),)  # type: ignore[assignment]
         left_rows, left_scale = _load_rows(b, b_scale, first, n, column, 0, count > 0, RANK, HALF, CHUNK, CHUNKS)
-        right_rows, right_scale = _load_rows(b, b_scale, first, n, column + HALF, 0, count > 0, RANK, HALF, CHUNK, CHUNKS)
+        right_rows, right_scale = _load_rows(
+            b, b_scale, first, n, column + HALF, 0, count > 0, RANK, HALF, CHUNK, CHUNKS
+        )
         listed = active + row // LIST_TOKENS * stride
         second = gl.load(listed + 2, mask=count > 1, other=-1)
         own_adapter = gl.load(adapter_index + own, mask=wanted, other=-1)
@@ -187,7 +239,9 @@ def _consume(shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.c
         token_scale = gl.load(scale + token, mask=token < tokens, other=0.0)
         left_weight_scale = gl.load(weight_scale + column + weight)
         right_weight_scale = gl.load(weight_scale + column + HALF + weight)
-        token_tile, _weight_tile = _corner(gl.minimum(wave + 1, waves - 1), program, programs, token_tiles, weight_tiles, GROUP)
+        token_tile, _weight_tile = _corner(
+            gl.minimum(wave + 1, waves - 1), program, programs, token_tiles, weight_tiles, GROUP
+        )
         next_count, next_first = _listed(active, (token_tile * CONSUMERS + CONSUMER) * ROWS, tokens, stride)
         for step in range(1 + RANK // CHUNK * splits, steps):
             acc = _multiply_step(shared, acc, unit, step, CONSUMER, STAGES, CONSUMERS)
@@ -204,8 +258,10 @@ def _consume(shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.c
         left = _scaled(left_sums, token_scale, row_scales.index(2 * CONSUMER), HALF)
         right = _scaled(right_sums, token_scale, row_scales.index(2 * CONSUMER + 1), HALF)
         if count > 0:
-            left, right = _expand(operands, left, right, ranks, own_adapter, b, b_scale, listed, count, first, second, n, column, FIRST, RANK, HALF,
-                                  CHUNK, CHUNKS)
+            left, right = _expand(
+                operands, left, right, ranks, own_adapter, b, b_scale, listed, count, first, second, n, column, FIRST,
+                RANK, HALF, CHUNK, CHUNKS,
+            )  # fmt: skip
         _store_halves(left, right, staging, out_desc, row, column, ROWS, HALF, CONSUMER * BUFFERS, BUFFERS, PIECE)
         count, first = next_count, next_first
     tma.store_wait(0)
@@ -213,12 +269,14 @@ def _consume(shared, memory, adapters, sizes, CONSUMER: gl.constexpr, ROWS: gl.c
 
 @gluon.jit(do_not_specialize=["tokens", "token_tiles", "splits"])  # one compilation for every token count
 def linear_8bit_lora_large_kernel(
-    weight_desc, q_desc, out_desc, scale, weight_scale, planes, b, b_scale, adapter_index, active, tokens, token_tiles, steps, splits, stride,
-    N: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr, RANK: gl.constexpr, ALL_RANKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, GROUP: gl.constexpr,
+    weight_desc, q_desc, out_desc, scale, weight_scale, planes, b, b_scale, adapter_index, active, tokens, token_tiles,
+    steps, splits, stride, N: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr, RANK: gl.constexpr,
+    ALL_RANKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, GROUP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`planes` [splits, T, ALL_RANKS], `active` lists that are `stride` apart; the second and the third slice begin at column SECOND and THIRD, or at N.
+    """`planes` [splits, T, ALL_RANKS], `active` lists that are `stride` apart; the second and the third slice begin at
+    column SECOND and THIRD, or at N.
 
     What is a constant here and not in the large kernel, or computed by the launch, leaves the consumers more registers.
     """
@@ -241,8 +299,54 @@ def linear_8bit_lora_large_kernel(
     memory = (row_scales, out_desc, scale, weight_scale, planes, b, b_scale)
     adapters = (adapter_index, active, stride, splits)
     sizes = (waves, program, programs, steps, token_tiles, weight_tiles, tokens, N)
-    gl.warp_specialize([
-        (_consume, (shared, memory, adapters, sizes, 0, ROWS, BLOCK_N, STAGES, CONSUMERS, BUFFERS, PIECE, RANK, ALL_RANKS, SECOND, THIRD, GROUP, PDL)),
-        (_consume, (shared, memory, adapters, sizes, 1, ROWS, BLOCK_N, STAGES, CONSUMERS, BUFFERS, PIECE, RANK, ALL_RANKS, SECOND, THIRD, GROUP, PDL)),
-        (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
-    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    shared,
+                    memory,
+                    adapters,
+                    sizes,
+                    0,
+                    ROWS,
+                    BLOCK_N,
+                    STAGES,
+                    CONSUMERS,
+                    BUFFERS,
+                    PIECE,
+                    RANK,
+                    ALL_RANKS,
+                    SECOND,
+                    THIRD,
+                    GROUP,
+                    PDL,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    shared,
+                    memory,
+                    adapters,
+                    sizes,
+                    1,
+                    ROWS,
+                    BLOCK_N,
+                    STAGES,
+                    CONSUMERS,
+                    BUFFERS,
+                    PIECE,
+                    RANK,
+                    ALL_RANKS,
+                    SECOND,
+                    THIRD,
+                    GROUP,
+                    PDL,
+                ),
+            ),
+            (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

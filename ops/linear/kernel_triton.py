@@ -1,12 +1,16 @@
-"""linear_8bit in Triton, e4m3 or int8: the weights are the wide (M) operand of the tensor cores, the tokens are padded to 16 and are the N operand.
+"""linear_8bit in Triton, e4m3 or int8: the weights are the wide (M) operand of the tensor cores, the tokens are padded
+to 16 and are the N operand.
 
-Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c of G takes the units [c * U / G, (c + 1) * U / G):
-every program streams the same number of bytes whatever the shape or the number of programs (`sm_budget`). A tile cut between programs
-is summed from planes (fp32, of int8 products int32) by whoever arrives last, always in the order of the programs, so that results are bitwise
-repeatable. With SPLIT off the cuts lie on tile boundaries and nothing is exchanged.
+Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c of G takes the units [c *
+U / G, (c + 1) * U / G): every program streams the same number of bytes whatever the shape or the number of programs
+(`sm_budget`). A tile cut between programs is summed from planes (fp32, of int8 products int32) by whoever arrives last,
+always in the order of the programs, so that results are bitwise repeatable. With SPLIT off the cuts lie on tile
+boundaries and nothing is exchanged.
 
-Where activations have a scale per token and 128 columns (`quantize_blocks`), each step's product is scaled and added in fp32, and so are the planes.
+Where activations have a scale per token and 128 columns (`quantize_blocks`), each step's product is scaled and added in
+fp32, and so are the planes.
 """
+
 from typing import Optional
 
 import torch
@@ -29,20 +33,26 @@ def _first_unit(program, programs, tiles, steps, SPLIT: tl.constexpr):
 @triton.jit
 def _prefetch_l2(addresses):
     """Asks for the 128-byte lines at `addresses`; they go to L2 while the kernel before still runs."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def _dot_i32(a, b, acc):
-    """acc + a @ b of int8 operands in int32; right in the interpreter too, where up to 1040 products are exact in fp32."""
+    """acc + a @ b of int8 operands in int32; right in the interpreter too, where up to 1040 products are exact in
+    fp32.
+    """
     if INTERP:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
     return tl.dot(a, b, acc, out_dtype=tl.int32)
 
 
 @triton.jit
-def _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n,
-            PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+def _finish(
+    total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n,
+    PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
     """Scales, addends and the store of one tile; total [weight rows, tokens]."""
     row_scale = tl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
     if PADDED:
@@ -60,10 +70,12 @@ def _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr
 
 
 @triton.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
-def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens, n, k,
-                BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
-                EVEN_K: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
-                PDL: tl.constexpr):
+def _linear_8bit(
+    q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, planes_ptr, counters_ptr, tokens,
+    n, k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """PADDED: how many scales a step of K has at scale_ptr, one a token; 0: a token has one for all of K."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -91,7 +103,8 @@ def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resi
         last_step = tl.minimum(steps, end - tile * steps)
         rows = tile // token_tiles * BLOCK_N + offsets_n
         columns = tile % token_tiles * BLOCK_T + offsets_t
-        weight_rows = weight_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k  # rows past the end repeat the last one and are dropped
+        # rows past the end repeat the last one and are dropped
+        weight_rows = weight_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k
         q_columns = q_ptr + columns.to(tl.int64)[None, :] * k
         total = start
         for step in tl.range(first_step, last_step, num_stages=STAGES):
@@ -101,7 +114,9 @@ def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resi
                 x = tl.load(q_columns + position[:, None], mask=(columns < tokens)[None, :], other=0.0)
             else:
                 w = tl.load(weight_rows + position[None, :], mask=(position < k)[None, :], other=0.0)
-                x = tl.load(q_columns + position[:, None], mask=(columns < tokens)[None, :] & (position < k)[:, None], other=0.0)
+                x = tl.load(
+                    q_columns + position[:, None], mask=(columns < tokens)[None, :] & (position < k)[:, None], other=0.0
+                )
             if PADDED:
                 token_scale = tl.load(scale_ptr + step * PADDED + columns, mask=columns < tokens, other=0.0)
                 product = _dot_i32(w, x, nothing) if INT8 else dot_f32(w, x, nothing)
@@ -109,59 +124,90 @@ def _linear_8bit(q_ptr, scale_ptr, weight_ptr, weight_scale_ptr, delta_ptr, resi
             elif INT8:
                 total = _dot_i32(w, x, total)
             else:
-                total += dot_f32(w, x, nothing)  # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+                # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+                total += dot_f32(w, x, nothing)
         complete = last_step - first_step == steps
         if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
             if not complete:
-                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one that it ends in.
+                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one
+                # that it ends in.
                 size: tl.constexpr = BLOCK_N * BLOCK_T
                 inside = (columns < tokens)[None, :]
                 planes = planes_ptr + offsets_n[:, None] * BLOCK_T + offsets_t[None, :]
                 own = 2 * program + tl.where(begin < tile * steps, 1, 0)
                 tl.store(planes + own * size, total, mask=inside)
                 tl.debug_barrier()
-                first = ((tile * steps + 1) * programs - 1) // (tiles * steps)  # the programs that hold the tile's first and last unit
+                # the programs that hold the tile's first and last unit
+                first = ((tile * steps + 1) * programs - 1) // (tiles * steps)
                 last = ((tile + 1) * steps * programs - 1) // (tiles * steps)
                 complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
                 if complete:
                     begins_before = _first_unit(first, programs, tiles, steps, SPLIT) < tile * steps
-                    total = tl.load(planes + (2 * first + tl.where(begins_before, 1, 0)) * size, mask=inside, other=0, cache_modifier=".cg")
+                    total = tl.load(
+                        planes + (2 * first + tl.where(begins_before, 1, 0)) * size,
+                        mask=inside,
+                        other=0,
+                        cache_modifier=".cg",
+                    )
                     for part in tl.static_range(1, PARTS):
                         held = (columns < tl.where(first + part <= last, tokens, 0))[None, :]
                         total += tl.load(planes + 2 * (first + part) * size, mask=held, other=0, cache_modifier=".cg")
                     tl.store(counters_ptr + tile, 0)  # as the next launch must find it
         if complete:
-            _finish(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n, PADDED, HAS_DELTA, HAS_RESIDUAL)
+            _finish(
+                total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n, PADDED,
+                HAS_DELTA, HAS_RESIDUAL,
+            )  # fmt: skip
         unit = tile * steps + last_step
 
 
-def split_buffers(weight: torch.Tensor, config: LinearConfig, split: WorkSplit, block_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The planes (int32 where the weight is int8 and nothing is scaled before the end, else fp32) and int32 arrival counters of a launch.
+def split_buffers(
+    weight: torch.Tensor, config: LinearConfig, split: WorkSplit, block_scales: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The planes (int32 where the weight is int8 and nothing is scaled before the end, else fp32) and int32 arrival
+    counters of a launch.
 
     Kernels that run one after another use the same ones.
     """
     device = weight.device
     plane_bytes = 2 * split.programs * config.block_n * config.block_t * 4 if split.parts > 1 else 16
-    planes = workspace(device, "linear_8bit.planes", plane_bytes).view(torch.int32 if weight.dtype == torch.int8 and not block_scales else torch.float32)
+    planes = workspace(device, "linear_8bit.planes", plane_bytes).view(
+        torch.int32 if weight.dtype == torch.int8 and not block_scales else torch.float32
+    )
     counters = workspace(device, "linear_8bit.counters", MAX_TILES * 4, zero=True).view(torch.int32)
     return planes, counters
 
 
-def launch_triton(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
-                  residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool) -> None:
-    """q [T, K], scale [T] or [K / 128, P], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N]; all contiguous, K a multiple of 16.
+def launch_triton(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out: torch.Tensor,
+    config: LinearConfig,
+    split: WorkSplit,
+    pdl: bool,
+) -> None:
+    """q [T, K], scale [T] or [K / 128, P], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N];
+    all contiguous, K a multiple of 16.
 
     Raises ValueError for scales of blocks with a configuration whose steps aren't one block.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     padded = scale.shape[1] if scale.dim() == 2 else 0
     if padded and config.block_k != BLOCK_K:
-        raise ValueError(f"linear_8bit: steps of {config.block_k} columns with scales of {BLOCK_K} columns each; take a configuration with block_k={BLOCK_K}")
+        raise ValueError(
+            f"linear_8bit: steps of {config.block_k} columns with scales of {BLOCK_K} columns each; take a "
+            f"configuration with block_k={BLOCK_K}"
+        )
     planes, counters = split_buffers(weight, config, split, padded > 0)
     pdl = pdl and not INTERPRETED
-    _linear_8bit[(split.programs,)](
-        q, scale, weight, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out, planes, counters, tokens, n, k,
-        BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=config.block_k, STAGES=config.stages, SPLIT=split.split, PARTS=split.parts,
-        EVEN_K=k % config.block_k == 0, PADDED=padded, HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PREFETCH=4, PDL=pdl,
-        num_warps=config.warps, launch_pdl=pdl,
-    )
+    _linear_8bit[split.programs,](
+        q, scale, weight, weight_scale, scale if delta is None else delta, scale if residual is None else residual, out,
+        planes, counters, tokens, n, k, BLOCK_N=config.block_n, BLOCK_T=config.block_t, BLOCK_K=config.block_k,
+        STAGES=config.stages, SPLIT=split.split, PARTS=split.parts, EVEN_K=k % config.block_k == 0, PADDED=padded,
+        HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, PREFETCH=4, PDL=pdl, num_warps=config.warps,
+        launch_pdl=pdl,
+    )  # fmt: skip

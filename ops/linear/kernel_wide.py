@@ -1,16 +1,20 @@
-"""linear_8bit for 65 tokens and more, in Gluon: the tokens are the M operand (two warpgroups), the weights the N operand, in tiles of up to 128 x 256.
+"""linear_8bit for 65 tokens and more, in Gluon: the tokens are the M operand (two warpgroups), the weights the N
+operand, in tiles of up to 128 x 256.
 
-A producer warp streams both through a ring by TMA; the tensor cores keep the running sum of a tile (or hand it over to fp32 every `PROMOTE` steps), so
-that a step's products overlap the wait for the next one's. Results leave through shared memory by TMA. With ACTIVATE a tile holds as many gate as up
-rows, loaded as two boxes, and stores silu(gate) * up alone: what a separate kernel would write and read again never leaves the registers.
+A producer warp streams both through a ring by TMA; the tensor cores keep the running sum of a tile (or hand it over to
+fp32 every `PROMOTE` steps), so that a step's products overlap the wait for the next one's. Results leave through shared
+memory by TMA. With ACTIVATE a tile holds as many gate as up rows, loaded as two boxes, and stores silu(gate) * up
+alone: what a separate kernel would write and read again never leaves the registers.
 
-Tiles are whole, in an order that keeps L2 warm: program p takes p, p + G, p + 2G ... Where they are too few for the GPU, PARTS programs share the steps of
-each: every one hands the others their columns through fp32 planes and finishes its own, so that no program sums a whole tile while the others are done.
-Planes are added in the order of the parts (the same bits every time). Sharing programs wait for each other, so all of them must be resident at once.
+Tiles are whole, in an order that keeps L2 warm: program p takes p, p + G, p + 2G ... Where they are too few for the
+GPU, PARTS programs share the steps of each: every one hands the others their columns through fp32 planes and finishes
+its own, so that no program sums a whole tile while the others are done. Planes are added in the order of the parts (the
+same bits every time). Sharing programs wait for each other, so all of them must be resident at once.
 
-From 256 tokens on it is bound by what the SMs load from L2: larger tiles' sums fit no SM, and Triton 3.6 has no TMA multicast on Hopper, by which the
-clusters of `torch._scaled_mm` share their loads. So large products stay there.
+From 256 tokens on it is bound by what the SMs load from L2: larger tiles' sums fit no SM, and Triton 3.6 has no TMA
+multicast on Hopper, by which the clusters of `torch._scaled_mm` share their loads. So large products stay there.
 """
+
 from typing import Optional
 
 import torch
@@ -47,24 +51,35 @@ def _corner(tile, token_tiles, weight_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load_weights(weight_desc, weights, ready, index, first_step, program, programs, steps, token_tiles, weight_tiles, up_row,
-                  BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, ACTIVATE: gl.constexpr,
-                  GROUP: gl.constexpr):
+def _load_weights(
+    weight_desc, weights, ready, index, first_step, program, programs, steps, token_tiles, weight_tiles, up_row,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    ACTIVATE: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     slot = index % STAGES
     tile, step = _place(index, first_step, program, programs, steps, PARTS)
     _token_tile, weight_tile = _corner(tile, token_tiles, weight_tiles, GROUP)
     mbarrier.expect(ready.index(slot), (BLOCK_T + BLOCK_N) * BLOCK_K)
     if ACTIVATE:
         HALF: gl.constexpr = BLOCK_N // 2
-        tma_load(weight_desc, [weight_tile * HALF, step * BLOCK_K], ready.index(slot), weights.index(slot).slice(0, HALF))
-        tma_load(weight_desc, [up_row + weight_tile * HALF, step * BLOCK_K], ready.index(slot), weights.index(slot).slice(HALF, HALF))
+        tma_load(
+            weight_desc, [weight_tile * HALF, step * BLOCK_K], ready.index(slot), weights.index(slot).slice(0, HALF)
+        )
+        tma_load(
+            weight_desc,
+            [up_row + weight_tile * HALF, step * BLOCK_K],
+            ready.index(slot),
+            weights.index(slot).slice(HALF, HALF),
+        )
     else:
         tma_load(weight_desc, [weight_tile * BLOCK_N, step * BLOCK_K], ready.index(slot), weights.index(slot))
 
 
 @gluon.jit
-def _load_tokens(q_desc, tokens_ring, ready, index, first_step, program, programs, steps, token_tiles, weight_tiles,
-                 BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr):
+def _load_tokens(
+    q_desc, tokens_ring, ready, index, first_step, program, programs, steps, token_tiles, weight_tiles,
+    BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     slot = index % STAGES
     tile, step = _place(index, first_step, program, programs, steps, PARTS)
     token_tile, _weight_tile = _corner(tile, token_tiles, weight_tiles, GROUP)
@@ -72,29 +87,45 @@ def _load_tokens(q_desc, tokens_ring, ready, index, first_step, program, program
 
 
 @gluon.jit
-def _produce(weight_desc, q_desc, weights, tokens_ring, ready, empty, first_step, count, program, programs, steps, token_tiles, weight_tiles, up_row,
-             BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, ACTIVATE: gl.constexpr,
-             GROUP: gl.constexpr, PDL: gl.constexpr):
+def _produce(
+    weight_desc, q_desc, weights, tokens_ring, ready, empty, first_step, count, program, programs, steps, token_tiles,
+    weight_tiles, up_row, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, ACTIVATE: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     filled = gl.minimum(count, STAGES)
     for i in range(filled):  # weights depend on no earlier kernel
-        _load_weights(weight_desc, weights, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, up_row,
-                      BLOCK_T, BLOCK_N, BLOCK_K, STAGES, PARTS, ACTIVATE, GROUP)
+        _load_weights(
+            weight_desc, weights, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, up_row,
+            BLOCK_T, BLOCK_N, BLOCK_K, STAGES, PARTS, ACTIVATE, GROUP,
+        )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for i in range(filled):
-        _load_tokens(q_desc, tokens_ring, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, BLOCK_T, BLOCK_K, STAGES, PARTS, GROUP)
+        _load_tokens(
+            q_desc, tokens_ring, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, BLOCK_T,
+            BLOCK_K, STAGES, PARTS, GROUP,
+        )  # fmt: skip
     for i in range(filled, count):
         mbarrier.wait(empty.index(i % STAGES), (i // STAGES & 1) ^ 1)
-        _load_weights(weight_desc, weights, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, up_row,
-                      BLOCK_T, BLOCK_N, BLOCK_K, STAGES, PARTS, ACTIVATE, GROUP)
-        _load_tokens(q_desc, tokens_ring, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, BLOCK_T, BLOCK_K, STAGES, PARTS, GROUP)
+        _load_weights(
+            weight_desc, weights, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, up_row,
+            BLOCK_T, BLOCK_N, BLOCK_K, STAGES, PARTS, ACTIVATE, GROUP,
+        )  # fmt: skip
+        _load_tokens(
+            q_desc, tokens_ring, ready, i, first_step, program, programs, steps, token_tiles, weight_tiles, BLOCK_T,
+            BLOCK_K, STAGES, PARTS, GROUP,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _halves(x, BLOCK_T: gl.constexpr, WIDTH: gl.constexpr):
-    """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same threads."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH // 2, 32])
+    """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same
+    threads.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH // 2, 32]
+    )
     left, right = x.reshape([BLOCK_T, 2, WIDTH // 2]).permute((0, 2, 1)).split()
     return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
 
@@ -116,7 +147,9 @@ def _gather(own, part, planes, counter, tile, SIZE: gl.constexpr, PARTS: gl.cons
     cta_barrier()
     total = gl.zeros_like(own)
     for i in gl.static_range(PARTS):
-        received = gl.load(planes + ((tile * PARTS + part) * PARTS + i) * SIZE, mask=part != i, other=0, cache_modifier=".cg")
+        received = gl.load(
+            planes + ((tile * PARTS + part) * PARTS + i) * SIZE, mask=part != i, other=0, cache_modifier=".cg"
+        )
         total += gl.where(part == i, own, received)
     if gl.atomic_add(counter, 1, sem="relaxed") == 2 * PARTS - 1:  # the last one to have seen them all
         gl.store(counter, 0)
@@ -124,8 +157,10 @@ def _gather(own, part, planes, counter, tile, SIZE: gl.constexpr, PARTS: gl.cons
 
 
 @gluon.jit
-def _scaled(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, first_row, first_column, tokens, n, width,
-            BLOCK_T: gl.constexpr, WIDTH: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr):
+def _scaled(
+    total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, first_row, first_column, tokens, n, width,
+    BLOCK_T: gl.constexpr, WIDTH: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
     """Scales and addends of one piece of a tile, whose columns end before `width`; n: the addends' row stride."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 32])
     row = first_row + gl.arange(0, BLOCK_T, gl.SliceLayout(1, LAYOUT))
@@ -154,14 +189,18 @@ def _store(value, staging, out_desc, row, column):
 
 
 @gluon.jit
-def _consume(weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, planes_ptr, counters_ptr,
-             first_step, count, program, programs, steps, token_tiles, weight_tiles, up_row, tokens, n,
-             BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PROMOTE: gl.constexpr, PIECES: gl.constexpr,
-             HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr):
+def _consume(
+    weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr,
+    planes_ptr, counters_ptr, first_step, count, program, programs, steps, token_tiles, weight_tiles, up_row, tokens, n,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PROMOTE: gl.constexpr,
+    PIECES: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr,
+    GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     gl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
     gl.static_assert(PIECES == PARTS or (PARTS == 1 and PIECES == 2))
     INT8: gl.constexpr = weights.dtype == gl.int8
-    INSTR_N: gl.constexpr = 128 if INT8 and BLOCK_N > 128 else BLOCK_N  # Triton knows no int8 instruction of 256 columns
+    # Triton knows no int8 instruction of 256 columns
+    INSTR_N: gl.constexpr = 128 if INT8 and BLOCK_N > 128 else BLOCK_N
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, INSTR_N, 32])
     WIDTH: gl.constexpr = BLOCK_N // PIECES
     PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 32])
@@ -187,7 +226,11 @@ def _consume(weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, w
         if PARTS > 1:
             SIZE: gl.constexpr = BLOCK_T * WIDTH
             part = program % PARTS
-            planes = planes_ptr + gl.arange(0, BLOCK_T, gl.SliceLayout(1, PIECE))[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, PIECE))[None, :]
+            planes = (
+                planes_ptr
+                + gl.arange(0, BLOCK_T, gl.SliceLayout(1, PIECE))[:, None] * WIDTH
+                + gl.arange(0, WIDTH, gl.SliceLayout(0, PIECE))[None, :]
+            )
             left, right = _halves(total, BLOCK_T, BLOCK_N)
             if PARTS == 2:
                 _hand_over(left, 0, part, planes, tile, SIZE, PARTS)
@@ -203,35 +246,54 @@ def _consume(weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, w
                 own = gl.where(part < 2, gl.where(part == 0, first, second), gl.where(part == 2, third, fourth))
             total = _gather(own, part, planes, counters_ptr + tile, tile, SIZE, PARTS)
             column += part * WIDTH
-            value = _scaled(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH, HAS_DELTA, HAS_RESIDUAL)
+            value = _scaled(
+                total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH,
+                HAS_DELTA, HAS_RESIDUAL,
+            )  # fmt: skip
             _store(value, staging, out_desc, row, column)
         elif ACTIVATE:
             left, right = _halves(total, BLOCK_T, BLOCK_N)
             column = weight_tile * WIDTH
-            gate = _scaled(left, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, up_row,
-                           BLOCK_T, WIDTH, HAS_DELTA, HAS_RESIDUAL)
-            up = _scaled(right, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, up_row + column, tokens, n, n,
-                         BLOCK_T, WIDTH, HAS_DELTA, HAS_RESIDUAL)
+            gate = _scaled(
+                left, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, up_row, BLOCK_T,
+                WIDTH, HAS_DELTA, HAS_RESIDUAL,
+            )  # fmt: skip
+            up = _scaled(
+                right, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, up_row + column, tokens, n, n,
+                BLOCK_T, WIDTH, HAS_DELTA, HAS_RESIDUAL,
+            )  # fmt: skip
             _store(gate / (1.0 + gl.exp(-gate)) * up, staging, out_desc, row, column)
         elif PIECES == 2:
             left, right = _halves(total, BLOCK_T, BLOCK_N)
-            value = _scaled(left, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH, HAS_DELTA, HAS_RESIDUAL)
+            value = _scaled(
+                left, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH,
+                HAS_DELTA, HAS_RESIDUAL,
+            )  # fmt: skip
             _store(value, staging, out_desc, row, column)
             column += WIDTH
-            value = _scaled(right, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH, HAS_DELTA, HAS_RESIDUAL)
+            value = _scaled(
+                right, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH,
+                HAS_DELTA, HAS_RESIDUAL,
+            )  # fmt: skip
             _store(value, staging, out_desc, row, column)
         else:
-            value = _scaled(total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH, HAS_DELTA, HAS_RESIDUAL)
+            value = _scaled(
+                total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n, n, BLOCK_T, WIDTH,
+                HAS_DELTA, HAS_RESIDUAL,
+            )  # fmt: skip
             _store(value, staging, out_desc, row, column)
         done = stop
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens"])  # one compilation for every token count of a tile
-def _linear_8bit_wide(weight_desc, q_desc, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, planes_ptr, counters_ptr, tokens, n, k,
-                     BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-                     PROMOTE: gl.constexpr, PIECES: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr,
-                     GROUP: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+def _linear_8bit_wide(
+    weight_desc, q_desc, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, planes_ptr, counters_ptr,
+    tokens, n, k, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, PROMOTE: gl.constexpr, PIECES: gl.constexpr, HAS_DELTA: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr, GROUP: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = (k + BLOCK_K - 1) // BLOCK_K
@@ -254,34 +316,117 @@ def _linear_8bit_wide(weight_desc, q_desc, out_desc, scale_ptr, weight_scale_ptr
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (weights, tokens_ring, staging, ready, empty, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, planes_ptr, counters_ptr,
-                    first_step, count, program, programs, steps, token_tiles, weight_tiles, up_row, tokens, n,
-                    BLOCK_T, BLOCK_N, STAGES, PARTS, PROMOTE, PIECES, HAS_DELTA, HAS_RESIDUAL, ACTIVATE, GROUP, PDL)),
-        (_produce, (weight_desc, q_desc, weights, tokens_ring, ready, empty, first_step, count, program, programs, steps, token_tiles, weight_tiles, up_row,
-                    BLOCK_T, BLOCK_N, BLOCK_K, STAGES, PARTS, ACTIVATE, GROUP, PDL)),
-    ], [1], [PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    weights,
+                    tokens_ring,
+                    staging,
+                    ready,
+                    empty,
+                    out_desc,
+                    scale_ptr,
+                    weight_scale_ptr,
+                    delta_ptr,
+                    residual_ptr,
+                    planes_ptr,
+                    counters_ptr,
+                    first_step,
+                    count,
+                    program,
+                    programs,
+                    steps,
+                    token_tiles,
+                    weight_tiles,
+                    up_row,
+                    tokens,
+                    n,
+                    BLOCK_T,
+                    BLOCK_N,
+                    STAGES,
+                    PARTS,
+                    PROMOTE,
+                    PIECES,
+                    HAS_DELTA,
+                    HAS_RESIDUAL,
+                    ACTIVATE,
+                    GROUP,
+                    PDL,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    weight_desc,
+                    q_desc,
+                    weights,
+                    tokens_ring,
+                    ready,
+                    empty,
+                    first_step,
+                    count,
+                    program,
+                    programs,
+                    steps,
+                    token_tiles,
+                    weight_tiles,
+                    up_row,
+                    BLOCK_T,
+                    BLOCK_N,
+                    BLOCK_K,
+                    STAGES,
+                    PARTS,
+                    ACTIVATE,
+                    GROUP,
+                    PDL,
+                ),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
 
 
-def launch_wide(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
-                residual: Optional[torch.Tensor], out: torch.Tensor, config: LinearConfig, split: WorkSplit, pdl: bool, activate: bool = False) -> None:
+def launch_wide(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out: torch.Tensor,
+    config: LinearConfig,
+    split: WorkSplit,
+    pdl: bool,
+    activate: bool = False,
+) -> None:
     """As `launch_triton` for bf16 results; q, weight and out must begin on 16-byte boundaries, N be a multiple of 8.
 
-    With `activate` out [T, N / 2] = silu(left half) * right half of what it would be; N / 2 must be a multiple of half a tile, tiles whole.
+    With `activate` out [T, N / 2] = silu(left half) * right half of what it would be; N / 2 must be a multiple of half
+    a tile, tiles whole.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     planes, counters = split_buffers(weight, config, split)
-    pieces = split.parts if split.split else 2 if activate else max(1, config.block_t * config.block_n * 2 // WIDE_STAGING)
-    out_layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, config.block_n // pieces * 2), element_bitwidth=16, rank=2)
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
-    weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n // 2 if activate else config.block_n, BLOCK_K], _SWIZZLED)
+    pieces = (
+        split.parts if split.split else 2 if activate else max(1, config.block_t * config.block_n * 2 // WIDE_STAGING)
+    )
+    out_layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, config.block_n // pieces * 2), element_bitwidth=16, rank=2
+    )
+    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
+    # copies.
+    weight_desc = TensorDescriptor.from_tensor(
+        weight, [config.block_n // 2 if activate else config.block_n, BLOCK_K], _SWIZZLED
+    )
     q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)
     out_desc = TensorDescriptor.from_tensor(out, [config.block_t, config.block_n // pieces], out_layout)
-    _linear_8bit_wide[(split.programs,)](
-        weight_desc, q_desc, out_desc, scale, weight_scale, scale if delta is None else delta, scale if residual is None else residual, planes, counters,
-        tokens, n, k,
-        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=BLOCK_K, STAGES=config.stages, PARTS=split.parts,
-        PROMOTE=0 if weight.dtype == torch.int8 else config.promote, PIECES=pieces,
-        HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, ACTIVATE=activate,
-        GROUP=GROUP, PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl, num_warps=8, maxnreg=config.max_registers or None, launch_pdl=pdl,
-    )
+    _linear_8bit_wide[split.programs,](
+        weight_desc, q_desc, out_desc, scale, weight_scale, scale if delta is None else delta,
+        scale if residual is None else residual, planes, counters, tokens, n, k, BLOCK_T=config.block_t,
+        BLOCK_N=config.block_n, BLOCK_K=BLOCK_K, STAGES=config.stages, PARTS=split.parts,
+        PROMOTE=0 if weight.dtype == torch.int8 else config.promote, PIECES=pieces, HAS_DELTA=delta is not None,
+        HAS_RESIDUAL=residual is not None, ACTIVATE=activate, GROUP=GROUP, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        PDL=pdl, num_warps=8, maxnreg=config.max_registers or None, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,12 +1,16 @@
-"""linear_8bit: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token and per output channel.
+"""linear_8bit: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token
+and per output channel.
 
-Activations may also have one scale per token and 128 columns (`quantize_blocks`): then no kernel before it needs the maximum of a whole row. That is made for
-few tokens; many run on `kernel_gluon.py` as well, and slower than with one scale a token.
+Activations may also have one scale per token and 128 columns (`quantize_blocks`): then no kernel before it needs the
+maximum of a whole row. That is made for few tokens; many run on `kernel_gluon.py` as well, and slower than with one
+scale a token.
 
-Few tokens are bound by the bytes of the weights and run on our own kernels (`kernel_triton.py`, `kernel_gluon.py`), from 65 tokens on those with
-few output tiles on `kernel_wide.py`; many tokens are bound by arithmetic and go to `torch._scaled_mm`, in int8 to `kernel_large.py`. `tuning.py`
-says which kernel and which tiles. Products of int8 are summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
+Few tokens are bound by the bytes of the weights and run on our own kernels (`kernel_triton.py`, `kernel_gluon.py`),
+from 65 tokens on those with few output tiles on `kernel_wide.py`; many tokens are bound by arithmetic and go to
+`torch._scaled_mm`, in int8 to `kernel_large.py`. `tuning.py` says which kernel and which tiles. Products of int8 are
+summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
 """
+
 from dataclasses import replace
 from typing import Optional
 
@@ -32,23 +36,43 @@ REFERENCE_CHUNK_ELEMENTS = 1 << 24  # weights dequantized at a time by the refer
 def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
     """Raises ValueError for weights that don't fit the activations."""
     if weight.dim() != 2 or q.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear_8bit: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't fit: expected q [..., K] and weight [N, K]")
+        raise ValueError(
+            f"linear_8bit: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't fit: expected q [..., K] and "
+            "weight [N, K]"
+        )
     if weight_scale.shape != weight.shape[:1]:
-        raise ValueError(f"linear_8bit: weight_scale {tuple(weight_scale.shape)} must hold one value per row of weight {tuple(weight.shape)}")
+        raise ValueError(
+            f"linear_8bit: weight_scale {tuple(weight_scale.shape)} must hold one value per row of weight "
+            f"{tuple(weight.shape)}"
+        )
     if q.dtype != weight.dtype or q.dtype not in DTYPES:
-        raise ValueError(f"linear_8bit: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn or both torch.int8 (see quantize_rowwise)")
+        raise ValueError(
+            f"linear_8bit: q is {q.dtype} and weight {weight.dtype}; both must be torch.float8_e4m3fn or both "
+            "torch.int8 (see quantize_rowwise)"
+        )
     if q.dtype == torch.int8 and weight.shape[1] > MAX_INT8_K:
-        raise ValueError(f"linear_8bit: K is {weight.shape[1]}; int8 sums of more than {MAX_INT8_K} products may not fit int32 (use torch.float8_e4m3fn)")
+        raise ValueError(
+            f"linear_8bit: K is {weight.shape[1]}; int8 sums of more than {MAX_INT8_K} products may not fit int32 "
+            "(use torch.float8_e4m3fn)"
+        )
 
 
 def has_block_scales(q: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether scale is [K / 128, P], of blocks of 128 columns of q [T, K], and not one value per token; ValueError where those don't fit q."""
+    """Whether scale is [K / 128, P], of blocks of 128 columns of q [T, K], and not one value per token; ValueError
+    where those don't fit q.
+    """
     if q.dim() != 2 or scale.dim() != 2:
         return False
     if q.shape[1] % BLOCK or scale.shape[0] != q.shape[1] // BLOCK:
-        raise ValueError(f"linear_8bit: scale {tuple(scale.shape)} doesn't fit q {tuple(q.shape)}: expected [K / {BLOCK}, P], K a multiple of {BLOCK}, or [T]")
+        raise ValueError(
+            f"linear_8bit: scale {tuple(scale.shape)} doesn't fit q {tuple(q.shape)}: expected [K / {BLOCK}, P], K a "
+            f"multiple of {BLOCK}, or [T]"
+        )
     if scale.shape[1] < q.shape[0]:
-        raise ValueError(f"linear_8bit: scale {tuple(scale.shape)} has too few columns for {q.shape[0]} tokens; pad them to padded_scales(T) with zeros")
+        raise ValueError(
+            f"linear_8bit: scale {tuple(scale.shape)} has too few columns for {q.shape[0]} tokens; pad them to "
+            "padded_scales(T) with zeros"
+        )
     return True
 
 
@@ -62,7 +86,7 @@ def matmul_blocks(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) ->
     """q [T, K] @ weight [N, K]^T in fp32, the products of each block of 128 columns times scale [K / 128, P]."""
     total = torch.zeros(q.shape[0], weight.shape[0], device=q.device)
     for x, w, token_scale in zip(q.split(BLOCK, dim=1), weight.split(BLOCK, dim=1), scale, strict=True):
-        total += matmul_fp32(x.float(), w) * token_scale[:q.shape[0], None]
+        total += matmul_fp32(x.float(), w) * token_scale[: q.shape[0], None]
     return total
 
 
@@ -75,13 +99,18 @@ def reference(
     residual: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q [..., K] and weight [N, K], both e4m3 or both int8, scale [...] and weight_scale [N] fp32, delta and residual [..., N] -> [..., N] of `out_dtype`.
+    """q [..., K] and weight [N, K], both e4m3 or both int8, scale [...] and weight_scale [N] fp32, delta and residual
+    [..., N] -> [..., N] of `out_dtype`.
 
-    With q [T, K] scale may be [K / 128, P], as `quantize_blocks` makes it: P >= T, what lies past T is not read into results. Everything is summed in fp32
-    and rounded once. Raises ValueError for shapes and dtypes that don't fit.
+    With q [T, K] scale may be [K / 128, P], as `quantize_blocks` makes it: P >= T, what lies past T is not read into
+    results. Everything is summed in fp32 and rounded once. Raises ValueError for shapes and dtypes that don't fit.
     """
     check_shapes(q, weight, weight_scale)
-    y = matmul_blocks(q, scale, weight) if has_block_scales(q, scale) else matmul_fp32(q.float(), weight) * scale.unsqueeze(-1)
+    y = (
+        matmul_blocks(q, scale, weight)
+        if has_block_scales(q, scale)
+        else matmul_fp32(q.float(), weight) * scale.unsqueeze(-1)
+    )
     y = y * weight_scale
     for addend in (delta, residual):
         if addend is not None:
@@ -119,7 +148,9 @@ def launch(
     """Writes `out[0]`; K must be a multiple of 16. `sm_budget` limits the kernels to that many SMs."""
     n, k = weight.shape
     if k % 16:
-        raise ValueError(f"linear_8bit: K is {k}; it must be a multiple of 16 (pad the activations and the weight with zeros)")
+        raise ValueError(
+            f"linear_8bit: K is {k}; it must be a multiple of 16 (pad the activations and the weight with zeros)"
+        )
     y = out[0].view(-1, n)
     tokens = y.shape[0]
     if tokens == 0:
@@ -128,18 +159,24 @@ def launch(
     x, token_scale = q.reshape(-1, k), scale.contiguous() if blocks else scale.reshape(-1)
     addends = [None if t is None else t.reshape(-1, n) for t in (delta, residual)]
     sms = multiprocessors(q.device)
-    config = linear_config(tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED, int8=q.dtype == torch.int8)
+    config = linear_config(
+        tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED, int8=q.dtype == torch.int8
+    )
     if blocks:
         config = takes_block_scales(config, tokens, n, k, sms)
     in_boxes = (x, weight, y, token_scale) if blocks else (x, weight, y)
     unaligned = any(tensor.data_ptr() % 16 for tensor in in_boxes) or (blocks and token_scale.shape[1] % 4 > 0)
     if config.kernel in ("gluon", "wide", "large") and (INTERPRETED or unaligned):
         config = without_tma(config)
-    launch_config(config, x, token_scale, weight, weight_scale, addends[0], addends[1], y, sms=sms, sm_budget=sm_budget, pdl=pdl)
+    launch_config(
+        config, x, token_scale, weight, weight_scale, addends[0], addends[1], y, sms=sms, sm_budget=sm_budget, pdl=pdl
+    )
 
 
 def takes_block_scales(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> LinearConfig:
-    """`config`, with the registers for a product beside the sums; where its kernel takes no scales of blocks, a configuration of one that does."""
+    """`config`, with the registers for a product beside the sums; where its kernel takes no scales of blocks, a
+    configuration of one that does.
+    """
     if config.kernel not in BLOCK_SCALE_KERNELS:
         config = choose_config(tokens, n, k, sms, scaled_mm=False)
     if config.block_n * config.block_t < 128 * 64:
@@ -161,11 +198,25 @@ def launch_config(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Runs one given configuration on [T, K] activations with scales [T] or [K / 128, P] (the tuner's door; `launch` picks the configuration)."""
+    """Runs one given configuration on [T, K] activations with scales [T] or [K / 128, P] (the tuner's door; `launch`
+    picks the configuration).
+    """
     if scale.dim() == 2 and config.kernel not in BLOCK_SCALE_KERNELS:
-        raise ValueError(f"linear_8bit: the kernel {config.kernel} takes one scale a token; scales of blocks are for {' and '.join(BLOCK_SCALE_KERNELS)}")
+        raise ValueError(
+            f"linear_8bit: the kernel {config.kernel} takes one scale a token; scales of blocks are for "
+            f"{' and '.join(BLOCK_SCALE_KERNELS)}"
+        )
     if config.kernel == "scaled_mm":
-        launch_scaled_mm(q, scale, weight, weight_scale, delta, residual, out, sms_left_free=0 if sm_budget is None else sms - sm_budget)
+        launch_scaled_mm(
+            q,
+            scale,
+            weight,
+            weight_scale,
+            delta,
+            residual,
+            out,
+            sms_left_free=0 if sm_budget is None else sms - sm_budget,
+        )
         return
     if config.kernel == "large" and (delta is not None or residual is not None):
         config = with_addends(config)

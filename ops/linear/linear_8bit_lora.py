@@ -1,8 +1,10 @@
-"""linear_8bit_lora: a linear in int8 for prompt steps whose tiles add their tokens' adapters themselves, so that no delta goes through memory.
+"""linear_8bit_lora: a linear in int8 for prompt steps whose tiles add their tokens' adapters themselves, so that no
+delta goes through memory.
 
-`lora_shrink` has run before: what is left of LoRA is a product of few ranks, added to a tile's sums before they are rounded. The kernel is in
-`kernel_lora_large.py`; here are the specification and the launch.
+`lora_shrink` has run before: what is left of LoRA is a product of few ranks, added to a tile's sums before they are
+rounded. The kernel is in `kernel_lora_large.py`; here are the specification and the launch.
 """
+
 from collections.abc import Sequence
 from typing import Optional
 
@@ -28,13 +30,22 @@ _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 
 
 def candidates(slices: Sequence[int], rank: int) -> list[LinearConfig]:
-    """Configurations whose tiles lie in one slice each, and whose consumers have registers for the ranks: two of them, with 64 ranks of 64 tokens each."""
-    return [config for config in large_candidates()
-            if config.warps == 8 and config.block_t * rank <= 64 * 128 and all(width > 0 and width % config.block_n == 0 for width in slices)]  # fmt: skip
+    """Configurations whose tiles lie in one slice each, and whose consumers have registers for the ranks: two of
+    them, with 64 ranks of 64 tokens each.
+    """
+    return [
+        config
+        for config in large_candidates()
+        if config.warps == 8
+        and config.block_t * rank <= 64 * 128
+        and all(width > 0 and width % config.block_n == 0 for width in slices)
+    ]
 
 
 def lora_config(tokens: int, k: int, slices: Sequence[int], rank: int, sm_count: int) -> LinearConfig:
-    """The tuned configuration of the linear without LoRA where it is one of ours, else the one in which the busiest SM has the least to do."""
+    """The tuned configuration of the linear without LoRA where it is one of ours, else the one in which the busiest
+    SM has the least to do.
+    """
     n = sum(slices)
     tuned, found = linear_config(tokens, n, k, sm_count, int8=True), candidates(slices, rank)
     return tuned if tuned in found else min(found, key=lambda config: int8_cost(config, tokens, n, k, sm_count))
@@ -50,22 +61,35 @@ def fits(tokens: int, k: int, slices: Sequence[int], rank: int, slots: int, spli
         return f"{tokens} tokens; it takes 1 to {MAX_TOKENS}"
     if rank not in RANKS:
         return f"LoRA stacks of rank {rank}; it takes {', '.join(map(str, RANKS))}"
-    steps = 1 + splits * rank // LEAST_CHUNK  # of a tile: one beside which nothing is summed, then one for each chunk of each plane
+    # of a tile: one beside which nothing is summed, then one for each chunk of each plane
+    steps = 1 + splits * rank // LEAST_CHUNK
     if k % 16 or not (steps - 1) * BLOCK_K < k <= MAX_INT8_K:
-        return f"{k} input features; with {splits} planes of rank {rank} it takes multiples of 16 from {(steps - 1) * BLOCK_K + 16} to {MAX_INT8_K}"
+        return (
+            f"{k} input features; with {splits} planes of rank {rank} it takes multiples of 16 from "
+            f"{(steps - 1) * BLOCK_K + 16} to {MAX_INT8_K}"
+        )
     if not 1 <= len(slices) <= 3:
         return f"{len(slices)} packed linears; it takes 1 to 3"
     if not candidates(slices, rank):
-        return f"packed linears of {', '.join(map(str, slices))} rows; with rank {rank} it takes multiples of {256 if rank > 32 else 128}"
+        return (
+            f"packed linears of {', '.join(map(str, slices))} rows; with rank {rank} it takes multiples of "
+            f"{256 if rank > 32 else 128}"
+        )
     if slots < 1:
         return "no adapters"
     if slots * sum(slices) * rank >= 2**31:
-        return f"{slots} adapters; with {sum(slices)} rows of rank {rank} it takes {(2**31 - 1) // (sum(slices) * rank)}"
+        return (
+            f"{slots} adapters; with {sum(slices)} rows of rank {rank} it takes {(2**31 - 1) // (sum(slices) * rank)}"
+        )
     return None
 
 
-def expanded(planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int]) -> torch.Tensor:
-    """fp32 [T, N]: the planes' sum in bf16 times (b[slot] * b_scale in bf16), each slice with its own ranks; zeros for tokens without an adapter."""
+def expanded(
+    planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int]
+) -> torch.Tensor:
+    """fp32 [T, N]: the planes' sum in bf16 times (b[slot] * b_scale in bf16), each slice with its own ranks; zeros
+    for tokens without an adapter.
+    """
     ranks = b.shape[2]
     total = planes[0]
     for plane in planes[1:]:
@@ -82,18 +106,29 @@ def expanded(planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, adapt
 
 
 def reference(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
-    adapter_index: torch.Tensor, active: torch.Tensor, slices: Sequence[int], out_dtype: torch.dtype,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    planes: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    adapter_index: torch.Tensor,
+    active: torch.Tensor,
+    slices: Sequence[int],
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """q weight^T * scale * weight_scale + delta [T, N] of `out_dtype`, summed in fp32 and rounded once.
 
     q, scale              [T, K] int8, [T] fp32
     weight, weight_scale  [N, K] int8, [N] fp32
     planes                [splits, T, n*R] fp32 as `lora_shrink` makes them; added in order and rounded to bf16
-    b, b_scale            [S, N, R] int8, [S, N] fp32, alpha / rank already folded in; a row times its scale is rounded to bf16
+    b, b_scale            [S, N, R] int8, [S, N] fp32, alpha / rank already folded in; a row times its scale is rounded
+                          to bf16
     adapter_index         [T] int32, -1 = no adapter: no delta
     active                `lora_active` of it
-    slices                the n output widths (1 to 3) of the packed linears, adding up to N; columns of slice i use ranks i*R..
+    slices                the n output widths (1 to 3) of the packed linears, adding up to N; columns of slice i use
+                          ranks i*R..
 
     Raises ValueError for what doesn't fit.
     """
@@ -103,37 +138,81 @@ def reference(
 
 
 def fake(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
-    adapter_index: torch.Tensor, active: torch.Tensor, slices: Sequence[int], out_dtype: torch.dtype,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    planes: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    adapter_index: torch.Tensor,
+    active: torch.Tensor,
+    slices: Sequence[int],
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     check(q, scale, weight, weight_scale, planes, b, b_scale, adapter_index, active, slices)
     return q.new_empty((q.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
 def check(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
-    adapter_index: torch.Tensor, active: torch.Tensor, slices: Sequence[int],
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    planes: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    adapter_index: torch.Tensor,
+    active: torch.Tensor,
+    slices: Sequence[int],
 ) -> None:
     """Raises ValueError for shapes and dtypes that are not those of `reference`."""
     if any(tensor.dtype != torch.int8 for tensor in (q, weight, b)):
-        raise ValueError(f"linear_8bit_lora: q, weight and b are {q.dtype}, {weight.dtype} and {b.dtype}; all must be torch.int8")
+        raise ValueError(
+            f"linear_8bit_lora: q, weight and b are {q.dtype}, {weight.dtype} and {b.dtype}; all must be torch.int8"
+        )
     slots, n, ranks = b.shape
     if not 1 <= len(slices) <= 3 or sum(slices) != n or active.dim() != 2 or active.shape[1] != slots + 1:
-        raise ValueError(f"linear_8bit_lora: slices {list(slices)} and active {tuple(active.shape)} beside b {tuple(b.shape)}; needs 1 to 3 slices that add "
-                         f"up to {n}, and what lora_active makes of adapter_index for {slots} slots")
-    expected = {"q": (q, (q.shape[0], weight.shape[1])), "scale": (scale, q.shape[:1]), "weight": (weight, (n, q.shape[1])),
-                "weight_scale": (weight_scale, (n,)), "planes": (planes, (planes.shape[0], q.shape[0], len(slices) * ranks)),
-                "b_scale": (b_scale, (slots, n)), "adapter_index": (adapter_index, q.shape[:1])}
+        raise ValueError(
+            f"linear_8bit_lora: slices {list(slices)} and active {tuple(active.shape)} beside b {tuple(b.shape)}; "
+            "needs 1 to 3 slices that add "
+            f"up to {n}, and what lora_active makes of adapter_index for {slots} slots"
+        )
+    expected = {
+        "q": (q, (q.shape[0], weight.shape[1])),
+        "scale": (scale, q.shape[:1]),
+        "weight": (weight, (n, q.shape[1])),
+        "weight_scale": (weight_scale, (n,)),
+        "planes": (planes, (planes.shape[0], q.shape[0], len(slices) * ranks)),
+        "b_scale": (b_scale, (slots, n)),
+        "adapter_index": (adapter_index, q.shape[:1]),
+    }
     for name, (tensor, shape) in expected.items():
         if tensor.shape != torch.Size(shape):
-            raise ValueError(f"linear_8bit_lora: {name} is {tuple(tensor.shape)}, beside q {tuple(q.shape)}, b {tuple(b.shape)} and {len(slices)} slices it "
-                             f"must be {tuple(shape)}")
+            raise ValueError(
+                f"linear_8bit_lora: {name} is {tuple(tensor.shape)}, beside q {tuple(q.shape)}, b {tuple(b.shape)} "
+                f"and {len(slices)} slices it "
+                f"must be {tuple(shape)}"
+            )
 
 
 def launch(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
-    adapter_index: torch.Tensor, active: torch.Tensor, slices: Sequence[int], out_dtype: torch.dtype,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False, config: Optional[LinearConfig] = None,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    planes: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    adapter_index: torch.Tensor,
+    active: torch.Tensor,
+    slices: Sequence[int],
+    out_dtype: torch.dtype,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+    config: Optional[LinearConfig] = None,
 ) -> None:
     """Fill `out` = (y,). Raises ValueError where `fits` objects and for results other than bf16."""
     if out_dtype != torch.bfloat16:
@@ -141,25 +220,40 @@ def launch(
     (tokens, k), (slots, n, rank), splits = q.shape, b.shape, planes.shape[0]
     if tokens == 0:
         return
-    objection = "Gluon does not run in Triton's interpreter" if INTERPRETED else fits(tokens, k, slices, rank, slots, splits)
+    objection = (
+        "Gluon does not run in Triton's interpreter" if INTERPRETED else fits(tokens, k, slices, rank, slots, splits)
+    )
     if objection:
         raise ValueError(f"linear_8bit_lora: {objection}; compile with other ops for LoRA")
-    require_contiguous("linear_8bit_lora", q=q, scale=scale, weight=weight, weight_scale=weight_scale, planes=planes, b=b, b_scale=b_scale,
-                       adapter_index=adapter_index, active=active)
+    require_contiguous(
+        "linear_8bit_lora",
+        q=q,
+        scale=scale,
+        weight=weight,
+        weight_scale=weight_scale,
+        planes=planes,
+        b=b,
+        b_scale=b_scale,
+        adapter_index=adapter_index,
+        active=active,
+    )
     sms = multiprocessors(q.device)
     config = config or lora_config(tokens, k, slices, rank, sms)
     split = work_split(config, tokens, n, k, min(sms, sm_budget or sms))
     consumers = config.warps // 4
     rows = config.block_t // consumers
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own copies.
-    linear_8bit_lora_large_kernel[(split.programs,)](
-        TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED), TensorDescriptor.from_tensor(q, [rows, BLOCK_K], _SWIZZLED),
-        TensorDescriptor.from_tensor(out[0], [rows, LARGE_PIECE], _STAGING), scale, weight_scale, planes, b, b_scale, adapter_index, active,
-        tokens, cdiv(tokens, config.block_t), cdiv(k, BLOCK_K), splits, slots + 1,
-        N=n, SECOND=slices[0], THIRD=sum(slices[:2]), RANK=rank, ALL_RANKS=len(slices) * rank, ROWS=rows, BLOCK_N=config.block_n, BLOCK_K=BLOCK_K,
-        STAGES=config.stages, CONSUMERS=consumers, BUFFERS=1 if rows > 64 else 2, PIECE=LARGE_PIECE, GROUP=GROUP, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
+    # copies.
+    linear_8bit_lora_large_kernel[split.programs,](
+        TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED),
+        TensorDescriptor.from_tensor(q, [rows, BLOCK_K], _SWIZZLED),
+        TensorDescriptor.from_tensor(out[0], [rows, LARGE_PIECE], _STAGING), scale, weight_scale, planes, b, b_scale,
+        adapter_index, active, tokens, cdiv(tokens, config.block_t), cdiv(k, BLOCK_K), splits, slots + 1, N=n,
+        SECOND=slices[0], THIRD=sum(slices[:2]), RANK=rank, ALL_RANKS=len(slices) * rank, ROWS=rows,
+        BLOCK_N=config.block_n, BLOCK_K=BLOCK_K, STAGES=config.stages, CONSUMERS=consumers,
+        BUFFERS=1 if rows > 64 else 2, PIECE=LARGE_PIECE, GROUP=GROUP, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS, PDL=pdl, num_warps=4, maxnreg=config.max_registers, launch_pdl=pdl,
-    )
+    )  # fmt: skip
 
 
 linear_8bit_lora = register("linear_8bit_lora", reference, fake, launch)

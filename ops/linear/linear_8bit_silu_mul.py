@@ -1,7 +1,10 @@
-"""linear_8bit_silu_mul: silu(gate) * up of a packed [gate | up] projection in rowwise e4m3 or int8, without writing the projection.
+"""linear_8bit_silu_mul: silu(gate) * up of a packed [gate | up] projection in rowwise e4m3 or int8, without writing the
+projection.
 
-One launch of the wide kernel where the table knows one that gains (`tuning.activation_config`), else `linear_8bit` and `silu_mul`.
+One launch of the wide kernel where the table knows one that gains (`tuning.activation_config`), else `linear_8bit` and
+`silu_mul`.
 """
+
 from typing import Optional
 
 import torch
@@ -17,9 +20,15 @@ from .tuning import activation_config, work_split
 
 
 def reference(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor], out_dtype: torch.dtype
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q [..., K] and weight [2I, K], both e4m3 or both int8, scale [...] and weight_scale [2I] fp32, delta [..., 2I] -> h [..., I] of `out_dtype`.
+    """q [..., K] and weight [2I, K], both e4m3 or both int8, scale [...] and weight_scale [2I] fp32, delta [..., 2I] ->
+    h [..., I] of `out_dtype`.
 
     The first I rows of the weight are the gate. Everything is fp32 and rounded once.
     """
@@ -30,7 +39,12 @@ def reference(
 
 
 def fake(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor], out_dtype: torch.dtype
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     _check(q, weight, weight_scale)
     return q.new_empty((*q.shape[:-1], weight.shape[0] // 2), dtype=out_dtype)
@@ -39,12 +53,22 @@ def fake(
 def _check(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
     check_shapes(q, weight, weight_scale)
     if weight.shape[0] % 2:
-        raise ValueError(f"linear_8bit_silu_mul: weight {tuple(weight.shape)} must have an even number of rows: as many gates as ups")
+        raise ValueError(
+            f"linear_8bit_silu_mul: weight {tuple(weight.shape)} must have an even number of rows: as many gates as ups"
+        )
 
 
 def launch(
-    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor], out_dtype: torch.dtype,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    out_dtype: torch.dtype,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (h,); K must be a multiple of 16. `sm_budget` limits the kernel to that many SMs."""
     n, k = weight.shape
@@ -59,7 +83,9 @@ def launch(
     aligned = not any(tensor.data_ptr() % 16 for tensor in (x, weight, h))
     if config is None or INTERPRETED or not aligned or out_dtype != torch.bfloat16:
         packed = torch.empty(tokens, n, dtype=out_dtype, device=q.device)
-        launch_linear(x, token_scale, weight, weight_scale, None, None, out_dtype, out=(packed,), sm_budget=sm_budget, pdl=pdl)
+        launch_linear(
+            x, token_scale, weight, weight_scale, None, None, out_dtype, out=(packed,), sm_budget=sm_budget, pdl=pdl
+        )
         silu_mul_launch(packed, added, out=(h,), pdl=pdl)
         return
     split = work_split(config, tokens, n, k, min(sms, sm_budget or sms))

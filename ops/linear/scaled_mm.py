@@ -1,8 +1,10 @@
-"""linear_8bit for many tokens, where arithmetic is the limit: `torch._scaled_mm` with rowwise scales, addends added afterwards.
+"""linear_8bit for many tokens, where arithmetic is the limit: `torch._scaled_mm` with rowwise scales, addends added
+afterwards.
 
-Fast accumulation is on: the tensor cores then keep the running sum themselves, as they do in the decode kernels. cuBLAS rounds the
-product to bf16 before the addends come, one rounding more than the reference has.
+Fast accumulation is on: the tensor cores then keep the running sum themselves, as they do in the decode kernels. cuBLAS
+rounds the product to bf16 before the addends come, one rounding more than the reference has.
 """
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Optional
@@ -22,7 +24,9 @@ def scaled_mm_takes(n: int, k: int, out_dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def _add_in_place(out_ptr, delta_ptr, residual_ptr, count, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _add_in_place(
+    out_ptr, delta_ptr, residual_ptr, count, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     value = tl.load(out_ptr + offsets, mask=inside).to(tl.float32)
@@ -47,13 +51,37 @@ def _sms_left_free(count: int) -> Iterator[None]:
         torch._C._set_sm_carveout_experimental(before)
 
 
-def launch_scaled_mm(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, delta: Optional[torch.Tensor],
-                     residual: Optional[torch.Tensor], out: torch.Tensor, sms_left_free: int = 0) -> None:
-    """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N] bf16; see `scaled_mm_takes`."""
+def launch_scaled_mm(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    out: torch.Tensor,
+    sms_left_free: int = 0,
+) -> None:
+    """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N] bf16; see
+    `scaled_mm_takes`.
+    """
     with _sms_left_free(sms_left_free):
-        torch._scaled_mm(q, weight.t(), scale.unsqueeze(1), weight_scale.unsqueeze(0), out_dtype=out.dtype, use_fast_accum=True, out=out)
+        torch._scaled_mm(
+            q,
+            weight.t(),
+            scale.unsqueeze(1),
+            weight_scale.unsqueeze(0),
+            out_dtype=out.dtype,
+            use_fast_accum=True,
+            out=out,
+        )
     if delta is not None or residual is not None:
         _add_in_place[(cdiv(out.numel(), ADD_BLOCK),)](
-            out, out if delta is None else delta, out if residual is None else residual, out.numel(),
-            HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, BLOCK=ADD_BLOCK, num_warps=8,
+            out,
+            out if delta is None else delta,
+            out if residual is None else residual,
+            out.numel(),
+            HAS_DELTA=delta is not None,
+            HAS_RESIDUAL=residual is not None,
+            BLOCK=ADD_BLOCK,
+            num_warps=8,
         )

@@ -1,4 +1,7 @@
-"""Which kernel and which tiles a linear runs with: measured choices from `tuned/*.json`, a heuristic for shapes that were never measured."""
+"""Which kernel and which tiles a linear runs with: measured choices from `tuned/*.json`, a heuristic for shapes that
+were never measured.
+"""
+
 import json
 import re
 from collections.abc import Iterator
@@ -25,7 +28,8 @@ MAX_TILES = 1 << 16  # tiles of a launch that cuts tiles between programs: one a
 MAX_UNITS = 2**31 - 1  # units x programs is computed in 32 bits
 WIDE_BYTES = 225 * 1024  # shared memory of the wide kernel's ring and staging buffer
 WIDE_STAGING = 32 * 1024  # shared memory through which the wide kernel's results leave
-# What a product costs in int8 from hundreds of tokens on, by the kernel and a tile's token rows, relative to the cheapest: the others load more for it.
+# What a product costs in int8 from hundreds of tokens on, by the kernel and a tile's token rows, relative to the
+# cheapest: the others load more for it.
 INT8_COST = {("large", 192): 1.0, ("large", 128): 1.03, ("large", 256): 1.04, ("wide", 256): 1.12, ("wide", 128): 1.4}
 INT8_SHARING = 2**25  # products in whose time programs that share a tile hand over their sums
 LARGE_PIECE = 64  # columns of a result that the large kernel stores at a time
@@ -35,10 +39,11 @@ LARGE_PIECE = 64  # columns of a result that the large kernel stores at a time
 class LinearConfig:
     """How one linear_8bit is launched.
 
-    A tile is `block_n` weight rows x `block_t` tokens, read `block_k` columns at a time through a ring of `stages` buffers by `warps` warps.
-    `ctas_per_sm` programs are launched per SM, at most `ctas` in all (0 = no such limit). `split` always cuts the work into even shares, through
-    tiles where need be; otherwise that is done only where whole tiles would be shared out too unevenly. `promote` (wide kernel): after so many steps the
-    tensor cores' running sum, which has 14 bits, is added to one in fp32; 0: at the end of the tile. `parts` (wide kernel): programs that share
+    A tile is `block_n` weight rows x `block_t` tokens, read `block_k` columns at a time through a ring of `stages`
+    buffers by `warps` warps. `ctas_per_sm` programs are launched per SM, at most `ctas` in all (0 = no such limit).
+    `split` always cuts the work into even shares, through tiles where need be; otherwise that is done only where whole
+    tiles would be shared out too unevenly. `promote` (wide kernel): after so many steps the tensor cores' running sum,
+    which has 14 bits, is added to one in fp32; 0: at the end of the tile. `parts` (wide kernel): programs that share
     the steps of each tile, 1, 2 or 4.
     """
 
@@ -58,7 +63,10 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class WorkSplit:
-    """How a launch divides its work: `programs` in the grid, at most `parts` (a power of two) of them share one tile, `split` if any do."""
+    """How a launch divides its work:
+
+    `programs` in the grid, at most `parts` (a power of two) of them share one tile, `split` if any do.
+    """
 
     programs: int
     parts: int
@@ -72,16 +80,22 @@ def work_split(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> W
     tiles = cdiv(n, config.block_n) * cdiv(tokens, config.block_t)
     units = tiles * steps
     if config.kernel == "large":
-        return WorkSplit(cdiv(tiles, cdiv(tiles, sms)), 1, False)  # no more programs than end together: what is left of the SMs is LoRA's
+        # no more programs than end together: what is left of the SMs is LoRA's
+        return WorkSplit(cdiv(tiles, cdiv(tiles, sms)), 1, False)
     if config.kernel == "wide":  # programs that share a tile wait for each other, so all of them must have an SM
         shared = config.parts > 1 and tiles * config.parts <= min(sms, MAX_TILES) and steps >= config.parts
         return WorkSplit(tiles * config.parts, config.parts, True) if shared else WorkSplit(min(sms, tiles), 1, False)
     whole = min(sms * config.ctas_per_sm, config.ctas or MAX_UNITS, tiles)
-    uneven = cdiv(tiles, whole) * whole > MAX_UNEVENNESS * tiles  # some programs would hold a tile more than others, for too long
+    # some programs would hold a tile more than others, for too long
+    uneven = cdiv(tiles, whole) * whole > MAX_UNEVENNESS * tiles
     if tiles > MAX_TILES or not (config.split or uneven):
         return WorkSplit(whole, 1, False)
-    programs = min(sms * config.ctas_per_sm, config.ctas or MAX_UNITS, units, tiles * MAX_PARTS, max(1, MAX_UNITS // units - 1))
-    parts = max(((t + 1) * steps * programs - 1) // units - ((t * steps + 1) * programs - 1) // units + 1 for t in range(tiles))
+    programs = min(
+        sms * config.ctas_per_sm, config.ctas or MAX_UNITS, units, tiles * MAX_PARTS, max(1, MAX_UNITS // units - 1)
+    )
+    parts = max(
+        ((t + 1) * steps * programs - 1) // units - ((t * steps + 1) * programs - 1) // units + 1 for t in range(tiles)
+    )
     return WorkSplit(programs, next_power_of_2(parts), parts > 1)
 
 
@@ -138,7 +152,9 @@ def table_op(op: str, int8: bool) -> str:
 
 
 def activation_config(tokens: int, n: int, k: int, int8: bool = False) -> LinearConfig | None:
-    """How `linear_8bit_silu_mul` runs in one launch for a weight [N, K] of gates and ups; None: two launches are as fast, or nobody measured."""
+    """How `linear_8bit_silu_mul` runs in one launch for a weight [N, K] of gates and ups; None: two launches are as
+    fast, or nobody measured.
+    """
     config = tuned_table(table_op("linear_8bit_silu_mul", int8)).get((n, k, padded_tokens(tokens)))
     return config if config is not None and n % config.block_n == 0 else None
 
@@ -159,7 +175,9 @@ def consumer_warps(block_n: int, block_t: int) -> int:
 
 
 def most_registers(warps: int, ctas_per_sm: int) -> int:
-    """Registers a thread (the producer's warpgroup counts too) with which `ctas_per_sm` programs and a small neighbour fit an SM."""
+    """Registers a thread (the producer's warpgroup counts too) with which `ctas_per_sm` programs and a small
+    neighbour fit an SM.
+    """
     if ctas_per_sm > 1:
         return 128 if warps == 4 else 80
     return 168 if warps == 4 else 152
@@ -168,12 +186,20 @@ def most_registers(warps: int, ctas_per_sm: int) -> int:
 def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True) -> LinearConfig:
     """A configuration for a shape that was never measured, by what won on the shapes that were.
 
-    `scaled_mm` says whether bf16 results are wanted and N and K are multiples of 16: `torch._scaled_mm` and the wide kernel do nothing else.
+    `scaled_mm` says whether bf16 results are wanted and N and K are multiples of 16: `torch._scaled_mm` and the wide
+    kernel do nothing else.
     """
     if scaled_mm and tokens > 64:
-        shared = [config for config in wide_candidates(tokens, n, sm_count) if config.parts > 1] if tokens <= SCALED_MM_TOKENS and n < WIDE else []
+        shared = (
+            [config for config in wide_candidates(tokens, n, sm_count) if config.parts > 1]
+            if tokens <= SCALED_MM_TOKENS and n < WIDE
+            else []
+        )
         if shared:  # few tiles: several programs on each. The most SMs, then the fewest parts, then the sums in fp32
-            return max(shared, key=lambda config: (work_split(config, tokens, n, k, sm_count).programs, -config.parts, config.promote))
+            return max(
+                shared,
+                key=lambda config: (work_split(config, tokens, n, k, sm_count).programs, -config.parts, config.promote),
+            )
         if tokens > 128 or n >= WIDE:
             return LinearConfig("scaled_mm")
     block_t = min(128, padded_tokens(tokens))
@@ -188,18 +214,28 @@ def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = 
         aligned = sm_count // tiles * tiles
         ctas = aligned if split and aligned > 0.9 * sm_count else 0
     stages, warps = ring_stages(block_n, block_t, ctas_per_sm), consumer_warps(block_n, block_t)
-    return LinearConfig("gluon", block_n, block_t, BLOCK_K, stages, warps, ctas_per_sm, ctas, split, most_registers(warps, ctas_per_sm))
+    return LinearConfig(
+        "gluon", block_n, block_t, BLOCK_K, stages, warps, ctas_per_sm, ctas, split, most_registers(warps, ctas_per_sm)
+    )
 
 
 def without_tma(config: LinearConfig) -> LinearConfig:
-    """The Triton kernel with a Gluon configuration's tiles: for the interpreter, and for tensors that don't begin on 16 bytes."""
+    """The Triton kernel with a Gluon configuration's tiles: for the interpreter, and for tensors that don't begin on
+    16 bytes.
+    """
     block_n, block_t = (128, 128) if config.kernel in ("wide", "large") else (config.block_n, config.block_t)
     stages = max(2, min(4, config.stages))
-    return replace(config, kernel="triton", block_n=block_n, block_t=block_t, stages=stages, max_registers=0, promote=0, parts=1)
+    return replace(
+        config, kernel="triton", block_n=block_n, block_t=block_t, stages=stages, max_registers=0, promote=0, parts=1
+    )
 
 
-def linear_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True, int8: bool = False) -> LinearConfig:
-    """The measured configuration where there is one, for int8 else the one measured for e4m3, else `choose_config`'s."""
+def linear_config(
+    tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True, int8: bool = False
+) -> LinearConfig:
+    """The measured configuration where there is one, for int8 else the one measured for e4m3, else
+    `choose_config`'s.
+    """
     place = (n, k, padded_tokens(tokens))
     tuned = (tuned_table(table_op("linear_8bit", True)).get(place) if int8 else None) or tuned_table().get(place)
     if tuned is None or (tuned.kernel in ("scaled_mm", "wide", "large") and not scaled_mm):
@@ -208,7 +244,9 @@ def linear_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = 
 
 
 def int8_config(tokens: int, n: int, k: int, sm_count: int) -> LinearConfig:
-    """For many tokens, where e4m3 would take `torch._scaled_mm`: the tiles in which the busiest SM has the least to do."""
+    """For many tokens, where e4m3 would take `torch._scaled_mm`: the tiles in which the busiest SM has the least to
+    do.
+    """
     found = [*large_candidates(), wide_config(128, 128), *_shared(256, 128, tokens, n, sm_count)]
     return min(found, key=lambda config: int8_cost(config, tokens, n, k, sm_count))
 
@@ -228,8 +266,11 @@ def _shared(block_t: int, block_n: int, tokens: int, n: int, sm_count: int) -> l
 
 def large_candidates() -> list[LinearConfig]:
     """Configurations of the large kernel."""
-    return [LinearConfig("large", 256, 192, stages=3, warps=12, max_registers=128), LinearConfig("large", 256, 128, stages=4, warps=8, max_registers=168),
-            LinearConfig("large", 128, 256, stages=4, warps=8, max_registers=168)]  # fmt: skip
+    return [
+        LinearConfig("large", 256, 192, stages=3, warps=12, max_registers=128),
+        LinearConfig("large", 256, 128, stages=4, warps=8, max_registers=168),
+        LinearConfig("large", 128, 256, stages=4, warps=8, max_registers=168),
+    ]
 
 
 def with_addends(config: LinearConfig) -> LinearConfig:
@@ -238,12 +279,16 @@ def with_addends(config: LinearConfig) -> LinearConfig:
 
 
 def wide_config(block_t: int, block_n: int, parts: int = 1, promote: int = 0) -> LinearConfig:
-    """A configuration of the wide kernel: the largest tiles take the whole SM, the others leave registers and shared memory for a LoRA kernel beside them."""
+    """A configuration of the wide kernel: the largest tiles take the whole SM, the others leave registers and shared
+    memory for a LoRA kernel beside them.
+    """
     large = block_t * block_n > 128 * 128
     room = (WIDE_BYTES if large else RING_BYTES) - min(WIDE_STAGING, block_t * block_n * 2 // parts)
     registers = 168 if large else 128 if block_t * block_n > 128 * 64 else 96
     stages = min(6, room // ((block_t + block_n) * BLOCK_K))
-    return LinearConfig("wide", block_n, block_t, BLOCK_K, stages, 8, max_registers=registers, promote=promote, parts=parts)
+    return LinearConfig(
+        "wide", block_n, block_t, BLOCK_K, stages, 8, max_registers=registers, promote=promote, parts=parts
+    )
 
 
 def wide_candidates(tokens: int, n: int, sm_count: int, activate: bool = False) -> list[LinearConfig]:
@@ -268,17 +313,39 @@ def candidates(tokens: int, n: int, k: int, sm_count: int, int8: bool = False) -
     for block_n, ctas_per_sm in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
         tiles = cdiv(n, block_n) * cdiv(tokens, block_t)
         slots = sm_count * ctas_per_sm
-        # Even cuts over the whole GPU; whole tiles; or a whole number of programs a tile: fewer exchanges, some SMs idle.
-        grids = [(slots, True), (slots, False), *((tiles * cuts, True) for cuts in (1, 2, 3, 4, 6, 8) if 0.65 * slots <= tiles * cuts <= slots)]
+        # Even cuts over the whole GPU; whole tiles; or a whole number of programs a tile: fewer exchanges, some SMs
+        # idle.
+        grids = [
+            (slots, True),
+            (slots, False),
+            *((tiles * cuts, True) for cuts in (1, 2, 3, 4, 6, 8) if 0.65 * slots <= tiles * cuts <= slots),
+        ]
         warps = consumer_warps(block_n, block_t)
         if warps * ctas_per_sm > 8:
             continue  # the registers of two such programs don't fit an SM
         deepest = ring_stages(block_n, block_t, ctas_per_sm)
         for ctas, cut in grids:
             for stages in dict.fromkeys((deepest, max(2, deepest * 2 // 3))):
-                found.append(LinearConfig("gluon", block_n, block_t, BLOCK_K, stages, warps, ctas_per_sm, ctas, cut, most_registers(warps, ctas_per_sm)))
+                found.append(
+                    LinearConfig(
+                        "gluon",
+                        block_n,
+                        block_t,
+                        BLOCK_K,
+                        stages,
+                        warps,
+                        ctas_per_sm,
+                        ctas,
+                        cut,
+                        most_registers(warps, ctas_per_sm),
+                    )
+                )
     for block_n, ctas_per_sm, cut in ((64, 2, True), (64, 3, True), (64, 4, True), (64, 4, False), (128, 2, True)):
-        found.append(LinearConfig("triton", block_n, block_t, BLOCK_K, 4, consumer_warps(block_n, block_t), ctas_per_sm, split=cut))
+        found.append(
+            LinearConfig(
+                "triton", block_n, block_t, BLOCK_K, 4, consumer_warps(block_n, block_t), ctas_per_sm, split=cut
+            )
+        )
     if tokens > 64 and n % 8 == 0:
         found += wide_candidates(tokens, n, sm_count)
     if tokens >= 64 and n % 16 == 0:

@@ -7,4 +7,5 @@ expand           second half: the planes added up, times B
 rounded, expand_rounded  the same from ranks that were added up and rounded once (parts: rounded_pieces)
 silu_mul_lora    SiLU(gate) * up that makes the delta of gate and up itself
 """
+
 from . import active, expand, expand_rounded, lora, plan, rounded, shrink, silu_mul_lora

@@ -1,4 +1,7 @@
-"""Which adapters the tokens of a decode step use, for kernels that hold up to 128 tokens in a tile: once a step, for every layer."""
+"""Which adapters the tokens of a decode step use, for kernels that hold up to 128 tokens in a tile: once a step, for
+every layer.
+"""
+
 from typing import Optional
 
 import torch
@@ -20,7 +23,7 @@ def lora_active_reference(adapter_index: torch.Tensor, num_slots: int) -> torch.
     for row, tokens in zip(active, adapter_index.split(TILE), strict=True):
         slots = tokens[tokens >= 0].unique()
         row[0] = slots.numel()
-        row[1:1 + slots.numel()] = slots
+        row[1 : 1 + slots.numel()] = slots
     return active
 
 
@@ -29,7 +32,9 @@ def lora_active_fake(adapter_index: torch.Tensor, num_slots: int) -> torch.Tenso
 
 
 @triton.jit
-def _active_kernel(adapter_index, active, tokens, num_slots, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _active_kernel(
+    adapter_index, active, tokens, num_slots, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+):
     """One program for each list. Slots that no token has are written behind those that some have, as -1."""
     pdl_start(PDL)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -40,18 +45,34 @@ def _active_kernel(adapter_index, active, tokens, num_slots, SLOTS: tl.constexpr
     count = tl.sum(used, axis=0)
     row = active + tl.program_id(0) * (num_slots + 1)
     tl.store(row, count)
-    tl.store(row + 1 + tl.where(used > 0, before, count + slot - before), tl.where(used > 0, slot, -1), mask=slot < num_slots)
+    tl.store(
+        row + 1 + tl.where(used > 0, before, count + slot - before), tl.where(used > 0, slot, -1), mask=slot < num_slots
+    )
 
 
-def lora_active_launch(adapter_index: torch.Tensor, num_slots: int, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None,
-                       pdl: bool = False) -> None:
+def lora_active_launch(
+    adapter_index: torch.Tensor,
+    num_slots: int,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
     """A program for each list, whatever `sm_budget` says. Slots out of range are not looked for."""
     require_contiguous("lora_active", adapter_index=adapter_index)
     tokens = adapter_index.shape[0]
     if tokens == 0:
         return
-    _active_kernel[(cdiv(tokens, TILE),)](adapter_index, out[0], tokens, num_slots, SLOTS=max(16, next_power_of_2(num_slots)), TILE=TILE, num_warps=4,
-                                          **pdl_options(pdl))
+    _active_kernel[(cdiv(tokens, TILE),)](
+        adapter_index,
+        out[0],
+        tokens,
+        num_slots,
+        SLOTS=max(16, next_power_of_2(num_slots)),
+        TILE=TILE,
+        num_warps=4,
+        **pdl_options(pdl),
+    )
 
 
 lora_active = register("lora_active", lora_active_reference, lora_active_fake, lora_active_launch)

@@ -1,4 +1,5 @@
 """The second half of LoRA: the ranks of `lora_shrink` up to the linear's output width."""
+
 from collections.abc import Sequence
 from typing import Optional
 
@@ -11,7 +12,9 @@ from ..core.registry import register
 from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .shrink import EIGHT_BIT, dequantized, widened
 
-CTAS_PER_SM = 8  # programs for each SM of a limited launch: loads in flight, not arithmetic, are what an expand beside a base GEMM is short of
+# programs for each SM of a limited launch: loads in flight, not arithmetic, are what an expand beside a base GEMM is
+# short of
+CTAS_PER_SM = 8
 
 
 def delta_dtype(b: torch.Tensor) -> torch.dtype:
@@ -19,8 +22,15 @@ def delta_dtype(b: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if b.dtype in EIGHT_BIT else b.dtype
 
 
-def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int,
-                          slices: Sequence[int], b_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+def lora_expand_reference(
+    planes: torch.Tensor,
+    b: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    slices: Sequence[int],
+    b_scale: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to delta's dtype) @ b[slot of t, slice i]^T.
 
     planes       [splits, T, n*R] fp32, added in order
@@ -38,24 +48,33 @@ def lora_expand_reference(planes: torch.Tensor, b: torch.Tensor, token_order: to
     for slot, first, count in tiles.tolist():
         if slot < 0:
             continue
-        tokens = token_order[first:first + count].long()
+        tokens = token_order[first : first + count].long()
         rows = dequantized(b[slot], None if b_scale is None else b_scale[slot])
         start = 0
         for i, width in enumerate(slices):
-            product = shrunk[tokens, i * ranks:(i + 1) * ranks] @ rows[start:start + width].T
-            delta[tokens, start:start + width] = product.to(delta.dtype)
+            product = shrunk[tokens, i * ranks : (i + 1) * ranks] @ rows[start : start + width].T
+            delta[tokens, start : start + width] = product.to(delta.dtype)
             start += width
     return delta
 
 
-def lora_expand_fake(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int],
-                     b_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+def lora_expand_fake(
+    planes: torch.Tensor,
+    b: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    slices: Sequence[int],
+    b_scale: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     return b.new_empty((planes.shape[1], b.shape[1]), dtype=delta_dtype(b))
 
 
 @triton.jit
 def place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr):
-    """(tile, slice, first column, end of the slice) of a piece of work: blocks of COLUMNS columns are counted slice by slice, so that none straddles two."""
+    """(tile, slice, first column, end of the slice) of a piece of work: blocks of COLUMNS columns are counted slice
+    by slice, so that none straddles two.
+    """
     block = item % blocks_per_tile
     blocks0 = tl.cdiv(WIDTH0, COLUMNS)
     blocks1 = tl.cdiv(WIDTH1, COLUMNS)
@@ -67,8 +86,13 @@ def place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _load_b(b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr, RANKS: tl.constexpr):
-    """B's rows for a piece of work and their scales (ones if it has none); zeros past the last one and for tokens without adapter."""
+def _load_b(
+    b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """B's rows for a piece of work and their scales (ones if it has none); zeros past the last one and for tokens
+    without adapter.
+    """
     tile, _, begin, stop = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot = tl.load(tiles + tile * 3, mask=item < end, other=-1)
     stop = tl.where(slot >= 0, stop, 0)
@@ -92,7 +116,18 @@ def _load_tokens(token_order, tiles, tile, wanted, TILE: tl.constexpr):
 
 
 @triton.jit
-def sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr):
+def sum_planes(
+    planes,
+    token,
+    active,
+    part,
+    num_tokens,
+    ranks,
+    all_ranks,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     """The planes of one tile and slice added up in order: [RANKS, TILE] fp32."""
     rank = tl.arange(0, RANKS)
     source = planes + token[None, :] * all_ranks + part * ranks + rank[:, None]
@@ -105,7 +140,8 @@ def sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS
 
 @triton.jit
 def expand_operand(shrunk, delta_type: tl.constexpr, stored: tl.constexpr):
-    """The summed planes as the product's operand: rounded to the delta's dtype, and beside e4m3 rows in fp16, to which those convert in one instruction.
+    """The summed planes as the product's operand: rounded to the delta's dtype, and beside e4m3 rows in fp16, to which
+    those convert in one instruction.
 
     int8 rows are widened to the delta's dtype itself: exactly, and to bf16 by a byte permutation.
     """
@@ -116,11 +152,15 @@ def expand_operand(shrunk, delta_type: tl.constexpr, stored: tl.constexpr):
 
 
 @triton.jit
-def expand_once_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2,
-                       SPLITS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr):
-    """A program for each piece of work (tile, block of COLUMNS columns of one slice); those of unused tiles end at once.
+def expand_once_kernel(
+    planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, blocks_per_tile, WIDTH0, WIDTH1,
+    WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for each piece of work (tile, block of COLUMNS columns of one slice); those of unused tiles end at
+    once.
 
-    It needs half the registers of a program that loops: more of them fit beside a base GEMM, and hide each other's latencies.
+    It needs half the registers of a program that loops: more of them fit beside a base GEMM, and hide each other's
+    latencies.
     """
     tile, part, begin, stop = place_of(tl.program_id(0), blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot, first, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
@@ -131,11 +171,15 @@ def expand_once_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens
         rank = tl.arange(0, RANKS)
         wanted = column < tl.where(slot >= 0, stop, 0)
         at = slot.to(tl.int64) * n + column
-        b_rows = tl.load(b + at[:, None] * ranks + rank[None, :], mask=wanted[:, None] & (rank < ranks)[None, :], other=0.0)
+        b_rows = tl.load(
+            b + at[:, None] * ranks + rank[None, :], mask=wanted[:, None] & (rank < ranks)[None, :], other=0.0
+        )
         if b_scale is not None:
             scale = tl.load(b_scale + at, mask=wanted, other=0.0)
         pdl_start(PDL)
-        shrunk = sum_planes(planes, token, tl.where(slot >= 0, count, 0), part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
+        shrunk = sum_planes(
+            planes, token, tl.where(slot >= 0, count, 0), part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS
+        )
         shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
         result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
         if b_scale is not None:
@@ -145,12 +189,17 @@ def expand_once_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens
 
 
 @triton.jit
-def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, num_tiles, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2,
-                  SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr):
-    """One piece of work = (tile, block of COLUMNS columns of one slice): delta[tile's tokens, columns] = (B rows @ shrunk^T)^T.
+def expand_kernel(
+    planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, num_tiles, blocks_per_tile, WIDTH0,
+    WIDTH1, WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One piece of work = (tile, block of COLUMNS columns of one slice): delta[tile's tokens, columns] = (B rows @
+    shrunk^T)^T.
 
-    For a limited number of SMs, and for 16-bit rows. A program takes a run of neighbouring pieces, an even share of those that the plan really uses: the
-    planes are summed once for each tile and slice that it meets, and B's rows for the next piece are on their way while one is multiplied.
+    For a limited number of SMs, and for 16-bit rows. A program takes a run of neighbouring pieces, an even share of
+    those that the plan really uses: the planes are summed once for each tile and slice that it meets, and B's rows for
+    the next piece are on their way while one is multiplied.
     """
     used = tl.zeros([TILES], tl.int32)
     for start in range(0, num_tiles, TILES):
@@ -161,7 +210,9 @@ def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, 
     item = tl.program_id(0) * share
     end = tl.minimum(item + share, work)
     # the plan and B are older than the shrink that is waited for
-    b_rows, scale = _load_b(b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+    b_rows, scale = _load_b(
+        b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS,
+    )  # fmt: skip
     tile, part, _, _ = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     token, count, active = _load_tokens(token_order, tiles, tile, item < end, TILE)
     pdl_start(PDL)
@@ -169,14 +220,18 @@ def expand_kernel(planes, b, b_scale, token_order, tiles, delta, num_tokens, n, 
         shrunk = sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
         shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
         while item < end:
-            next_rows, next_scale = _load_b(b, b_scale, tiles, item + 1, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS)
+            next_rows, next_scale = _load_b(
+                b, b_scale, tiles, item + 1, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS,
+            )  # fmt: skip
             now_tile, now_part, begin, stop = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
             if (now_tile != tile) | (now_part != part):
                 tile, part = now_tile, now_part
                 token, count, active = _load_tokens(token_order, tiles, tile, True, TILE)
                 shrunk = sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
                 shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
-            result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32)) * scale[:, None]
+            result = (
+                dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32)) * scale[:, None]
+            )
             column = begin + tl.arange(0, COLUMNS)
             lane = tl.arange(0, TILE)
             target = delta + token[None, :].to(tl.int64) * n + column[:, None]
@@ -191,9 +246,19 @@ def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int
     return max(16, min(limit, (8192 if tile == 32 else 4096) // next_power_of_2(ranks), next_power_of_2(widest))), 4
 
 
-def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, slices: Sequence[int],
-                       b_scale: Optional[torch.Tensor] = None,
-                       *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
+def lora_expand_launch(
+    planes: torch.Tensor,
+    b: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    slices: Sequence[int],
+    b_scale: Optional[torch.Tensor] = None,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
     """With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the one that wrote b.
 
     ValueError unless there are 1 to 3 slices that add up to b's width, and planes hold R ranks for each.
@@ -202,26 +267,35 @@ def lora_expand_launch(planes: torch.Tensor, b: torch.Tensor, token_order: torch
     _, n, ranks = b.shape
     require_contiguous("lora_expand", planes=planes, b=b, b_scale=b_scale, delta=out[0])
     if (b.dtype in EIGHT_BIT) != (b_scale is not None) or (b_scale is not None and b_scale.shape != b.shape[:-1]):
-        raise ValueError(f"lora_expand: b is {b.dtype}{tuple(b.shape)} with scales {None if b_scale is None else tuple(b_scale.shape)}; "
-                         f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none")
+        raise ValueError(
+            f"lora_expand: b is {b.dtype}{tuple(b.shape)} with scales "
+            f"{None if b_scale is None else tuple(b_scale.shape)}; "
+            f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none"
+        )
     if not 1 <= len(slices) <= 3 or sum(slices) != n or all_ranks != len(slices) * ranks:
-        raise ValueError(f"lora_expand: slices {list(slices)} and planes {tuple(planes.shape)} do not fit b {tuple(b.shape)}: needs 1 to 3 slices that add up "
-                         f"to {n}, and {ranks} ranks for each")
+        raise ValueError(
+            f"lora_expand: slices {list(slices)} and planes {tuple(planes.shape)} do not fit b {tuple(b.shape)}: "
+            "needs 1 to 3 slices that add up "
+            f"to {n}, and {ranks} ranks for each"
+        )
     if tokens == 0:
         return
     columns, warps = expand_block(ranks, tile, max(slices), b.element_size())
     blocks_per_tile = sum(cdiv(width, columns) for width in slices)
     widths = [*slices, 0, 0][:3]
     if sm_budget is None and b_scale is not None:
-        expand_once_kernel[(tiles.shape[0] * blocks_per_tile,)](
-            planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, blocks_per_tile, *widths, SPLITS=splits, TILE=tile, COLUMNS=columns,
-            RANKS=next_power_of_2(ranks), num_warps=warps, **pdl_options(pdl))
+        expand_once_kernel[tiles.shape[0] * blocks_per_tile,](
+            planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, blocks_per_tile, *widths,
+            SPLITS=splits, TILE=tile, COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=warps,
+            **pdl_options(pdl),
+        )  # fmt: skip
         return
     programs = CTAS_PER_SM * (multiprocessors(b.device) if sm_budget is None else sm_budget)
-    expand_kernel[(min(programs, tiles.shape[0] * blocks_per_tile),)](
-        planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile, *widths, SPLITS=splits, TILE=tile,
-        TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=warps,
-        **pdl_options(pdl))
+    expand_kernel[min(programs, tiles.shape[0] * blocks_per_tile),](
+        planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile,
+        *widths, SPLITS=splits, TILE=tile, TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns,
+        RANKS=next_power_of_2(ranks), num_warps=warps, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 lora_expand = register("lora_expand", lora_expand_reference, lora_expand_fake, lora_expand_launch)

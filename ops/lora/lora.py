@@ -1,4 +1,7 @@
-"""LoRA for a batch of mixed adapters, as one semantic op: what the graph means before a pass lowers it to plan, shrink and expand."""
+"""LoRA for a batch of mixed adapters, as one semantic op: what the graph means before a pass lowers it to plan,
+shrink and expand.
+"""
+
 from collections.abc import Sequence
 from typing import Optional
 
@@ -11,16 +14,26 @@ from . import shrink as lora_shrink
 from .shrink import dequantized
 
 
-def lora_reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],
-                   a_scale: Optional[torch.Tensor] = None, b_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+def lora_reference(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    adapter_index: torch.Tensor,
+    slices: Sequence[int],
+    a_scale: Optional[torch.Tensor] = None,
+    b_scale: Optional[torch.Tensor] = None,
+    x_scale: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     """delta[t, slice i] = b[slot, slice i] @ (a[slot, i*R:(i+1)*R] @ x[t]), slot = adapter_index[t].
 
     x              [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32
-    a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v, gate/up) share one input
-    b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha / rank already folded in
+    a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v,
+    gate/up) share one input b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha /
+    rank already folded in
     adapter_index  [T] int32, -1 = no adapter: zeros
     slices         the n output widths, adding up to N
-    returns        [T, N] in b's dtype (bf16 for an eight-bit one); the ranks' activations are summed in fp32 and rounded to that dtype once
+    returns        [T, N] in b's dtype (bf16 for an eight-bit one); the ranks' activations are summed in fp32 and
+                   rounded to that dtype once
     """
     ranks = b.shape[2]
     delta = lora_fake(x, a, b, adapter_index, slices).zero_()
@@ -29,24 +42,45 @@ def lora_reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_in
         if slot < 0:
             continue
         tokens = (adapter_index == slot).nonzero().squeeze(1)
-        shrunk = (rows[tokens] @ dequantized(a[slot], None if a_scale is None else a_scale[slot]).T).to(delta.dtype).float()
+        shrunk = (
+            (rows[tokens] @ dequantized(a[slot], None if a_scale is None else a_scale[slot]).T).to(delta.dtype).float()
+        )
         expanding = dequantized(b[slot], None if b_scale is None else b_scale[slot])
         start = 0
         for i, width in enumerate(slices):
-            product = shrunk[:, i * ranks:(i + 1) * ranks] @ expanding[start:start + width].T
-            delta[tokens, start:start + width] = product.to(delta.dtype)
+            product = shrunk[:, i * ranks : (i + 1) * ranks] @ expanding[start : start + width].T
+            delta[tokens, start : start + width] = product.to(delta.dtype)
             start += width
     return delta
 
 
-def lora_fake(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],
-              a_scale: Optional[torch.Tensor] = None, b_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+def lora_fake(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    adapter_index: torch.Tensor,
+    slices: Sequence[int],
+    a_scale: Optional[torch.Tensor] = None,
+    b_scale: Optional[torch.Tensor] = None,
+    x_scale: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     return b.new_empty((x.shape[0], b.shape[1]), dtype=lora_expand.delta_dtype(b))
 
 
-def lora_launch(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int],
-                a_scale: Optional[torch.Tensor] = None, b_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None,
-                *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
+def lora_launch(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    adapter_index: torch.Tensor,
+    slices: Sequence[int],
+    a_scale: Optional[torch.Tensor] = None,
+    b_scale: Optional[torch.Tensor] = None,
+    x_scale: Optional[torch.Tensor] = None,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
     """Plan, shrink and expand in a row: right, and what an unlowered graph runs."""
     tokens, tile = x.shape[0], lora_plan.lora_tile(x.shape[0])
     splits = lora_plan.lora_splits(x.shape[1], tokens)

@@ -1,8 +1,10 @@
-"""Which tokens meet which adapter: sorts a step's tokens by adapter and cuts them into tiles, once a step for all linears.
+"""Which tokens meet which adapter: sorts a step's tokens by adapter and cuts them into tiles, once a step for all
+linears.
 
-The two results are what `lora_shrink` and `lora_expand` work from: a tile's tokens share one adapter, so each of its matrices is one operand of
-one matrix product.
+The two results are what `lora_shrink` and `lora_expand` work from: a tile's tokens share one adapter, so each of its
+matrices is one operand of one matrix product.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,11 @@ def lora_tile(num_tokens: int) -> int:
 
 
 def lora_splits(k: int, num_tokens: int) -> int:
-    """Into how many split-K planes `lora_shrink` cuts `k` input features: many while few tiles exist, few once the tiles alone fill the GPU.
+    """Into how many split-K planes `lora_shrink` cuts `k` input features: many while few tiles exist, few once the
+    tiles alone fill the GPU.
 
-    Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which beside a base GEMM is what counts;
-    but each plane is read again by the expand.
+    Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which beside a
+    base GEMM is what counts; but each plane is read again by the expand.
     """
     wide = k > 8192
     if num_tokens > 1024:
@@ -35,7 +38,8 @@ def lora_splits(k: int, num_tokens: int) -> int:
 def rounded_splits(k: int, n: int, num_tokens: int) -> int:
     """The same for planes that `lora_round` adds up, with n output features: their number costs little then.
 
-    From 65 tokens to 128, and for short projections to 256, a plane is what a program of the shrink loads at once (whole decode layers on an H200).
+    From 65 tokens to 128, and for short projections to 256, a plane is what a program of the shrink loads at once
+    (whole decode layers on an H200).
     """
     if 64 < num_tokens <= 128 or (64 < num_tokens <= 256 and max(k, n) <= 8192 and n <= k):
         return max(1, min(32, cdiv(k, 512)))
@@ -51,15 +55,17 @@ def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) 
     """Sort tokens by adapter and cut them into tiles.
 
     adapter_index  [T] int32, -1 (no adapter) .. num_slots - 1
-    returns        token_order [T] int32, the stable order of tokens by adapter, those without one first;
-                   tiles [NT, 3] int32, rows (slot, first position in token_order, count <= tile) in the order of token_order, NT as `num_tiles` says;
-                   slot -1: tokens without adapter; unused rows (-1, 0, 0) come last
+    returns        token_order [T] int32, the stable order of tokens by adapter, those without one first; tiles [NT, 3]
+                   int32, rows (slot, first position in token_order, count <= tile) in the order of token_order, NT as
+                   `num_tiles` says; slot -1: tokens without adapter; unused rows (-1, 0, 0) come last
     Raises ValueError for an adapter_index out of range (the GPU kernel does not look).
     """
     slots = adapter_index.tolist()
     wrong = sorted({slot for slot in slots if not -1 <= slot < num_slots})
     if wrong:
-        raise ValueError(f"adapter_index holds {wrong[:4]}, but the adapter stack has slots 0..{num_slots - 1} (-1 = no adapter)")
+        raise ValueError(
+            f"adapter_index holds {wrong[:4]}, but the adapter stack has slots 0..{num_slots - 1} (-1 = no adapter)"
+        )
     token_order = torch.sort(adapter_index, stable=True).indices.to(torch.int32)
     rows = []
     first = 0
@@ -90,8 +96,19 @@ def _order_tokens(adapter_index, token_order, block, num_tokens, TOKENS: tl.cons
 
 
 @triton.jit
-def _write_tiles(adapter_index, tiles, block, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    # group g holds the tokens of slot g - 1; every program counts all of them, and each row then finds the group that it lies in
+def _write_tiles(
+    adapter_index,
+    tiles,
+    block,
+    num_tokens,
+    num_rows,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    # group g holds the tokens of slot g - 1; every program counts all of them, and each row then finds the group that
+    # it lies in
     tokens = tl.zeros([GROUPS], tl.int32)
     for start in range(0, num_tokens, CHUNK):
         token = start + tl.arange(0, CHUNK)
@@ -114,9 +131,22 @@ def _write_tiles(adapter_index, tiles, block, num_tokens, num_rows, TILE: tl.con
 
 
 @triton.jit
-def plan_kernel(adapter_index, token_order, tiles, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-                CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Programs share two kinds of work that need nothing from each other: blocks of ROWS tile rows first, then blocks of TOKENS tokens."""
+def plan_kernel(
+    adapter_index,
+    token_order,
+    tiles,
+    num_tokens,
+    num_rows,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs share two kinds of work that need nothing from each other: blocks of ROWS tile rows first, then
+    blocks of TOKENS tokens.
+    """
     pdl_start(PDL)
     row_blocks = tl.cdiv(num_rows, ROWS)
     blocks = row_blocks + tl.cdiv(num_tokens, TOKENS)
@@ -127,13 +157,22 @@ def plan_kernel(adapter_index, token_order, tiles, num_tokens, num_rows, TILE: t
             _order_tokens(adapter_index, token_order, block - row_blocks, num_tokens, TOKENS, CHUNK)
 
 
-def lora_plan_launch(adapter_index: torch.Tensor, num_slots: int, tile: int, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None,
-                     pdl: bool = False) -> None:
+def lora_plan_launch(
+    adapter_index: torch.Tensor,
+    num_slots: int,
+    tile: int,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
     """At most 65536 tokens and 32765 slots (ValueError beyond)."""
     token_order, tiles = out
     tokens = adapter_index.shape[0]
     if tokens > 65536 or num_slots > 32765:
-        raise ValueError(f"lora_plan sorts at most 65536 tokens over 32765 slots, not {tokens} over {num_slots}; split the step")
+        raise ValueError(
+            f"lora_plan sorts at most 65536 tokens over 32765 slots, not {tokens} over {num_slots}; split the step"
+        )
     if tokens == 0:
         return
     groups = max(16, next_power_of_2(num_slots + 1))
@@ -141,8 +180,19 @@ def lora_plan_launch(adapter_index: torch.Tensor, num_slots: int, tile: int, *, 
     blocks = cdiv(tiles.shape[0], rows) + cdiv(tokens, 32)
     chunk = max(32, min(256, next_power_of_2(tokens)))
     plan_kernel[(blocks if sm_budget is None else min(blocks, sm_budget),)](
-        adapter_index, token_order, tiles, tokens, tiles.shape[0], TILE=tile, GROUPS=groups, ROWS=rows, TOKENS=32, CHUNK=chunk,
-        num_warps=4, **pdl_options(pdl))
+        adapter_index,
+        token_order,
+        tiles,
+        tokens,
+        tiles.shape[0],
+        TILE=tile,
+        GROUPS=groups,
+        ROWS=rows,
+        TOKENS=32,
+        CHUNK=chunk,
+        num_warps=4,
+        **pdl_options(pdl),
+    )
 
 
 lora_plan = register("lora_plan", lora_plan_reference, lora_plan_fake, lora_plan_launch)

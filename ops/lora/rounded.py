@@ -1,8 +1,11 @@
-"""What is left of a token after LoRA's first half, in int8: `lora_shrink`'s planes added up and rounded once for all who multiply them.
+"""What is left of a token after LoRA's first half, in int8: `lora_shrink`'s planes added up and rounded once for all
+who multiply them.
 
-The ops that make a delta themselves have many programs for each token. Rounded here, beside the projection that they follow, a token's ranks are a sixteenth
-of the planes' bytes for each of them, and nothing of the sum or of the search for its largest value is behind their wait.
+The ops that make a delta themselves have many programs for each token. Rounded here, beside the projection that they
+follow, a token's ranks are a sixteenth of the planes' bytes for each of them, and nothing of the sum or of the search
+for its largest value is behind their wait.
 """
+
 from typing import Optional
 
 import torch
@@ -19,7 +22,8 @@ WARPS = 4
 
 
 def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """planes [splits, T, parts * R] fp32, added in order -> (q [T, parts * R] int8, step [T, parts] fp32): `quantize_rowwise` of each part's R ranks.
+    """planes [splits, T, parts * R] fp32, added in order -> (q [T, parts * R] int8, step [T, parts] fp32):
+    `quantize_rowwise` of each part's R ranks.
 
     The kernel multiplies by 1 / step, so a value that lies on a rounding edge may land one step from the reference's.
     """
@@ -39,11 +43,24 @@ def lora_round_fake(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, tor
 def check(planes: torch.Tensor, parts: int) -> None:
     """Raises ValueError for planes that are not fp32 of `parts` times as many ranks."""
     if planes.dim() != 3 or planes.dtype != torch.float32 or parts < 1 or planes.shape[2] % parts:
-        raise ValueError(f"lora_round: planes {planes.dtype}{tuple(planes.shape)} for {parts} linears; needs torch.float32 [splits, T, n * R] for n linears")
+        raise ValueError(
+            f"lora_round: planes {planes.dtype}{tuple(planes.shape)} for {parts} linears; needs torch.float32 "
+            "[splits, T, n * R] for n linears"
+        )
 
 
 @triton.jit
-def lora_round_kernel(planes, q, step, rows, SPLITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+def lora_round_kernel(
+    planes,
+    q,
+    step,
+    rows,
+    SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program for ROWS rows, a row being one token's ranks of one linear."""
     wait_then_launch(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -58,15 +75,31 @@ def lora_round_kernel(planes, q, step, rows, SPLITS: tl.constexpr, RANK: tl.cons
     tl.store(step + row, size, mask=row < rows)
 
 
-def lora_round_launch(planes: torch.Tensor, parts: int, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False) -> None:
+def lora_round_launch(
+    planes: torch.Tensor,
+    parts: int,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
     """Fill `out` = (q, step). Too small to heed `sm_budget`."""
     check(planes, parts)
     require_contiguous("lora_round", planes=planes)
     if planes.numel() == 0:
         return
     rows, rank = planes.shape[1] * parts, planes.shape[2] // parts
-    lora_round_kernel[(cdiv(rows, ROWS),)](planes, *out, rows, SPLITS=planes.shape[0], RANK=rank, RANKS=next_power_of_2(rank), ROWS=ROWS,
-                                           num_warps=WARPS, **pdl_options(pdl))
+    lora_round_kernel[(cdiv(rows, ROWS),)](
+        planes,
+        *out,
+        rows,
+        SPLITS=planes.shape[0],
+        RANK=rank,
+        RANKS=next_power_of_2(rank),
+        ROWS=ROWS,
+        num_warps=WARPS,
+        **pdl_options(pdl),
+    )
 
 
 lora_round = register("lora_round", lora_round_reference, lora_round_fake, lora_round_launch)

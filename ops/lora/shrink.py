@@ -1,4 +1,7 @@
-"""The first half of LoRA: every token's hidden state down to its adapter's ranks, as split-K planes that `lora_expand` adds up in order."""
+"""The first half of LoRA: every token's hidden state down to its adapter's ranks, as split-K planes that
+`lora_expand` adds up in order.
+"""
+
 from typing import Optional
 
 import torch
@@ -26,15 +29,24 @@ def dequantized(values: torch.Tensor, scale: Optional[torch.Tensor]) -> torch.Te
     return values.float() if scale is None else values.float() * scale.unsqueeze(-1)
 
 
-def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
-                          a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+def lora_shrink_reference(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    splits: int,
+    a_scale: Optional[torch.Tensor] = None,
+    x_scale: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
-    x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32, [T] or by block as `quantize_blocks` has it, [K / 128, P] (then a has x's dtype)
-    a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: the A matrices of S adapters, those of n packed linears under each
-                 other; n*R a multiple of 16
+    x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32, [T] or by block as `quantize_blocks` has it, [K
+    / 128, P] (then a has x's dtype) a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32:
+    the A matrices of S adapters, those of n packed linears under each other; n*R a multiple of 16
     token_order, tiles, tile   of `lora_plan`
-    returns      [splits, T, n*R] fp32; rows of tokens without an adapter are zero. Chunk p is columns p*w .. (p+1)*w, w = split_width(K, splits)
+    returns      [splits, T, n*R] fp32; rows of tokens without an adapter are zero. Chunk p is columns p*w .. (p+1)*w, w
+                 = split_width(K, splits)
     """
     k, width = x.shape[1], split_width(x.shape[1], splits)
     if x_scale is not None and x_scale.dim() == 2:
@@ -43,7 +55,7 @@ def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.T
     for slot, first, count in tiles.tolist():
         if slot < 0:
             continue
-        tokens = token_order[first:first + count].long()
+        tokens = token_order[first : first + count].long()
         for plane in range(splits):
             chunk = slice(min(k, plane * width), min(k, (plane + 1) * width))
             rows = dequantized(x[tokens, chunk], None if x_scale is None else x_scale[tokens])
@@ -51,14 +63,24 @@ def lora_shrink_reference(x: torch.Tensor, a: torch.Tensor, token_order: torch.T
     return planes
 
 
-def lora_shrink_fake(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
-                     a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None) -> torch.Tensor:
+def lora_shrink_fake(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    splits: int,
+    a_scale: Optional[torch.Tensor] = None,
+    x_scale: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     return x.new_empty((splits, x.shape[0], a.shape[1]), dtype=torch.float32)
 
 
 @triton.jit
 def wait_then_launch(PDL: tl.constexpr):
-    """Waits, then lets what reads the planes launch: it may start early, on either lane, and find complete what is older than the shrink (a plan)."""
+    """Waits, then lets what reads the planes launch: it may start early, on either lane, and find complete what is
+    older than the shrink (a plan).
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
     if not INTERP:
@@ -75,7 +97,8 @@ def widened(rows, dtype: tl.constexpr):
 
 @triton.jit
 def _product(a_part, x_part, acc):
-    """acc + a_part @ x_part; quantized rows beside 16-bit activations are widened (exactly), two quantized operands go to the tensor cores as they are.
+    """acc + a_part @ x_part; quantized rows beside 16-bit activations are widened (exactly), two quantized operands go
+    to the tensor cores as they are.
 
     `acc` is int32 for two int8 operands, whose sum is exact.
     """
@@ -87,10 +110,14 @@ def _product(a_part, x_part, acc):
 
 @triton.jit
 def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks):
-    """A tile of a plane [RANKS, TILE] fp32 or int32, times the scales of its rows and columns; `slot` -1: the result is zero already."""
+    """A tile of a plane [RANKS, TILE] fp32 or int32, times the scales of its rows and columns; `slot` -1: the result
+    is zero already.
+    """
     result = result.to(tl.float32)
     if a_scale is not None:
-        result *= tl.load(a_scale + slot.to(tl.int64) * ranks + rank, mask=rank < tl.where(slot >= 0, ranks, 0), other=0.0)[:, None]
+        result *= tl.load(
+            a_scale + slot.to(tl.int64) * ranks + rank, mask=rank < tl.where(slot >= 0, ranks, 0), other=0.0
+        )[:, None]
     if x_scale is not None:
         result *= tl.load(x_scale + token, mask=lane < count, other=0.0)[None, :]
     target = planes + (split * num_tokens + token[None, :]) * ranks + rank[:, None]
@@ -98,10 +125,15 @@ def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, cou
 
 
 @triton.jit
-def _shrink_blocks(x, a, a_scale, x_scale, slot, token, rank, lane, count, start, k, ranks, width, BLOCKS: tl.constexpr, SCALES: tl.constexpr):
-    """fp32 [RANKS, TILE]: A rows @ x^T over `width` columns from `start`, with x_scale [k / 128, SCALES]: BLOCKS products at once, each with its scales.
+def _shrink_blocks(
+    x, a, a_scale, x_scale, slot, token, rank, lane, count, start, k, ranks, width, BLOCKS: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """fp32 [RANKS, TILE]: A rows @ x^T over `width` columns from `start`, with x_scale [k / 128, SCALES]: BLOCKS
+    products at once, each with its scales.
 
-    In this order Triton 3.6 leaves no load behind the wait for another one: what goes to shared memory is stored there as soon as its load is through.
+    In this order Triton 3.6 leaves no load behind the wait for another one: what goes to shared memory is stored there
+    as soon as its load is through.
     """
     block = tl.arange(0, BLOCKS)
     column = start + block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -119,15 +151,20 @@ def _shrink_blocks(x, a, a_scale, x_scale, slot, token, rank, lane, count, start
 
 
 @triton.jit
-def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, rank_blocks, splits, TILE: tl.constexpr,
-                       RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr):
-    """A program for each piece of work, which it loads at once: planes[split, tile's tokens, ranks] = (A rows @ x^T)^T for a (tile, split, block of ranks).
+def shrink_once_kernel(
+    x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, rank_blocks, splits,
+    TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr,
+    SCALES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for each piece of work, which it loads at once: planes[split, tile's tokens, ranks] = (A rows @ x^T)^T
+    for a (tile, split, block of ranks).
 
     Beside a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
     """
     wait_then_launch(PDL)
     place = tl.arange(0, ORDER)
-    order = tl.load(token_order + place, mask=place < num_tokens, other=0)  # all of it, since the part that is needed is not known yet
+    # all of it, since the part that is needed is not known yet
+    order = tl.load(token_order + place, mask=place < num_tokens, other=0)
     row = tiles + tl.program_id(0) // (splits * rank_blocks) * 3
     slot, first, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     split = tl.program_id(0) // rank_blocks % splits
@@ -135,7 +172,10 @@ def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_t
     lane = tl.arange(0, TILE)
     token = tl.gather(order, tl.minimum(first + lane, num_tokens - 1), 0)
     if SCALES:
-        result = _shrink_blocks(x, a, a_scale, x_scale, slot, token, rank, lane, count, split * width, k, ranks, width, BLOCK_K // 128, SCALES)
+        result = _shrink_blocks(
+            x, a, a_scale, x_scale, slot, token, rank, lane, count, split * width, k, ranks, width, BLOCK_K // 128,
+            SCALES,
+        )  # fmt: skip
         _store(planes, result, None, None, slot, split, token, rank, lane, count, num_tokens, ranks)
     else:
         column = split * width + tl.arange(0, BLOCK_K)
@@ -145,7 +185,9 @@ def shrink_once_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_t
             stop = tl.minimum(k, split * width + width)
             a_inside = a_inside & (column < stop)[None, :]
             x_inside = x_inside & (column < stop)[:, None]
-        a_part = tl.load(a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0)
+        a_part = tl.load(
+            a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0
+        )
         x_part = tl.load(x + token[None, :] * k + column[:, None], mask=x_inside, other=0.0)
         SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
         result = _product(a_part, x_part, tl.zeros([RANKS, TILE], SUM))
@@ -159,9 +201,14 @@ def _block_scale(x_scale, start, stop, token, lane, count, SCALES: tl.constexpr)
 
 
 @triton.jit
-def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits, TILE: tl.constexpr,
-                  RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr):
-    """The same pieces of work for any number of programs and columns: loads pipelined through shared memory, those of scales by block by hand."""
+def shrink_kernel(
+    x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits,
+    TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    SCALES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same pieces of work for any number of programs and columns: loads pipelined through shared memory, those
+    of scales by block by hand.
+    """
     PRODUCT: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = tl.float32 if SCALES else PRODUCT
     wait_then_launch(PDL)
@@ -191,16 +238,37 @@ def shrink_kernel(x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens
                         a_part = tl.load(a_rows + column[None, :])
                         x_part = tl.load(x_rows + column[:, None], mask=(lane < count)[None, :], other=0.0)
                     else:
-                        a_part = tl.load(a_rows + column[None, :], mask=(rank < ranks)[:, None] & (column < k)[None, :], other=0.0)
-                        x_part = tl.load(x_rows + column[:, None], mask=(lane < count)[None, :] & (column < k)[:, None], other=0.0)
+                        a_part = tl.load(
+                            a_rows + column[None, :], mask=(rank < ranks)[:, None] & (column < k)[None, :], other=0.0
+                        )
+                        x_part = tl.load(
+                            x_rows + column[:, None], mask=(lane < count)[None, :] & (column < k)[:, None], other=0.0
+                        )
                     if SCALES:
-                        acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], PRODUCT)).to(tl.float32) * step_scale[None, :]
-                        step_scale = _block_scale(x_scale, start + BLOCK_K, stop, token, lane, count, SCALES)  # no further ahead: that undoes the pipeline
+                        acc += (
+                            _product(a_part, x_part, tl.zeros([RANKS, TILE], PRODUCT)).to(tl.float32)
+                            * step_scale[None, :]
+                        )
+                        # no further ahead: that undoes the pipeline
+                        step_scale = _block_scale(x_scale, start + BLOCK_K, stop, token, lane, count, SCALES)
                     elif x_scale is None or x.dtype.element_ty == tl.int8:
                         acc = _product(a_part, x_part, acc)
                     else:  # FP8 tensor cores keep 14 bits of a running sum: only a step's own sum is left to them
                         acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
-            _store(planes, acc, a_scale, None if SCALES else x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
+            _store(
+                planes,
+                acc,
+                a_scale,
+                None if SCALES else x_scale,
+                slot,
+                split,
+                token,
+                rank,
+                lane,
+                count,
+                num_tokens,
+                ranks,
+            )
             item += tl.num_programs(0)
 
 
@@ -211,7 +279,8 @@ def once_block(ranks: int, width: int) -> tuple[int, int, int]:
 
 
 def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
-    """(ranks, input features) of a step of `shrink_kernel`: x is read once for each block of ranks, so few blocks for many tokens.
+    """(ranks, input features) of a step of `shrink_kernel`: x is read once for each block of ranks, so few blocks for
+    many tokens.
 
     The features are a part of 128, so that a step lies in one block of scales.
     """
@@ -222,10 +291,22 @@ def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
     return next_power_of_2(cdiv(ranks, cdiv(ranks, 128))), 128 // itemsize
 
 
-def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int,
-                       a_scale: Optional[torch.Tensor] = None, x_scale: Optional[torch.Tensor] = None,
-                       *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
-    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and eight-bit tensors (e4m3, int8), and only they, have scales of the right shape.
+def lora_shrink_launch(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    splits: int,
+    a_scale: Optional[torch.Tensor] = None,
+    x_scale: Optional[torch.Tensor] = None,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and eight-bit tensors (e4m3, int8), and
+    only they, have scales of the right shape.
 
     a has x's dtype, or eight bits beside a 16-bit x.
     """
@@ -233,19 +314,30 @@ def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tens
     ranks = a.shape[1]
     require_contiguous("lora_shrink", x=x, a=a, a_scale=a_scale, x_scale=x_scale, planes=out[0])
     if ranks % 16 or a.shape[2] != k or (a.dtype != x.dtype and (a.dtype not in EIGHT_BIT or x.dtype in EIGHT_BIT)):
-        raise ValueError(f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; "
-                         f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype, or beside a 16-bit x in {EIGHT_BIT[0]} or {EIGHT_BIT[1]}")
+        raise ValueError(
+            f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; "
+            f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype, or beside a 16-bit x in {EIGHT_BIT[0]} or "
+            f"{EIGHT_BIT[1]}"
+        )
     for name, values, scale in (("a", a, a_scale), ("x", x, x_scale)):
         by_block = name == "x" and scale is not None and scale.dim() == 2
-        if (values.dtype in EIGHT_BIT) != (scale is not None) or (scale is not None and not by_block and scale.shape != values.shape[:-1]):
-            raise ValueError(f"lora_shrink: {name} is {values.dtype}{tuple(values.shape)} with scales {None if scale is None else tuple(scale.shape)}; "
-                             f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none")
+        if (values.dtype in EIGHT_BIT) != (scale is not None) or (
+            scale is not None and not by_block and scale.shape != values.shape[:-1]
+        ):
+            raise ValueError(
+                f"lora_shrink: {name} is {values.dtype}{tuple(values.shape)} with scales "
+                f"{None if scale is None else tuple(scale.shape)}; "
+                f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none"
+            )
     scales = 0  # columns of scales by block
     if x_scale is not None and x_scale.dim() == 2:
         scales = padded_scales(tokens)
         if k % BLOCK or x_scale.shape != (k // BLOCK, scales):
-            raise ValueError(f"lora_shrink: x {tuple(x.shape)} has scales {tuple(x_scale.shape)}; for scales by block K must be a multiple of {BLOCK}, "
-                             f"and they [K / {BLOCK}, {scales}] as quantize_blocks has them for {tokens} tokens")
+            raise ValueError(
+                f"lora_shrink: x {tuple(x.shape)} has scales {tuple(x_scale.shape)}; for scales by block K must be a "
+                f"multiple of {BLOCK}, "
+                f"and they [K / {BLOCK}, {scales}] as quantize_blocks has them for {tokens} tokens"
+            )
     if tokens == 0:
         return
     width = split_width(k, splits)
@@ -257,15 +349,43 @@ def lora_shrink_launch(x: torch.Tensor, a: torch.Tensor, token_order: torch.Tens
         work = tiles.shape[0] * splits * rank_blocks
         if work <= programs:
             shrink_once_kernel[(work,)](
-                *tensors, tokens, k, ranks, width, rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k,
-                ORDER=max(32, next_power_of_2(tokens)), EVEN=k == splits * width and width == block_k, SCALES=scales, num_warps=warps,
-                **pdl_options(pdl))
+                *tensors,
+                tokens,
+                k,
+                ranks,
+                width,
+                rank_blocks,
+                splits,
+                TILE=tile,
+                RANKS=rank_block,
+                BLOCK_K=block_k,
+                ORDER=max(32, next_power_of_2(tokens)),
+                EVEN=k == splits * width and width == block_k,
+                SCALES=scales,
+                num_warps=warps,
+                **pdl_options(pdl),
+            )
             return
     rank_block, block_k = loop_block(ranks, tile, x.element_size())
     rank_blocks = cdiv(ranks, rank_block)
     shrink_kernel[(min(programs, tiles.shape[0] * splits * rank_blocks),)](
-        *tensors, tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k, STAGES=4,
-        EVEN=k % block_k == 0 and ranks % rank_block == 0, SCALES=scales, num_warps=4, **pdl_options(pdl))
+        *tensors,
+        tokens,
+        k,
+        ranks,
+        width,
+        tiles.shape[0],
+        rank_blocks,
+        splits,
+        TILE=tile,
+        RANKS=rank_block,
+        BLOCK_K=block_k,
+        STAGES=4,
+        EVEN=k % block_k == 0 and ranks % rank_block == 0,
+        SCALES=scales,
+        num_warps=4,
+        **pdl_options(pdl),
+    )
 
 
 lora_shrink = register("lora_shrink", lora_shrink_reference, lora_shrink_fake, lora_shrink_launch)

@@ -1,8 +1,10 @@
-"""SiLU(gate) * up with the LoRA delta of gate and up made by the launch that adds it: LoRA's second half writes nothing that is read again.
+"""SiLU(gate) * up with the LoRA delta of gate and up made by the launch that adds it: LoRA's second half writes nothing
+that is read again.
 
-The product of a token's ranks and B is one of whole numbers: `lora_round` has rounded the ranks to int8, with a step for each of the two halves, since widening
-B's int8 rows to bf16 costs more instructions than the rest of the product.
+The product of a token's ranks and B is one of whole numbers: `lora_round` has rounded the ranks to int8, with a step
+for each of the two halves, since widening B's int8 rows to bf16 costs more instructions than the rest of the product.
 """
+
 from typing import Optional
 
 import torch
@@ -18,9 +20,18 @@ from .shrink import dequantized
 BLOCKS = ((128, 4, 1, 1), (1 << 30, 4, 1, 2))  # (most tokens, warps, steps, parts): see `block`
 
 
-def silu_mul_lora_reference(gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
-                            token_order: torch.Tensor, tiles: torch.Tensor, tile: int) -> torch.Tensor:
-    """h [T, I] = silu(gate + delta of gate) * (up + delta of up) in gate_up's dtype, from fp32 with one rounding; no delta for tokens without an adapter.
+def silu_mul_lora_reference(
+    gate_up: torch.Tensor,
+    ranks: torch.Tensor,
+    rank_step: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+) -> torch.Tensor:
+    """h [T, I] = silu(gate + delta of gate) * (up + delta of up) in gate_up's dtype, from fp32 with one rounding; no
+    delta for tokens without an adapter.
 
     delta[t, half i] = ranks[t, i*R:(i+1)*R] @ b[slot of t, half i]^T * rank_step[t, i] * b_scale[slot of t, half i]
 
@@ -35,40 +46,74 @@ def silu_mul_lora_reference(gate_up: torch.Tensor, ranks: torch.Tensor, rank_ste
     for slot, first, count in tiles.tolist():
         if slot < 0:
             continue
-        tokens = token_order[first:first + count].long()
+        tokens = token_order[first : first + count].long()
         for i in (0, 1):
             columns = slice(i * width, (i + 1) * width)
-            product = ranks[tokens, i * rank:(i + 1) * rank].float() @ b[slot, columns].float().T
+            product = ranks[tokens, i * rank : (i + 1) * rank].float() @ b[slot, columns].float().T
             total[tokens, columns] += dequantized(product, rank_step[tokens, i]) * b_scale[slot, columns]
     gate, up = total.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
-def silu_mul_lora_fake(gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, token_order: torch.Tensor,
-                       tiles: torch.Tensor, tile: int) -> torch.Tensor:
+def silu_mul_lora_fake(
+    gate_up: torch.Tensor,
+    ranks: torch.Tensor,
+    rank_step: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+) -> torch.Tensor:
     check(gate_up, ranks, rank_step, b, b_scale)
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-def check(gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> None:
+def check(
+    gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor
+) -> None:
     """Raises ValueError for shapes and dtypes that are not those of `silu_mul_lora_reference`."""
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or b.dtype != torch.int8 or b.dim() != 3 or b.shape[1] != gate_up.shape[1]:
-        raise ValueError(f"silu_mul_lora: gate_up {tuple(gate_up.shape)} and b {b.dtype}{tuple(b.shape)}; needs [T, 2I] and torch.int8 [S, 2I, R]")
+    if (
+        gate_up.dim() != 2
+        or gate_up.shape[1] % 2
+        or b.dtype != torch.int8
+        or b.dim() != 3
+        or b.shape[1] != gate_up.shape[1]
+    ):
+        raise ValueError(
+            f"silu_mul_lora: gate_up {tuple(gate_up.shape)} and b {b.dtype}{tuple(b.shape)}; needs [T, 2I] and "
+            "torch.int8 [S, 2I, R]"
+        )
     tokens = gate_up.shape[0]
-    if ranks.dtype != torch.int8 or ranks.shape != (tokens, 2 * b.shape[2]) or rank_step.dtype != torch.float32 or rank_step.shape != (tokens, 2):
-        raise ValueError(f"silu_mul_lora: ranks {ranks.dtype}{tuple(ranks.shape)} and rank_step {rank_step.dtype}{tuple(rank_step.shape)}; needs torch.int8 "
-                         f"[{tokens}, {2 * b.shape[2]}] and torch.float32 [{tokens}, 2], as lora_round makes them of the planes of two linears")
+    if (
+        ranks.dtype != torch.int8
+        or ranks.shape != (tokens, 2 * b.shape[2])
+        or rank_step.dtype != torch.float32
+        or rank_step.shape != (tokens, 2)
+    ):
+        raise ValueError(
+            f"silu_mul_lora: ranks {ranks.dtype}{tuple(ranks.shape)} and rank_step "
+            f"{rank_step.dtype}{tuple(rank_step.shape)}; needs torch.int8 "
+            f"[{tokens}, {2 * b.shape[2]}] and torch.float32 [{tokens}, 2], as lora_round makes them of the planes "
+            "of two linears"
+        )
     if b_scale.shape != b.shape[:2]:
-        raise ValueError(f"silu_mul_lora: b_scale {tuple(b_scale.shape)}; for b {tuple(b.shape)} it must be {tuple(b.shape[:2])}")
+        raise ValueError(
+            f"silu_mul_lora: b_scale {tuple(b_scale.shape)}; for b {tuple(b.shape)} it must be {tuple(b.shape[:2])}"
+        )
 
 
 @triton.jit
 def _load_both(ranks, rank_step, token, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
-    """Of 16 tokens the ranks of gate and of up as the products' other operand, int8 [WARPS, 16, RANKS] (every warp loads all of them), and their steps.
+    """Of 16 tokens the ranks of gate and of up as the products' other operand, int8 [WARPS, 16, RANKS] (every warp
+    loads all of them), and their steps.
 
     The steps are fp32 [WARPS * 64, 1]; zeros where there is no adapter.
     """
-    gate_q, up_q = load_ranks(ranks, token, 0, 2, RANK, RANKS, WARPS), load_ranks(ranks, token, 1, 2, RANK, RANKS, WARPS)
+    gate_q, up_q = (
+        load_ranks(ranks, token, 0, 2, RANK, RANKS, WARPS),
+        load_ranks(ranks, token, 1, 2, RANK, RANKS, WARPS),
+    )
     return gate_q, up_q, load_step(rank_step, token, slot, 0, 2), load_step(rank_step, token, slot, 1, 2)
 
 
@@ -80,11 +125,15 @@ def _load_halves(gate_up, token, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _store(h, gate, up, gate_q, up_q, gate_step, up_step, gate_rows, up_rows, gate_scale, up_scale, token, slot, column, WIDTH: tl.constexpr,
-           WARPS: tl.constexpr, BOTH: tl.constexpr):
-    """h of 16 tokens. In one block of code the loads of gate, up and what the next 16 tokens need would be put off until the products are done.
+def _store(
+    h, gate, up, gate_q, up_q, gate_step, up_step, gate_rows, up_rows, gate_scale, up_scale, token, slot, column,
+    WIDTH: tl.constexpr, WARPS: tl.constexpr, BOTH: tl.constexpr,
+):  # fmt: skip
+    """h of 16 tokens. In one block of code the loads of gate, up and what the next 16 tokens need would be put off
+    until the products are done.
 
-    So a product is behind a branch that is always taken for tokens with an adapter. BOTH: both are, for which they need more registers.
+    So a product is behind a branch that is always taken for tokens with an adapter. BOTH: both are, for which they need
+    more registers.
     """
     gate_delta, up_delta = tl.zeros([2, WARPS, 8, 32], tl.float32), tl.zeros([2, WARPS, 8, 32], tl.float32)
     if slot >= 0:
@@ -93,15 +142,22 @@ def _store(h, gate, up, gate_q, up_q, gate_step, up_step, gate_rows, up_rows, ga
             up_delta = product(up_q, up_step, up_rows, WARPS) * up_scale
     if not BOTH:
         up_delta = product(up_q, up_step, up_rows, WARPS) * up_scale
-    gate, up = in_fp32(tl.reshape(gate, (2, WARPS, 8, 32))) + gate_delta, in_fp32(tl.reshape(up, (2, WARPS, 8, 32))) + up_delta
+    gate, up = (
+        in_fp32(tl.reshape(gate, (2, WARPS, 8, 32))) + gate_delta,
+        in_fp32(tl.reshape(up, (2, WARPS, 8, 32))) + up_delta,
+    )
     values = tl.reshape(round_to(silu(gate) * up, h.dtype.element_ty), (WARPS * 64, 8))
     tl.store(h + token * WIDTH + column, values, mask=(token >= 0) & (column < WIDTH))
 
 
 @triton.jit
-def silu_mul_lora_kernel(gate_up, ranks, rank_step, b, b_scale, token_order, tiles, h, blocks, groups, WIDTH: tl.constexpr, RANK: tl.constexpr,
-                         RANKS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """A program for each (tile, 16 * PARTS of its tokens, STEPS * 32 * WARPS columns of h); those of unused tiles and tokens end at once.
+def silu_mul_lora_kernel(
+    gate_up, ranks, rank_step, b, b_scale, token_order, tiles, h, blocks, groups, WIDTH: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for each (tile, 16 * PARTS of its tokens, STEPS * 32 * WARPS columns of h); those of unused tiles and
+    tokens end at once.
 
     B's rows of a step's columns serve all its tokens, 16 at a time; what the next 16 need is under way meanwhile.
     """
@@ -136,22 +192,38 @@ def silu_mul_lora_kernel(gate_up, ranks, rank_step, b, b_scale, token_order, til
                 if part + 2 < PARTS:
                     next_token = load_tokens(token_order, first + 16 * (part + 2), count - 16 * (part + 2), WARPS)
                 if count > 16 * part:
-                    _store(h, gate_now, up_now, gate_q_now, up_q_now, gate_step_now, up_step_now, gate_rows, up_rows, gate_scale, up_scale, now, slot,
-                           column, WIDTH, WARPS, PARTS > 1)
+                    _store(
+                        h, gate_now, up_now, gate_q_now, up_q_now, gate_step_now, up_step_now, gate_rows, up_rows,
+                        gate_scale, up_scale, now, slot, column, WIDTH, WARPS, PARTS > 1,
+                    )  # fmt: skip
             begin += 32 * WARPS
 
 
 def block(tokens: int, tile: int, width: int) -> tuple[int, int, int]:
-    """(warps, steps, parts) of a program for `tokens` tokens in tiles of `tile` and h of `width` columns: 32 * warps columns a step, 16 tokens a part."""
+    """(warps, steps, parts) of a program for `tokens` tokens in tiles of `tile` and h of `width` columns: 32 * warps
+    columns a step, 16 tokens a part.
+    """
     warps, steps, parts = next(chosen for most, *chosen in BLOCKS if tokens <= most)
     warps = min(warps, next_power_of_2(cdiv(width, 32)))
     return warps, min(steps, cdiv(width, 32 * warps)), min(parts, cdiv(tile, 16))
 
 
-def silu_mul_lora_launch(gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor,
-                         token_order: torch.Tensor, tiles: torch.Tensor, tile: int, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None,
-                         pdl: bool = False) -> None:
-    """Fill `out` = (h,). With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the one that wrote b. Does not heed `sm_budget`.
+def silu_mul_lora_launch(
+    gate_up: torch.Tensor,
+    ranks: torch.Tensor,
+    rank_step: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
+    """Fill `out` = (h,). With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the one
+    that wrote b. Does not heed `sm_budget`.
 
     Raises ValueError where `fits` objects.
     """
@@ -159,15 +231,26 @@ def silu_mul_lora_launch(gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: 
     objection = fits(b.shape[2])
     if objection:
         raise ValueError(f"silu_mul_lora: {objection}; lora_expand and silu_mul do")
-    require_contiguous("silu_mul_lora", gate_up=gate_up, ranks=ranks, rank_step=rank_step, b=b, b_scale=b_scale, token_order=token_order, tiles=tiles)
+    require_contiguous(
+        "silu_mul_lora",
+        gate_up=gate_up,
+        ranks=ranks,
+        rank_step=rank_step,
+        b=b,
+        b_scale=b_scale,
+        token_order=token_order,
+        tiles=tiles,
+    )
     tokens, width, rank = gate_up.shape[0], gate_up.shape[1] // 2, b.shape[2]
     if gate_up.numel() == 0:
         return
     warps, steps, parts = block(tokens, tile, width)
     blocks, groups = cdiv(width, 32 * warps * steps), cdiv(tile, 16 * parts)
-    silu_mul_lora_kernel[(tiles.shape[0] * groups * blocks,)](
-        gate_up, ranks, rank_step, b, b_scale, token_order, tiles, out[0], blocks, groups, WIDTH=width, RANK=rank, RANKS=max(32, next_power_of_2(rank)),
-        WARPS=warps, STEPS=steps, PARTS=parts, num_warps=warps, **pdl_options(pdl))
+    silu_mul_lora_kernel[tiles.shape[0] * groups * blocks,](
+        gate_up, ranks, rank_step, b, b_scale, token_order, tiles, out[0], blocks, groups, WIDTH=width, RANK=rank,
+        RANKS=max(32, next_power_of_2(rank)), WARPS=warps, STEPS=steps, PARTS=parts, num_warps=warps,
+        **pdl_options(pdl),
+    )  # fmt: skip
 
 
 silu_mul_lora = register("silu_mul_lora", silu_mul_lora_reference, silu_mul_lora_fake, silu_mul_lora_launch)

@@ -8,4 +8,5 @@ embedding        rows of the embedding table
 argmax           greedy tokens
 sample           temperature, min-p, top-k, top-p, Gumbel-max; log-probabilities
 """
+
 from . import argmax, embedding, hadamard, quantize, quantize_blocks, rms_norm, sample, silu_mul, silu_mul_blocks

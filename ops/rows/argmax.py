@@ -1,8 +1,9 @@
 """`argmax`: the greedy token of each row, in one launch.
 
-A row is cut into pieces so that a few rows fill the GPU too; whoever finishes a row last takes the best of its pieces. The largest value with the lowest
-id is the same whatever the order, so the result does not depend on who is last.
+A row is cut into pieces so that a few rows fill the GPU too; whoever finishes a row last takes the best of its pieces.
+The largest value with the lowest id is the same whatever the order, so the result does not depend on who is last.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -29,8 +30,22 @@ def argmax_fake(logits: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _argmax_kernel(logits, tokens, values, ids, arrivals, vocabulary, span, pieces, MAX_PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (piece, row): ids piece * span ... of the row; the last of a row's programs also takes the best of all pieces."""
+def _argmax_kernel(
+    logits,
+    tokens,
+    values,
+    ids,
+    arrivals,
+    vocabulary,
+    span,
+    pieces,
+    MAX_PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (piece, row): ids piece * span ... of the row; the last of a row's programs also takes the best of all
+    pieces.
+    """
     piece, row = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)
     source = logits + row.to(tl.int64) * vocabulary
@@ -52,13 +67,17 @@ def _argmax_kernel(logits, tokens, values, ids, arrivals, vocabulary, span, piec
         tl.debug_barrier()
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == pieces - 1:
             place = tl.arange(0, MAX_PIECES)
-            value = tl.load(values + row * MAX_PIECES + place, mask=place < pieces, other=float("-inf"), cache_modifier=".cg")
+            value = tl.load(
+                values + row * MAX_PIECES + place, mask=place < pieces, other=float("-inf"), cache_modifier=".cg"
+            )
             token = tl.load(ids + row * MAX_PIECES + place, mask=place < pieces, other=0x7FFFFFFF, cache_modifier=".cg")
             tl.store(tokens + row, tl.min(tl.where(value == tl.max(value, axis=0), token, 0x7FFFFFFF), axis=0))
             tl.store(arrivals + row, 0)
 
 
-def argmax_launch(logits: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
+def argmax_launch(
+    logits: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False
+) -> None:
     """Enough pieces a row to fill the GPU, a whole number of blocks each. Too short to heed `sm_budget`."""
     require_contiguous("argmax", logits=logits)
     rows, vocabulary = logits.shape
@@ -72,7 +91,18 @@ def argmax_launch(logits: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_bud
     ids = workspace(device, "argmax_ids", rows * MAX_PIECES * 4).view(torch.int32)
     arrivals = workspace(device, "argmax_arrivals", rows * 4, zero=True).view(torch.int32)
     _argmax_kernel[(pieces, rows)](
-        logits, out[0], values, ids, arrivals, vocabulary, span, pieces, MAX_PIECES=MAX_PIECES, BLOCK=BLOCK, num_warps=8, **pdl_options(pdl)
+        logits,
+        out[0],
+        values,
+        ids,
+        arrivals,
+        vocabulary,
+        span,
+        pieces,
+        MAX_PIECES=MAX_PIECES,
+        BLOCK=BLOCK,
+        num_warps=8,
+        **pdl_options(pdl),
     )
 
 

@@ -1,4 +1,5 @@
 """`embedding`: rows of the embedding table picked by token id."""
+
 from typing import Optional
 
 import torch
@@ -10,7 +11,10 @@ from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start,
 
 
 def embedding_reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """input_ids [T] int32 or int64, weight [V, H] -> [T, H]. An id outside 0..V-1 raises here and reads as zeros on the GPU."""
+    """input_ids [T] int32 or int64, weight [V, H] -> [T, H].
+
+    An id outside 0..V-1 raises here and reads as zeros on the GPU.
+    """
     return torch.nn.functional.embedding(input_ids, weight)
 
 
@@ -31,7 +35,12 @@ def _embedding_kernel(input_ids, weight, out, VOCAB, WIDTH: tl.constexpr, BLOCK:
 
 
 def embedding_launch(
-    input_ids: torch.Tensor, weight: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+    input_ids: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (rows,). Too small to heed `sm_budget`."""
     require_contiguous("embedding", input_ids=input_ids, weight=weight)

@@ -1,8 +1,9 @@
 """`hadamard`: the normalised Walsh-Hadamard transform of each row, in natural (Sylvester) order; it is its own inverse.
 
-Applied to q and k after RoPE it leaves every q.k unchanged and spreads a channel's outliers over the whole head, which is what an int8
-KV cache wants.
+Applied to q and k after RoPE it leaves every q.k unchanged and spreads a channel's outliers over the whole head, which
+is what an int8 KV cache wants.
 """
+
 from typing import Optional
 
 import torch
@@ -59,7 +60,9 @@ def _hadamard_kernel(x, out, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, NORM
     tl.store(out + at, round_to(values, out.dtype.element_ty), mask=inside)
 
 
-def hadamard_launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False) -> None:
+def hadamard_launch(
+    x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+) -> None:
     """Fill `out` = (transformed,). Too small to heed `sm_budget`."""
     require_contiguous("hadamard", x=x)
     width = x.shape[-1]

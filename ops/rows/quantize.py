@@ -1,13 +1,16 @@
 """`quantize_rowwise`: activations to e4m3 or int8 with one fp32 scale per row (token).
 
-scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3; int8: / 127, to the nearest whole number. The kernel multiplies by 1 / scale, so
-a value that lies on a rounding edge may land one step from the reference's.
+scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3; int8: / 127, to the nearest whole number.
+The kernel multiplies by 1 / scale, so a value that lies on a rounding edge may land one step from the reference's.
 
-`rotate` multiplies each block of so many neighbouring columns (a power of two; 0: none) by a normalised Hadamard matrix before. It is its own inverse and
-symmetric, so a product with weights whose rows were rotated alike is unchanged, while a row's largest value shrinks: int8 steps are as wide as that value asks
-for everywhere in the row (QuaRot, arXiv 2404.00456, rotates for the same reason). e4m3 steps grow with the value itself; there it gains nothing. Blocks of 8
-are arithmetic of single threads; those of 128 need shuffles too, and gain most where few values of a row are far larger than the others.
+`rotate` multiplies each block of so many neighbouring columns (a power of two; 0: none) by a normalised Hadamard matrix
+before. It is its own inverse and symmetric, so a product with weights whose rows were rotated alike is unchanged, while
+a row's largest value shrinks: int8 steps are as wide as that value asks for everywhere in the row (QuaRot, arXiv
+2404.00456, rotates for the same reason). e4m3 steps grow with the value itself; there it gains nothing. Blocks of 8 are
+arithmetic of single threads; those of 128 need shuffles too, and gain most where few values of a row are far larger
+than the others.
 """
+
 import math
 from typing import Optional
 
@@ -17,7 +20,17 @@ import triton.language as tl
 
 from ..core.kv_layout import QUANTIZED_MAX
 from ..core.registry import register
-from ..core.triton_support import butterflies, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
+from ..core.triton_support import (
+    butterflies,
+    in_fp32,
+    next_power_of_2,
+    pdl_options,
+    pdl_start,
+    require_contiguous,
+    rotate_columns,
+    row_scale,
+    to_eight_bits,
+)
 from .hadamard import hadamard_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -34,7 +47,9 @@ def to_steps(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
 
 
 def rotated_width(width: int, rotate: int) -> int:
-    """Columns of a rotated block of rows of `width`: the largest power of two up to `rotate` that divides it (1: these rows stay as they are)."""
+    """Columns of a rotated block of rows of `width`: the largest power of two up to `rotate` that divides it (1:
+    these rows stay as they are).
+    """
     return math.gcd(width, rotate) if rotate else 1
 
 
@@ -44,21 +59,29 @@ def rotate_blocks(x: torch.Tensor, rotate: int) -> torch.Tensor:
     return x.float() if block == 1 else hadamard_reference(x.float().unflatten(-1, (-1, block))).flatten(-2)
 
 
-def quantize_rowwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rowwise_reference(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K], any float dtype -> (q [..., K] e4m3 or int8, scale [...] fp32)."""
     values = rotate_blocks(x, rotate)
     scale = values.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
     return to_steps(values, scale.unsqueeze(-1), dtype), scale
 
 
-def quantize_rowwise_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rowwise_fake(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Unfilled (q, scale) for x [..., K]."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @triton.jit
-def store_quantized_row(values, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr):
-    """Quantize one whole row of fp32 values [BLOCK] (zeros outside) and store it, in q's dtype, with its scale; ROTATE: columns of a rotated block, or 1."""
+def store_quantized_row(
+    values, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr
+):
+    """Quantize one whole row of fp32 values [BLOCK] (zeros outside) and store it, in q's dtype, with its scale;
+    ROTATE: columns of a rotated block, or 1.
+    """
     values = rotate_columns(values, BLOCK, ROTATE)
     step = row_scale(tl.max(tl.abs(values), axis=0), q.dtype.element_ty)
     tl.store(q + row * WIDTH + column, to_eight_bits(values * (1.0 / step), q.dtype.element_ty), mask=inside)
@@ -67,10 +90,12 @@ def store_quantized_row(values, q, scale, row, column, inside, WIDTH: tl.constex
 
 @triton.jit
 def quarter_columns(BLOCK: tl.constexpr):
-    """[BLOCK / 128, 32]: the columns of the first quarter of each block of 128; those of the other quarters are 32, 64 and 96 further.
+    """[BLOCK / 128, 32]: the columns of the first quarter of each block of 128; those of the other quarters are 32, 64
+    and 96 further.
 
-    A rotation by 128 columns of four such tensors adds and subtracts whole tensors in two of its seven stages, and works inside of a thread in three more (16
-    bytes of a row are neighbours there): two are left that need shuffles, one value each, instead of four.
+    A rotation by 128 columns of four such tensors adds and subtracts whole tensors in two of its seven stages, and
+    works inside of a thread in three more (16 bytes of a row are neighbours there): two are left that need shuffles,
+    one value each, instead of four.
     """
     return (tl.arange(0, BLOCK // 128) * 128)[:, None] + tl.arange(0, 32)[None, :]
 
@@ -82,10 +107,16 @@ def _rotate_quarter(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_quantized_quarters(first, second, third, fourth, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def store_quantized_quarters(
+    first, second, third, fourth, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """`store_quantized_row` of a row that is rotated by 128 columns and comes in quarters (`quarter_columns`)."""
     first, second, third, fourth = (
-        _rotate_quarter(first, BLOCK), _rotate_quarter(second, BLOCK), _rotate_quarter(third, BLOCK), _rotate_quarter(fourth, BLOCK))  # fmt: skip
+        _rotate_quarter(first, BLOCK),
+        _rotate_quarter(second, BLOCK),
+        _rotate_quarter(third, BLOCK),
+        _rotate_quarter(fourth, BLOCK),
+    )
     first, second, third, fourth = first + second, first - second, third + fourth, third - fourth
     first, second, third, fourth = first + third, second + fourth, first - third, second - fourth
     most = tl.maximum(tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth)))
@@ -139,9 +170,14 @@ def row_block(width: int) -> tuple[int, int]:
 
 
 def quantize_rowwise_launch(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
     """Fill `out` = (q, scale): one CTA a row, rows wider than 16384 read twice. Too small to heed `sm_budget`."""
     require_contiguous("quantize_rowwise", x=x)
     if x.numel() == 0:
@@ -152,7 +188,11 @@ def quantize_rowwise_launch(
     if rotated == 128 and rows >= MANY_ROWS:
         warps = min(warps, 8)
     q, scale = out
-    _quantize_kernel[(rows,)](x, q, scale, WIDTH=width, BLOCK=block, ROTATE=rotated, num_warps=warps, **pdl_options(pdl))
+    _quantize_kernel[(rows,)](
+        x, q, scale, WIDTH=width, BLOCK=block, ROTATE=rotated, num_warps=warps, **pdl_options(pdl)
+    )
 
 
-quantize_rowwise = register("quantize_rowwise", quantize_rowwise_reference, quantize_rowwise_fake, quantize_rowwise_launch)
+quantize_rowwise = register(
+    "quantize_rowwise", quantize_rowwise_reference, quantize_rowwise_fake, quantize_rowwise_launch
+)

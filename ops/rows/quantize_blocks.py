@@ -1,7 +1,10 @@
-"""Activations to e4m3 or int8 with one fp32 scale per token and 128 columns: finer than a scale per row, and no block needs to know another one's maximum.
+"""Activations to e4m3 or int8 with one fp32 scale per token and 128 columns: finer than a scale per row, and no block
+needs to know another one's maximum.
 
-The scales lie block by block, [K / 128, P] for T tokens with P = `padded_scales(T)`, so that the scales of one block are one TMA box; those past T are zero.
+The scales lie block by block, [K / 128, P] for T tokens with P = `padded_scales(T)`, so that the scales of one block
+are one TMA box; those past T are zero.
 """
+
 from typing import Optional
 
 import torch
@@ -10,7 +13,15 @@ import triton.language as tl
 
 from ..core.kv_layout import QUANTIZED_MAX
 from ..core.registry import register
-from ..core.triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous, rotate_columns, row_scale, to_eight_bits
+from ..core.triton_support import (
+    next_power_of_2,
+    pdl_options,
+    pdl_start,
+    require_contiguous,
+    rotate_columns,
+    row_scale,
+    to_eight_bits,
+)
 from .quantize import E4M3, rotate_blocks, to_steps
 
 BLOCK = 128
@@ -23,8 +34,12 @@ def padded_scales(tokens: int) -> int:
     return max(LEAST_SCALES, next_power_of_2(tokens))
 
 
-def quantize_blocks_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T); the rest as in `quantize_rowwise`."""
+def quantize_blocks_reference(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T); the rest as in
+    `quantize_rowwise`.
+    """
     tokens, width = x.shape
     blocks = rotate_blocks(x, rotate).view(tokens, width // BLOCK, BLOCK)
     scale = blocks.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
@@ -32,10 +47,14 @@ def quantize_blocks_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate
     return q, torch.nn.functional.pad(scale.t(), (0, padded_scales(tokens) - tokens)).contiguous()
 
 
-def quantize_blocks_fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks_fake(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(f"quantize_blocks: x {tuple(x.shape)} must be [T, K] with K a multiple of {BLOCK}")
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[1] // BLOCK, padded_scales(int(x.shape[0]))), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(
+        (x.shape[1] // BLOCK, padded_scales(int(x.shape[0]))), dtype=torch.float32
+    )
 
 
 def dequantize_blocks(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -45,8 +64,21 @@ def dequantize_blocks(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr):
-    """Quantize fp32 values [BLOCKS * 128] of one token in q's dtype, from its block `first` on (those past WIDTH are not stored); zeros past the last token."""
+def store_quantized_blocks(
+    values,
+    q,
+    scale,
+    token,
+    tokens,
+    first,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Quantize fp32 values [BLOCKS * 128] of one token in q's dtype, from its block `first` on (those past WIDTH are
+    not stored); zeros past the last token.
+    """
     block = first + tl.arange(0, BLOCKS)
     at = token.to(tl.int64) * WIDTH + block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = block < WIDTH // 128
@@ -56,11 +88,25 @@ def store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH: tl.con
     tl.store(scale + block * PADDED + token, step, mask=inside)
     if token == tokens - 1:
         past = tl.arange(0, PADDED)
-        tl.store(scale + block[:, None] * PADDED + past[None, :], tl.zeros((BLOCKS, PADDED), tl.float32), mask=inside[:, None] & (past >= tokens)[None, :])
+        tl.store(
+            scale + block[:, None] * PADDED + past[None, :],
+            tl.zeros((BLOCKS, PADDED), tl.float32),
+            mask=inside[:, None] & (past >= tokens)[None, :],
+        )
 
 
 @triton.jit
-def _quantize_blocks_kernel(x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr):
+def _quantize_blocks_kernel(
+    x,
+    q,
+    scale,
+    tokens,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROTATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCKS
     column = first * 128 + tl.arange(0, BLOCKS * 128)
@@ -70,9 +116,14 @@ def _quantize_blocks_kernel(x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl
 
 
 def quantize_blocks_launch(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
     """Fill `out` = (q, scale). Too small to heed `sm_budget`."""
     require_contiguous("quantize_blocks", x=x)
     tokens, width = x.shape
@@ -80,7 +131,14 @@ def quantize_blocks_launch(
         return
     blocks = min(BLOCKS_PER_CTA, next_power_of_2(width // BLOCK))
     grid = (tokens, triton.cdiv(width // BLOCK, blocks))
-    form = {"WIDTH": width, "PADDED": padded_scales(tokens), "BLOCKS": blocks, "ROTATE": max(1, rotate), "num_warps": 4, **pdl_options(pdl)}
+    form = {
+        "WIDTH": width,
+        "PADDED": padded_scales(tokens),
+        "BLOCKS": blocks,
+        "ROTATE": max(1, rotate),
+        "num_warps": 4,
+        **pdl_options(pdl),
+    }
     _quantize_blocks_kernel[grid](x, *out, tokens, **form)
 
 

@@ -1,8 +1,11 @@
-"""RMSNorm and what is fused around it: the residual sum (with a LoRA delta) before it, rowwise quantization (e4m3 or int8) behind it.
+"""RMSNorm and what is fused around it: the residual sum (with a LoRA delta) before it, rowwise quantization (e4m3 or
+int8) behind it.
 
-Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps) rounded to the
-model's dtype, then times the weight in that dtype. `keep` says whether the unquantized y is wanted too (a LoRA shrink reads it).
+Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps)
+rounded to the model's dtype, then times the weight in that dtype. `keep` says whether the unquantized y is wanted too
+(a LoRA shrink reads it).
 """
+
 from typing import Optional
 
 import torch
@@ -11,7 +14,14 @@ import triton.language as tl
 
 from ..core.registry import register
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
-from .quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference, rotated_width, row_block, store_quantized_row
+from .quantize import (
+    E4M3,
+    quantize_rowwise_fake,
+    quantize_rowwise_reference,
+    rotated_width,
+    row_block,
+    store_quantized_row,
+)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -33,15 +43,23 @@ def add_rms_norm_reference(
 def rms_norm_quant_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q [..., H] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; y is [0, H] unless `keep`."""
+    """(y, q [..., H] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; y is [0, H] unless
+    `keep`.
+    """
     y = rms_norm_reference(x, weight, eps)
     q, scale = quantize_rowwise_reference(y, dtype, rotate)
     return y if keep else x.new_empty(0, x.shape[-1]), q, scale
 
 
 def add_rms_norm_quant_reference(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
-    dtype: torch.dtype = E4M3, rotate: int = 0,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, q, scale, new_residual): `add_rms_norm`, then quantized as in `rms_norm_quant`."""
     y, new_residual = add_rms_norm_reference(x, residual, delta, weight, eps)
@@ -67,18 +85,24 @@ def rms_norm_quant_fake(
 
 
 def add_rms_norm_quant_fake(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
-    dtype: torch.dtype = E4M3, rotate: int = 0,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return *rms_norm_quant_fake(x, weight, eps, keep, dtype), x.new_empty(x.shape)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, delta, weight, y, q, scale, new_residual, eps,
-    ADD: tl.constexpr, HAS_DELTA: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr,
-    ROTATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):
+    x, residual, delta, weight, y, q, scale, new_residual, eps, ADD: tl.constexpr, HAS_DELTA: tl.constexpr,
+    QUANTIZE: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -101,8 +125,18 @@ def _rms_norm_kernel(
 
 
 def _launch(
-    name: str, x: torch.Tensor, residual: Optional[torch.Tensor], delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, pdl: bool,
-    *, y: Optional[torch.Tensor], q: Optional[torch.Tensor] = None, scale: Optional[torch.Tensor] = None, new_residual: Optional[torch.Tensor] = None,
+    name: str,
+    x: torch.Tensor,
+    residual: Optional[torch.Tensor],
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    pdl: bool,
+    *,
+    y: Optional[torch.Tensor],
+    q: Optional[torch.Tensor] = None,
+    scale: Optional[torch.Tensor] = None,
+    new_residual: Optional[torch.Tensor] = None,
     rotate: int = 0,
 ) -> None:
     require_contiguous(name, x=x, residual=residual, delta=delta, weight=weight)
@@ -112,31 +146,52 @@ def _launch(
         raise ValueError(f"{name}: a row of {width} does not fit one CTA; the hidden size may be at most {block}")
     if x.numel() == 0:
         return
-    _rms_norm_kernel[(x.numel() // width,)](
-        x, residual, delta, weight, y, q, scale, new_residual, eps,
-        ADD=residual is not None, HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None, ROTATE=rotated_width(width, rotate),
+    _rms_norm_kernel[x.numel() // width,](
+        x, residual, delta, weight, y, q, scale, new_residual, eps, ADD=residual is not None,
+        HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None, ROTATE=rotated_width(width, rotate),
         WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl),
-    )
+    )  # fmt: skip
 
 
 def rms_norm_launch(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (y,). None of the four heeds `sm_budget`: one small CTA a token."""
     _launch("rms_norm", x, None, None, weight, eps, pdl, y=out[0])
 
 
 def add_rms_norm_launch(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, new_residual)."""
     _launch("add_rms_norm", x, residual, delta, weight, eps, pdl, y=out[0], new_residual=out[1])
 
 
 def rms_norm_quant_launch(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, q, scale)."""
     y, q, scale = out
@@ -144,15 +199,40 @@ def rms_norm_quant_launch(
 
 
 def add_rms_norm_quant_launch(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float, keep: bool,
-    dtype: torch.dtype = E4M3, rotate: int = 0, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, q, scale, new_residual)."""
     y, q, scale, new_residual = out
-    _launch("add_rms_norm_quant", x, residual, delta, weight, eps, pdl, y=y if keep else None, q=q, scale=scale, new_residual=new_residual, rotate=rotate)
+    _launch(
+        "add_rms_norm_quant",
+        x,
+        residual,
+        delta,
+        weight,
+        eps,
+        pdl,
+        y=y if keep else None,
+        q=q,
+        scale=scale,
+        new_residual=new_residual,
+        rotate=rotate,
+    )
 
 
 rms_norm = register("rms_norm", rms_norm_reference, rms_norm_fake, rms_norm_launch)
 add_rms_norm = register("add_rms_norm", add_rms_norm_reference, add_rms_norm_fake, add_rms_norm_launch)
 rms_norm_quant = register("rms_norm_quant", rms_norm_quant_reference, rms_norm_quant_fake, rms_norm_quant_launch)
-add_rms_norm_quant = register("add_rms_norm_quant", add_rms_norm_quant_reference, add_rms_norm_quant_fake, add_rms_norm_quant_launch)
+add_rms_norm_quant = register(
+    "add_rms_norm_quant", add_rms_norm_quant_reference, add_rms_norm_quant_fake, add_rms_norm_quant_launch
+)

@@ -1,14 +1,15 @@
 """Sampling: one token a row from its logits, with noise that depends on (seed, step, token id) and on nothing else.
 
-A request therefore draws the same tokens at any place in any batch. The kept set is described by thresholds: min_p bounds the probability
-relative to the best token's, top_k keeps what is not below the k-th largest logit, top_p the smallest set {logit >= threshold} that holds the
-asked share of what is left. Ties at a threshold stay. The token is the largest `scaled logit + Gumbel noise` of the kept set (Gumbel-max: an
-exact draw from the renormalised softmax).
+A request therefore draws the same tokens at any place in any batch. The kept set is described by thresholds: min_p
+bounds the probability relative to the best token's, top_k keeps what is not below the k-th largest logit, top_p the
+smallest set {logit >= threshold} that holds the asked share of what is left. Ties at a threshold stay. The token is the
+largest `scaled logit + Gumbel noise` of the kept set (Gumbel-max: an exact draw from the renormalised softmax).
 
-Noise: 32-bit words are mixed by `mix32` (two multiplications, three xor-shifts). Two keys come from the words of (seed, step), and a token's
-word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and noise = -log(-log(1 - v)), precise where v is small, since the winners
-come from there.
+Noise: 32-bit words are mixed by `mix32` (two multiplications, three xor-shifts). Two keys come from the words of (seed,
+step), and a token's word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and noise = -log(-log(1 - v)),
+precise where v is small, since the winners come from there.
 """
+
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix32(word: torch.Tensor) -> torch.Tensor:
-    """An avalanching bijection of 32-bit words, held in int64 (products wrap modulo 2**64, of which the low 32 bits count)."""
+    """An avalanching bijection of 32-bit words, held in int64 (products wrap modulo 2**64, of which the low 32 bits
+    count).
+    """
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _MASK
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _MASK
     return word ^ (word >> 16)
@@ -46,9 +49,18 @@ def gumbel_noise(seeds: torch.Tensor, steps: torch.Tensor, vocabulary: int) -> t
     return -torch.log(-torch.log1p(-v))
 
 
-def perturbed_scores(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-                     seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """What `sample` takes the argmax of: (logit - max) / temperature + noise for kept tokens, -inf for the others; the logits in greedy rows."""
+def perturbed_scores(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+) -> torch.Tensor:
+    """What `sample` takes the argmax of: (logit - max) / temperature + noise for kept tokens, -inf for the others;
+    the logits in greedy rows.
+    """
     logits = logits.float()
     greedy = (temperature < GREEDY_BELOW)[:, None]
     relative = (logits - logits.amax(-1, keepdim=True)) * (1.0 / temperature.where(~greedy[:, 0], 1.0))[:, None]
@@ -66,8 +78,15 @@ def perturbed_scores(logits: torch.Tensor, temperature: torch.Tensor, top_k: tor
     return torch.where(greedy, logits, scores.where(keep, -torch.inf))
 
 
-def sample_reference(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-                     seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def sample_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+) -> torch.Tensor:
     """Draw one token a row.
 
     logits       [B, V] any float dtype
@@ -83,8 +102,15 @@ def sample_reference(logits: torch.Tensor, temperature: torch.Tensor, top_k: tor
     return ids.where(scores == scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
 
 
-def sample_fake(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-                seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def sample_fake(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+) -> torch.Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
@@ -98,7 +124,9 @@ class TopLogprobs(NamedTuple):
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
-    """Log-probabilities of the given tokens [B] and of the n most likely ones, from raw logits [B, V] (before temperature and top-k/top-p), in fp32."""
+    """Log-probabilities of the given tokens [B] and of the n most likely ones, from raw logits [B, V] (before
+    temperature and top-k/top-p), in fp32.
+    """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, tokens.long()[:, None])
     best = logprobs.topk(min(n, logits.shape[1]), dim=-1)
@@ -131,7 +159,9 @@ def _gumbel(token, key0, key1):
 
 @triton.jit
 def _to_key(value, SHIFT: tl.constexpr):
-    """An integer that orders floats; the SHIFT low bits of the fp32 pattern, which the logits' own dtype lacks, are left out (rounding down)."""
+    """An integer that orders floats; the SHIFT low bits of the fp32 pattern, which the logits' own dtype lacks, are
+    left out (rounding down).
+    """
     bits = value.to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
 
@@ -177,10 +207,26 @@ def _mass(row, vocabulary, bound, least, largest, inverse, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _draw(row, vocabulary, largest, inverse, temperature, top_k, top_p, min_p, seed, step, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """The kept token with the largest relative value + noise; relative = (logit - largest) * inverse, kept = relative >= least."""
+def _draw(
+    row,
+    vocabulary,
+    largest,
+    inverse,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    step,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The kept token with the largest relative value + noise; relative = (logit - largest) * inverse, kept =
+    relative >= least.
+    """
     least = tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
-    # Noise lies between -2.9 and 23, so a token more than 30 below the best never wins: thresholds are only looked for above that
+    # Noise lies between -2.9 and 23, so a token more than 30 below the best never wins: thresholds are only looked for
+    # above that
     nearest = largest + (tl.maximum(least, -30.0) - 0.01) * temperature - 1e-5 * tl.abs(largest)
     if (top_k > 0) & (top_k < vocabulary):
         low, high = _to_key(nearest, SHIFT), _to_key(largest, SHIFT)
@@ -215,9 +261,15 @@ def _draw(row, vocabulary, largest, inverse, temperature, top_k, top_p, min_p, s
 
 
 @triton.jit
-def sample_kernel(logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, tokens, rows, vocabulary, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
-                  SHIFT: tl.constexpr, PDL: tl.constexpr):
-    """A program takes whole rows. Each pass reads the row again (from L2): one for a greedy row, two with noise, about ten more for each of top_k, top_p."""
+def sample_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, tokens, rows, vocabulary, GREEDY: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes whole rows.
+
+    Each pass reads the row again (from L2): one for a greedy row, two with noise, about ten more for each of top_k,
+    top_p.
+    """
     pdl_start(PDL)
     row_index = tl.program_id(0)
     while row_index < rows:
@@ -231,17 +283,41 @@ def sample_kernel(logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, to
         largest, chosen = _best_of(best, index)
         temperature = tl.load(temperatures + row_index)
         if temperature >= GREEDY:
-            chosen = _draw(row, vocabulary, largest, tl.div_rn(1.0, temperature), temperature, tl.load(top_ks + row_index), tl.load(top_ps + row_index),
-                           tl.load(min_ps + row_index), tl.load(seeds + row_index), tl.load(steps + row_index), BLOCK, SHIFT)
+            chosen = _draw(
+                row,
+                vocabulary,
+                largest,
+                tl.div_rn(1.0, temperature),
+                temperature,
+                tl.load(top_ks + row_index),
+                tl.load(top_ps + row_index),
+                tl.load(min_ps + row_index),
+                tl.load(seeds + row_index),
+                tl.load(steps + row_index),
+                BLOCK,
+                SHIFT,
+            )
         tl.store(tokens + row_index, chosen)
         row_index += tl.num_programs(0)
 
 
-_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits of the fp32 pattern that a dtype's values never use
+# low bits of the fp32 pattern that a dtype's values never use
+_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
-def sample_launch(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-                  seeds: torch.Tensor, steps: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
+def sample_launch(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
     """One program a row (at most `sm_budget` programs)."""
     rows, vocabulary = logits.shape
     require_contiguous("sample", logits=logits)
@@ -249,8 +325,22 @@ def sample_launch(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.
         return
     block = min(8192, max(128, next_power_of_2(vocabulary)))
     sample_kernel[(rows if sm_budget is None else min(rows, sm_budget),)](
-        logits, temperature, top_k, top_p, min_p, seeds, steps, out[0], rows, vocabulary, GREEDY=GREEDY_BELOW, BLOCK=block,
-        SHIFT=_UNUSED_BITS[logits.dtype], num_warps=max(4, block // 256), **pdl_options(pdl))
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        steps,
+        out[0],
+        rows,
+        vocabulary,
+        GREEDY=GREEDY_BELOW,
+        BLOCK=block,
+        SHIFT=_UNUSED_BITS[logits.dtype],
+        num_warps=max(4, block // 256),
+        **pdl_options(pdl),
+    )
 
 
 sample = register("sample", sample_reference, sample_fake, sample_launch)

@@ -1,8 +1,10 @@
-"""SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta joined before and rowwise quantization (e4m3 or int8) behind.
+"""SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta joined before and rowwise quantization (e4m3 or
+int8) behind.
 
-Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` quantizes that rounded value. `keep` says whether the
-unquantized h is wanted too (the LoRA shrink of the down projection reads it).
+Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` quantizes that rounded value. `keep` says
+whether the unquantized h is wanted too (the LoRA shrink of the down projection reads it).
 """
+
 from typing import Optional
 
 import torch
@@ -25,7 +27,15 @@ from ..core.triton_support import (
     to_eight_bits,
 )
 from ..core.workspace import workspace
-from .quantize import E4M3, quantize_rowwise_reference, quarter_columns, rotated_width, row_block, store_quantized_quarters, store_quantized_row
+from .quantize import (
+    E4M3,
+    quantize_rowwise_reference,
+    quarter_columns,
+    rotated_width,
+    row_block,
+    store_quantized_quarters,
+    store_quantized_row,
+)
 
 SHARED_ROWS = 64
 SHARED_WIDTH = 8192  # narrower rows: one CTA is as fast as two launches
@@ -43,7 +53,9 @@ def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> 
 def silu_mul_quant_reference(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(h [..., I], q [..., I] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; h is [0, I] unless `keep`."""
+    """(h [..., I], q [..., I] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; h is [0, I]
+    unless `keep`.
+    """
     h = silu_mul_reference(gate_up, delta)
     q, scale = quantize_rowwise_reference(h, dtype, rotate)
     return h if keep else h.new_empty(0, h.shape[-1]), q, scale
@@ -67,7 +79,9 @@ def silu(x):
     """x * sigmoid(x) of fp32."""
     if INTERP:
         return x / (1.0 + tl.exp(-x))
-    else:  # the two approximations are good to 2**-22; what lies around them in a library's exp and division is as much work again
+    # the two approximations are good to 2**-22; what lies around them in a library's exp and division is as much work
+    # again
+    else:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 y;
                  mul.f32 y, $1, 0fBFB8AA3B;
@@ -75,7 +89,12 @@ def silu(x):
                  add.f32 y, y, 0f3F800000;
                  rcp.approx.ftz.f32 y, y;
                  mul.f32 $0, $1, y; }""",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -91,7 +110,9 @@ def _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA: tl.constexp
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, delta, h, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up, delta, h, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -102,7 +123,16 @@ def _silu_mul_kernel(gate_up, delta, h, HAS_DELTA: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def _silu_mul_quant_kernel(
-    gate_up, delta, h, q, scale, HAS_DELTA: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    gate_up,
+    delta,
+    h,
+    q,
+    scale,
+    HAS_DELTA: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROTATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -145,9 +175,21 @@ def _silu_mul_quant_kernel(
 
 
 @triton.jit
-def _silu_mul_chunk_kernel(gate_up, delta, h, largest, chunks, HAS_DELTA: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-                           PDL: tl.constexpr):
-    """h[token, CHUNK columns], and largest[token, chunk] = max |h|, of h rotated in blocks of ROTATE columns (1: of h itself)."""
+def _silu_mul_chunk_kernel(
+    gate_up,
+    delta,
+    h,
+    largest,
+    chunks,
+    HAS_DELTA: tl.constexpr,
+    ROTATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h[token, CHUNK columns], and largest[token, chunk] = max |h|, of h rotated in blocks of ROTATE columns (1: of
+    h itself).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < WIDTH
@@ -158,9 +200,21 @@ def _silu_mul_chunk_kernel(gate_up, delta, h, largest, chunks, HAS_DELTA: tl.con
 
 
 @triton.jit
-def _quantize_chunk_kernel(h, largest, q, scale, chunks, ROTATE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-                           PDL: tl.constexpr):
-    """q[token, CHUNK columns]; every program of a token works out the same scale from its row's maxima, the first one stores it."""
+def _quantize_chunk_kernel(
+    h,
+    largest,
+    q,
+    scale,
+    chunks,
+    ROTATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """q[token, CHUNK columns]; every program of a token works out the same scale from its row's maxima, the first
+    one stores it.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     place = tl.arange(0, CHUNKS)
@@ -175,7 +229,12 @@ def _quantize_chunk_kernel(h, largest, q, scale, chunks, ROTATE: tl.constexpr, W
 
 
 def silu_mul_launch(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
+    gate_up: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
     """Fill `out` = (h,). Too small to heed `sm_budget`."""
     require_contiguous("silu_mul", gate_up=gate_up, delta=delta)
@@ -184,14 +243,24 @@ def silu_mul_launch(
     width = gate_up.shape[-1] // 2
     block = min(next_power_of_2(width), 1024)
     grid = (gate_up.numel() // (2 * width), cdiv(width, block))
-    _silu_mul_kernel[grid](gate_up, delta, out[0], HAS_DELTA=delta is not None, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(pdl))
+    _silu_mul_kernel[grid](
+        gate_up, delta, out[0], HAS_DELTA=delta is not None, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(pdl)
+    )
 
 
 def silu_mul_quant_launch(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
+    gate_up: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
 ) -> None:
-    """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for, or of few and wide rows two launches that share each row among CTAs.
+    """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for, or of few and wide rows two launches
+    that share each row among CTAs.
 
     Does not heed `sm_budget`.
     """
@@ -206,17 +275,37 @@ def silu_mul_quant_launch(
     quarters = rotated == 128 and width <= block
     if rows <= SHARED_ROWS and width >= SHARED_WIDTH:
         chunks = cdiv(width, CHUNK)
-        whole = h if keep else workspace(gate_up.device, "silu_mul_quant.h", rows * width * gate_up.element_size()).view(gate_up.dtype)
+        whole = (
+            h
+            if keep
+            else workspace(gate_up.device, "silu_mul_quant.h", rows * width * gate_up.element_size()).view(
+                gate_up.dtype
+            )
+        )
         largest = workspace(gate_up.device, "silu_mul_quant.largest", rows * chunks * 4).view(torch.float32)
         form = {"ROTATE": rotated, "WIDTH": width, "CHUNK": CHUNK, "num_warps": 4, **pdl_options(pdl)}
-        _silu_mul_chunk_kernel[(rows, chunks)](gate_up, delta, whole, largest, chunks, HAS_DELTA=delta is not None, **form)
+        _silu_mul_chunk_kernel[(rows, chunks)](
+            gate_up, delta, whole, largest, chunks, HAS_DELTA=delta is not None, **form
+        )
         _quantize_chunk_kernel[(rows, chunks)](whole, largest, q, scale, chunks, CHUNKS=next_power_of_2(chunks), **form)
         return
-    if not quarters and (rows <= H200_SMS or width > 8192):  # an SM has at most one row: what counts is how soon it is done; two wide rows: only so do they fit
+    # an SM has at most one row: what counts is how soon it is done; two wide rows: only so do they fit
+    if not quarters and (rows <= H200_SMS or width > 8192):
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](
-        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotated, WIDTH=width, BLOCK=block, num_warps=warps,
-        maxnreg=MOST_REGISTERS if quarters and delta is not None and not keep else None, **pdl_options(pdl),
+        gate_up,
+        delta,
+        h if keep else None,
+        q,
+        scale,
+        HAS_DELTA=delta is not None,
+        KEEP=keep,
+        ROTATE=rotated,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=warps,
+        maxnreg=MOST_REGISTERS if quarters and delta is not None and not keep else None,
+        **pdl_options(pdl),
     )
 
 

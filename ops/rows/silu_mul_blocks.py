@@ -1,4 +1,5 @@
 """SiLU(gate) * up quantized by token and 128 columns: one launch, since no block needs the largest value of a row."""
+
 from typing import Optional
 
 import torch
@@ -8,30 +9,56 @@ import triton.language as tl
 from ..core.registry import register
 from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .quantize import E4M3
-from .quantize_blocks import BLOCK, BLOCKS_PER_CTA, padded_scales, quantize_blocks_fake, quantize_blocks_reference, store_quantized_blocks
+from .quantize_blocks import (
+    BLOCK,
+    BLOCKS_PER_CTA,
+    padded_scales,
+    quantize_blocks_fake,
+    quantize_blocks_reference,
+    store_quantized_blocks,
+)
 from .silu_mul import _silu_mul_values, silu_mul_fake, silu_mul_reference
 
 
 def silu_mul_blocks_reference(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up and delta [T, 2I], I a multiple of 128 -> (q [T, I] e4m3 or int8, scale [I / 128, P] fp32): `quantize_blocks` of `silu_mul`."""
+    """gate_up and delta [T, 2I], I a multiple of 128 -> (q [T, I] e4m3 or int8, scale [I / 128, P] fp32):
+
+    `quantize_blocks` of `silu_mul`.
+    """
     return quantize_blocks_reference(silu_mul_reference(gate_up, delta), dtype, rotate)
 
 
 def silu_mul_blocks_fake(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unfilled (q, scale). Raises ValueError unless gate_up is [T, 2I] with I a multiple of 128, and delta, if there is one, as large."""
+    """Unfilled (q, scale).
+
+    Raises ValueError unless gate_up is [T, 2I] with I a multiple of 128, and delta, if there is one, as large.
+    """
     if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK) or (delta is not None and delta.shape != gate_up.shape):
-        raise ValueError(f"silu_mul_blocks: gate_up {tuple(gate_up.shape)} must be [T, 2I] with I a multiple of {BLOCK}, and delta "
-                         f"{None if delta is None else tuple(delta.shape)} None or of its shape; silu_mul_quant takes other widths")
+        raise ValueError(
+            f"silu_mul_blocks: gate_up {tuple(gate_up.shape)} must be [T, 2I] with I a multiple of {BLOCK}, and delta "
+            f"{None if delta is None else tuple(delta.shape)} None or of its shape; silu_mul_quant takes other widths"
+        )
     return quantize_blocks_fake(silu_mul_fake(gate_up, delta), dtype, rotate)
 
 
 @triton.jit
-def _silu_mul_blocks_kernel(gate_up, delta, q, scale, tokens, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr,
-                            ROTATE: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_blocks_kernel(
+    gate_up,
+    delta,
+    q,
+    scale,
+    tokens,
+    HAS_DELTA: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROTATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCKS
     column = first * 128 + tl.arange(0, BLOCKS * 128)
@@ -41,9 +68,15 @@ def _silu_mul_blocks_kernel(gate_up, delta, q, scale, tokens, HAS_DELTA: tl.cons
 
 
 def silu_mul_blocks_launch(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0,
-    *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False,
-) -> None:  # fmt: skip
+    gate_up: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
     """Fill `out` = (q, scale); shapes as `silu_mul_blocks_fake` wants them. Too small to heed `sm_budget`."""
     require_contiguous("silu_mul_blocks", gate_up=gate_up, delta=delta)
     if gate_up.numel() == 0:
@@ -51,9 +84,18 @@ def silu_mul_blocks_launch(
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     blocks = min(BLOCKS_PER_CTA, next_power_of_2(width // BLOCK))
     _silu_mul_blocks_kernel[(tokens, cdiv(width // BLOCK, blocks))](
-        gate_up, delta, *out, tokens, HAS_DELTA=delta is not None, WIDTH=width, PADDED=padded_scales(tokens), BLOCKS=blocks, ROTATE=max(1, rotate),
+        gate_up,
+        delta,
+        *out,
+        tokens,
+        HAS_DELTA=delta is not None,
+        WIDTH=width,
+        PADDED=padded_scales(tokens),
+        BLOCKS=blocks,
+        ROTATE=max(1, rotate),
         num_warps=max(1, blocks // 2),  # 16 bytes of a 16-bit gate are 8 columns a thread
-        **pdl_options(pdl))
+        **pdl_options(pdl),
+    )
 
 
 silu_mul_blocks = register("silu_mul_blocks", silu_mul_blocks_reference, silu_mul_blocks_fake, silu_mul_blocks_launch)

@@ -1,4 +1,5 @@
 """Work that may wait: done by one thread when nothing was asked for in a while, given up when the process ends."""
+
 import logging
 import threading
 import time
@@ -30,7 +31,8 @@ class _Line:
 
 
 class Background:
-    """A line of jobs and the daemon thread that does them, which is started with the first. It ends with its owner, or when the interpreter exits.
+    """A line of jobs and the daemon thread that does them, which is started with the first. It ends with its owner, or
+    when the interpreter exits.
 
     A job is given an event; when that is set, it should raise `Stopped` soon.
     """

@@ -1,4 +1,7 @@
-"""Files kept between runs in a folder of this user's own: written whole or not at all, of a bounded size together, the longest unused removed first."""
+"""Files kept between runs in a folder of this user's own: written whole or not at all, of a bounded size together,
+the longest unused removed first.
+"""
+
 import errno
 import logging
 import os
@@ -18,7 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class CacheFolder:
-    """The folder `directory`, made with mode 0700 when something is first kept; at most `limit` bytes. Safe for several processes at once.
+    """The folder `directory`, made with mode 0700 when something is first kept; at most `limit` bytes. Safe for several
+    processes at once.
 
     What belongs to another user, or what others may write to, counts as absent and is not written to.
     """
@@ -46,12 +50,16 @@ class CacheFolder:
         return False
 
     def write(self, name: str, size: int, fill: Callable[[int], None]) -> None:
-        """Keep a file of `size` bytes, which `fill` writes to a file descriptor: others see the old file or the whole new one. Raises OSError."""
+        """Keep a file of `size` bytes, which `fill` writes to a file descriptor: others see the old file or the
+        whole new one. Raises OSError.
+        """
         if size > self.limit:
             raise OSError(errno.EFBIG, f"{size} bytes are more than the {self.limit} that the cache may have")
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._trusted(self.directory.stat()):
-            raise OSError(errno.EPERM, "the folder belongs to another user, or others may write to it", str(self.directory))
+            raise OSError(
+                errno.EPERM, "the folder belongs to another user, or others may write to it", str(self.directory)
+            )
         room = os.statvfs(self.directory)
         if room.f_bavail * room.f_frsize < size + SPARE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
@@ -88,10 +96,16 @@ class CacheFolder:
 
     @staticmethod
     def _trusted(found: os.stat_result) -> bool:
-        return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_MAY_WRITE and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
+        return (
+            found.st_uid == os.geteuid()
+            and not found.st_mode & _OTHERS_MAY_WRITE
+            and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
+        )
 
     def _trim(self, newest: str) -> None:
-        """Remove what was not used for longest until the rest keeps the limit, and what writers that died left behind."""
+        """Remove what was not used for longest until the rest keeps the limit, and what writers that died left
+        behind.
+        """
         files: list[tuple[float, int, str]] = []
         with suppress(OSError), os.scandir(self.directory) as entries:
             for entry in entries:

@@ -1,7 +1,9 @@
-"""One adapter's tensors into its slot's layout, alike layers together: some hundred large operations instead of ten thousand small ones.
+"""One adapter's tensors into its slot's layout, alike layers together: some hundred large operations instead of ten
+thousand small ones.
 
 Whoever launches steps shares the interpreter with whoever packs, so what counts is how rarely packing asks for it.
 """
+
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +41,10 @@ class Bundle:
 
 
 class Packing:
-    """How an adapter becomes its slot of every stack. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each."""
+    """How an adapter becomes its slot of every stack.
+
+    `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each.
+    """
 
     def __init__(self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]]) -> None:
         bundles: dict[frozenset[str], Bundle] = {}
@@ -52,7 +57,10 @@ class Packing:
         self._groups = [group for bundles in alike.values() for group in _cut(bundles, shapes)]
 
     def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fill `targets`, one slot of each stack, from the adapter's tensors: `lookup("model.layers.0.self_attn.q_proj.lora_a")`."""
+        """Fill `targets`, one slot of each stack, from the adapter's tensors:
+
+        `lookup("model.layers.0.self_attn.q_proj.lora_a")`.
+        """
         for group in self._groups:
             first = group[0]
             find = partial(_stacked, lookup, None if first.alone else [bundle.names for bundle in group])
@@ -64,7 +72,8 @@ class Packing:
 
 
 def use_few_threads() -> None:
-    """For the calling thread, which packs beside running steps: torch's operations use at most half of the processor's cores and PACKING_THREADS.
+    """For the calling thread, which packs beside running steps: torch's operations use at most half of the processor's
+    cores and PACKING_THREADS.
 
     torch gives threads to come the number that was set last; a thread that ends at once sets the usual one.
     """
@@ -75,7 +84,9 @@ def use_few_threads() -> None:
     restore.join()
 
 
-def _stacked(lookup: Callable[[str], torch.Tensor], layers: Sequence[Mapping[str, str]] | None, name: str) -> torch.Tensor:
+def _stacked(
+    lookup: Callable[[str], torch.Tensor], layers: Sequence[Mapping[str, str]] | None, name: str
+) -> torch.Tensor:
     """[layers, ...]: what is called `name` in the first layer."""
     if layers is None:
         return lookup(name).unsqueeze(0)
@@ -86,7 +97,7 @@ def _cut(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]]) -> Iterator[l
     """Pieces of ELEMENTS_AT_ONCE, or of one bundle."""
     size = max(torch.Size(shapes[place]).numel() for place in bundles[0].places)
     count = 1 if bundles[0].alone else max(1, ELEMENTS_AT_ONCE // max(1, size))
-    return (bundles[first:first + count] for first in range(0, len(bundles), count))
+    return (bundles[first : first + count] for first in range(0, len(bundles), count))
 
 
 def _has_zeros(recipe: Recipe) -> bool:

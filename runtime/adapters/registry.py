@@ -1,4 +1,5 @@
 """The adapters that the engine knows: names, numbers, contents, and where their files are."""
+
 import os
 import re
 import threading
@@ -40,25 +41,36 @@ class KnownAdapter:
 def check_name(name: str) -> None:
     """Raises RequestError unless `name` may name an adapter."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(f"adapter name {str(name)[:140]!r} must be 1 to 128 letters, digits, dots, underscores or hyphens; rename it")
+        raise RequestError(
+            f"adapter name {str(name)[:140]!r} must be 1 to 128 letters, digits, dots, underscores or hyphens; "
+            "rename it"
+        )
 
 
 class AdapterRegistry:
     """Name -> adapter, safe for several threads.
 
-    numbers, hashes   name -> number and number -> content hash: what the scheduler sees. A number is never used twice, so a reloaded adapter is a new one
+    numbers, hashes   name -> number and number -> content hash: what the scheduler sees. A number is never used twice,
+                      so a reloaded adapter is a new one
     max_rank          largest rank that is accepted
     allowed_roots     directories under which adapters may lie (after links are resolved); None = anywhere
     max_adapters      most names at a time
-    keep              adapters whose tensors are kept from `add` until they are first `read`; others are read from disk again
-    cache             what is kept of adapters between runs: one whose file is known from before is hashed, and its tensors are not kept
+    keep              adapters whose tensors are kept from `add` until they are first `read`; others are read from disk
+                      again
+    cache             what is kept of adapters between runs: one whose file is known from before is hashed, and its
+                      tensors are not kept
     lora              the stacks' shape once it is fixed: what does not fit is refused
     """
 
     def __init__(
-        self, config: LlamaConfig, max_rank: int, allowed_roots: Sequence[str | Path] | None = None, max_adapters: int = MAX_ADAPTERS, keep: int = 64,
+        self,
+        config: LlamaConfig,
+        max_rank: int,
+        allowed_roots: Sequence[str | Path] | None = None,
+        max_adapters: int = MAX_ADAPTERS,
+        keep: int = 64,
         cache: SlotCache | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.max_rank = max_rank
         self.allowed_roots = None if allowed_roots is None else [Path(os.path.realpath(root)) for root in allowed_roots]
@@ -77,15 +89,19 @@ class AdapterRegistry:
     def add(self, name: str, path: str | Path, replace_name: bool = False) -> KnownAdapter:
         """Read and check a PEFT adapter's directory.
 
-        `replace_name`: the name may be in use; its former adapter keeps its number until `drop`. Raises RequestError for a bad or used name, a directory
-        that is not allowed or one adapter too many, AdapterError for a directory that cannot be served; then nothing has changed.
+        `replace_name`: the name may be in use; its former adapter keeps its number until `drop`. Raises RequestError
+        for a bad or used name, a directory that is not allowed or one adapter too many, AdapterError for a directory
+        that cannot be served; then nothing has changed.
         """
         return self._register(name, *self._read(name, path, replace_name), replace_name)
 
     def add_all(self, paths: Mapping[str, str | Path]) -> Iterator[KnownAdapter]:
-        """Adds several, read on some threads and numbered in the order given; the first that can't be added raises as `add` does."""
+        """Adds several, read on some threads and numbered in the order given; the first that can't be added raises
+        as `add` does.
+        """
         waiting = deque(paths.items())
-        reads: deque[tuple[str, Future[tuple[Path, Adapter, Stamp | None]]]] = deque()  # few at a time: each holds an adapter's tensors
+        # few at a time: each holds an adapter's tensors
+        reads: deque[tuple[str, Future[tuple[Path, Adapter, Stamp | None]]]] = deque()
         with ThreadPoolExecutor(READERS, "adapter-reader") as pool:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
@@ -99,7 +115,9 @@ class AdapterRegistry:
         self._check_room(name, replace_name)
         directory = self._resolve(name, path)
         stamp = _stamp(directory)
-        adapter = load_adapter(directory, self.config, self.max_rank, recall=None if self.cache is None else self.cache.recall)
+        adapter = load_adapter(
+            directory, self.config, self.max_rank, recall=None if self.cache is None else self.cache.recall
+        )
         if self.cache is not None and adapter.tensors:
             self.cache.remember(adapter)
         if self.lora is not None:
@@ -109,7 +127,9 @@ class AdapterRegistry:
                 raise RequestError(f"adapter {name!r}: {error}") from error
         return directory, adapter, stamp
 
-    def _register(self, name: str, directory: Path, adapter: Adapter, stamp: Stamp | None, replace_name: bool) -> KnownAdapter:
+    def _register(
+        self, name: str, directory: Path, adapter: Adapter, stamp: Stamp | None, replace_name: bool
+    ) -> KnownAdapter:
         with self._lock:
             self._check_room(name, replace_name)
             known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}))
@@ -123,7 +143,9 @@ class AdapterRegistry:
         return known
 
     def remove(self, name: str) -> int:
-        """Forget a name; returns its number, by which requests that are under way still reach the adapter until `drop`."""
+        """Forget a name; returns its number, by which requests that are under way still reach the adapter until
+        `drop`.
+        """
         self.require(name)
         with self._lock:
             return self.numbers.pop(name)
@@ -138,7 +160,10 @@ class AdapterRegistry:
                 self.hashes.pop(number, None)
 
     def read(self, number: int) -> Adapter:
-        """The adapter with its tensors. Raises AdapterError when its files are gone or are no longer those that were registered."""
+        """The adapter with its tensors.
+
+        Raises AdapterError when its files are gone or are no longer those that were registered.
+        """
         known = self._by_number[number]
         with self._lock:
             fresh = self._fresh.pop(number, None)
@@ -154,9 +179,11 @@ class AdapterRegistry:
         return adapter
 
     def is_unchanged(self, number: int) -> bool:
-        """Whether what is known by the adapter's content hash may stand for its files: not yet asked since `add`, or they look as they did then.
+        """Whether what is known by the adapter's content hash may stand for its files: not yet asked since `add`, or
+        they look as they did then.
 
-        It is no proof, and need not be one: what is kept under the content hash is what was registered. Only that files were changed may be told later.
+        It is no proof, and need not be one: what is kept under the content hash is what was registered. Only that files
+        were changed may be told later.
         """
         known = self._by_number[number]
         with self._lock:
@@ -172,7 +199,10 @@ class AdapterRegistry:
         """Raises RequestError for a name that is not registered."""
         if name not in self.numbers:
             known = ", ".join(sorted(self.numbers)[:20]) or "none"
-            raise RequestError(f"adapter {name!r} is not known; known: {known}; give it to LLM(adapters={{{name!r}: path}}) or add_adapter")
+            raise RequestError(
+                f"adapter {name!r} is not known; known: {known}; give it to LLM(adapters={{{name!r}: path}}) or "
+                "add_adapter"
+            )
 
     def by_number(self, number: int) -> KnownAdapter:
         """The adapter that a plan means."""
@@ -186,16 +216,23 @@ class AdapterRegistry:
     def _check_room(self, name: str, replace_name: bool) -> None:
         if name in self.numbers:
             if not replace_name:
-                raise RequestError(f"adapter {name!r} is there already; remove it first, replace it or choose another name")
+                raise RequestError(
+                    f"adapter {name!r} is there already; remove it first, replace it or choose another name"
+                )
         elif len(self.numbers) >= self.max_adapters:
-            raise RequestError(f"adapter {name!r} is one more than the {self.max_adapters} that are allowed; remove another first")
+            raise RequestError(
+                f"adapter {name!r} is one more than the {self.max_adapters} that are allowed; remove another first"
+            )
 
     def _resolve(self, name: str, path: str | Path) -> Path:
         if self.allowed_roots is None:
             return Path(path)
         directory = Path(os.path.realpath(path))
         if not any(directory.is_relative_to(root) for root in self.allowed_roots):
-            raise RequestError(f"adapter {name!r}: its path does not lie under a directory from which adapters may be loaded; move it there")
+            raise RequestError(
+                f"adapter {name!r}: its path does not lie under a directory from which adapters may be loaded; move "
+                "it there"
+            )
         return directory
 
 

@@ -1,9 +1,12 @@
-"""Adapters that were packed once, kept on disk as their slots' bytes, so that they come back without being read, checked and packed again.
+"""Adapters that were packed once, kept on disk as their slots' bytes, so that they come back without being read,
+checked and packed again.
 
-Two kinds of files lie beside the kept programs, in `adapters`. `<key>.slot` holds one adapter's slot of every stack: a header, with a checksum of each piece,
-and the bytes. `<key>.hash` holds the content hash of a PEFT adapter whose values were found good. The keys cover all that these follow from, the sources of
-the modules that make them included. $SIDESTREAM_ADAPTER_CACHE_GB bounds their size (32 unless given; 0: nothing is kept). Deleting them is always safe.
+Two kinds of files lie beside the kept programs, in `adapters`. `<key>.slot` holds one adapter's slot of every stack: a
+header, with a checksum of each piece, and the bytes. `<key>.hash` holds the content hash of a PEFT adapter whose values
+were found good. The keys cover all that these follow from, the sources of the modules that make them included.
+$SIDESTREAM_ADAPTER_CACHE_GB bounds their size (32 unless given; 0: nothing is kept). Deleting them is always safe.
 """
+
 import hashlib
 import json
 import logging
@@ -54,7 +57,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlotCache:
-    """What is kept of adapters on this machine. Reading never raises: what is damaged counts as absent and is removed (logged).
+    """What is kept of adapters on this machine. Reading never raises: what is damaged counts as absent and is removed
+    (logged).
 
     background   does the writing, when nothing else was asked for in a while
     """
@@ -66,17 +70,22 @@ class SlotCache:
 
     @classmethod
     def from_environment(cls) -> "SlotCache | None":
-        """The cache beside the kept programs; None when it is switched off. Raises OptionError for a size that is no number."""
+        """The cache beside the kept programs; None when it is switched off.
+
+        Raises OptionError for a size that is no number.
+        """
         given = os.environ.get(VARIABLE) or str(DEFAULT_GB)
         try:
             size = float(given)
         except ValueError:
             size = math.nan
         if not 0 <= size < 1e9:
-            raise OptionError(f"{VARIABLE}={given!r} must be a number of gigabytes, such as {DEFAULT_GB:.0f}; 0 keeps nothing")
+            raise OptionError(
+                f"{VARIABLE}={given!r} must be a number of gigabytes, such as {DEFAULT_GB:.0f}; 0 keeps nothing"
+            )
         return cls(CacheFolder(cache_directory() / "adapters", int(size * 1e9))) if size else None
 
-    # -- content hashes -------------------------------------------------------------------------------------------------------------
+    # -- content hashes --------------------------------------------------------------------------------------------
 
     def recall(self, source: str) -> str | None:
         """The content hash that was found for an adapter's `source`."""
@@ -99,7 +108,7 @@ class SlotCache:
         content = f"{name} {adapter.content_hash}".encode("ascii")
         self.background.later(lambda stopped: self._keep(name, len(content), lambda handle: _write(handle, content)))
 
-    # -- slots ----------------------------------------------------------------------------------------------------------------------
+    # -- slots -----------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         """Whether there is a slot of this key, good or damaged."""
@@ -120,7 +129,10 @@ class SlotCache:
         return not fault
 
     def save(self, key: str, memory: NDArray[np.uint8], stopped: threading.Event | None = None) -> None:
-        """Keep a slot; a full or read-only disk only costs the next start its time (logged). Raises Stopped once `stopped` is set, and has kept nothing."""
+        """Keep a slot; a full or read-only disk only costs the next start its time (logged).
+
+        Raises Stopped once `stopped` is set, and has kept nothing.
+        """
         size, piece = memory.nbytes, _piece(memory.nbytes)
 
         def fill(handle: int) -> None:
@@ -128,7 +140,7 @@ class SlotCache:
             sums = [0] * -(-size // piece)
             for first in range(0, size, piece):
                 for begin in range(first, min(first + piece, size), WRITTEN_AT_ONCE):
-                    part = memory[begin:min(begin + WRITTEN_AT_ONCE, first + piece)].data
+                    part = memory[begin : min(begin + WRITTEN_AT_ONCE, first + piece)].data
                     sums[first // piece] = zlib.crc32(part, sums[first // piece])
                     _write(handle, part)
                     if stopped is not None and stopped.wait(WRITE_PAUSE):
@@ -152,14 +164,25 @@ class SlotCache:
 
 
 def packing_key(
-    recipes: Mapping[str, Recipe], shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype, config: LlamaConfig, lora: LoraShape
+    recipes: Mapping[str, Recipe],
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    dtype: torch.dtype,
+    config: LlamaConfig,
+    lora: LoraShape,
 ) -> str:
-    """A hash of everything, but an adapter's content, that decides its slots' bytes: recipes, shapes and dtypes, sources, releases, the processor's kind."""
+    """A hash of everything, but an adapter's content, that decides its slots' bytes: recipes, shapes and dtypes,
+    sources, releases, the processor's kind.
+    """
     content = {
-        "sources": _sources(), "torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability(), "config": asdict(config),
-        "lora": [lora.rank, *lora.targets], "dtype": str(dtype), "slots": [[list(shape), str(kind)] for shape, kind in shapes],
+        "sources": _sources(),
+        "torch": torch.__version__,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "config": asdict(config),
+        "lora": [lora.rank, *lora.targets],
+        "dtype": str(dtype),
+        "slots": [[list(shape), str(kind)] for shape, kind in shapes],
         "recipes": [f"{name}: {recipe}" for name, recipe in recipes.items()],
-    }  # fmt: skip
+    }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -200,7 +223,7 @@ def _read_slot(handle: int, key: str, memory: NDArray[np.uint8]) -> str:
         return "its header is another's"
 
     def read(place: int) -> bool:
-        part = memory[place * piece:(place + 1) * piece]
+        part = memory[place * piece : (place + 1) * piece]
         read_fully(handle, part, start + place * piece)
         return zlib.crc32(part.data) == header.sums[place]
 
@@ -210,4 +233,4 @@ def _read_slot(handle: int, key: str, memory: NDArray[np.uint8]) -> str:
 def _write(handle: int, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
-        view = view[os.write(handle, view):]
+        view = view[os.write(handle, view) :]

@@ -1,4 +1,7 @@
-"""The adapters' way into the device's stacks, beside the steps: disk -> host memory -> slot, each on a thread of its own."""
+"""The adapters' way into the device's stacks, beside the steps: disk -> host memory -> slot, each on a thread of its
+own.
+"""
+
 import logging
 import queue
 import threading
@@ -37,7 +40,9 @@ NO_READ: Read = (-1, -1, None, -1)
 
 @dataclass
 class Flight:
-    """A copy that the device works on: its first and last event, and when its end is expected (time.monotonic; None: nobody knows)."""
+    """A copy that the device works on: its first and last event, and when its end is expected (time.monotonic; None:
+    nobody knows).
+    """
 
     slot: int
     number: int
@@ -51,20 +56,30 @@ class Flight:
 class AdapterStacks:
     """The stacks [S, ...] on the device, and what brings adapters into them.
 
-    `start` begins a copy into a slot that no step at work reads, `finished` tells which copies have ended; the caller lets no step use the slot in between.
-    A copy from host memory is a run of asynchronous copies on a stream of its own (`slot_copy`). One that is about to end is told early, so that the next
-    step can be planned with it: whoever launches a step calls `before_step` first, which has the device wait for what has not quite arrived.
-    `device_calls` must be held by whoever captures a CUDA graph: other threads must not call the device meanwhile.
+    `start` begins a copy into a slot that no step at work reads, `finished` tells which copies have ended; the caller
+    lets no step use the slot in between. A copy from host memory is a run of asynchronous copies on a stream of its own
+    (`slot_copy`). One that is about to end is told early, so that the next step can be planned with it: whoever
+    launches a step calls `before_step` first, which has the device wait for what has not quite arrived. `device_calls`
+    must be held by whoever captures a CUDA graph: other threads must not call the device meanwhile.
     """
 
-    def __init__(self, recipes: Mapping[str, Recipe], stacks: Mapping[str, torch.Tensor], registry: AdapterRegistry, lora: LoraShape, keep: int) -> None:
+    def __init__(
+        self,
+        recipes: Mapping[str, Recipe],
+        stacks: Mapping[str, torch.Tensor],
+        registry: AdapterRegistry,
+        lora: LoraShape,
+        keep: int,
+    ) -> None:
         self.stacks = dict(stacks)
         self.lora = lora
         self.device_calls = threading.Lock()
         self.store = AdapterStore(recipes, stacks, registry, lora, keep, self.device_calls)
         self._registry = registry
         self._device = next(iter(stacks.values())).device
-        self._copies_into = SlotCopies([[stacks[name][slot] for name in recipes] for slot in range(lora.slots)], self._device)
+        self._copies_into = SlotCopies(
+            [[stacks[name][slot] for name in recipes] for slot in range(lora.slots)], self._device
+        )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._reads: queue.PriorityQueue[Read] = queue.PriorityQueue()
         self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
@@ -98,7 +113,9 @@ class AdapterStacks:
             self.store.release(self.store.prepare(number))
 
     def finished(self, timeout: float = 0.0) -> list[Report]:
-        """(slot, number, None or what went wrong) of each `start` that has ended since the last call; waits up to `timeout` seconds for the first."""
+        """(slot, number, None or what went wrong) of each `start` that has ended since the last call; waits up to
+        `timeout` seconds for the first.
+        """
         until = time.monotonic() + timeout
         while True:
             self._look_at_flights()
@@ -115,8 +132,8 @@ class AdapterStacks:
     def note_step(self, now: float) -> None:
         """A step has ended (time.monotonic).
 
-        A step that is planned when one ends starts behind the one that starts then. So a copy that ends within the shortest of the last steps' times
-        counts as ended, and nobody waits for it; `lead_seconds` is a share of that.
+        A step that is planned when one ends starts behind the one that starts then. So a copy that ends within the
+        shortest of the last steps' times counts as ended, and nobody waits for it; `lead_seconds` is a share of that.
         """
         times = self._step_times
         times.append(now)
@@ -158,8 +175,12 @@ class AdapterStacks:
             return
         self._started = True
         owner = weakref.ref(self)  # the threads must not keep the stacks alive
-        threads = [threading.Thread(target=_work, args=(owner, name, jobs, self._device.type == "cuda"), name=f"adapter{name}", daemon=True)
-                   for name, jobs in (("_read", self._reads), ("_copy", self._copies))]
+        threads = [
+            threading.Thread(
+                target=_work, args=(owner, name, jobs, self._device.type == "cuda"), name=f"adapter{name}", daemon=True
+            )
+            for name, jobs in (("_read", self._reads), ("_copy", self._copies))
+        ]
         for thread in threads:
             thread.start()
         weakref.finalize(self, _stop, self._reads, self._copies, threads)
@@ -207,7 +228,9 @@ class AdapterStacks:
         except KeyError:
             return "the adapter was removed"
         if isinstance(error, AdapterError):
-            return f"adapter {known.name!r} could not be loaded: {str(error).replace(str(known.path), repr(known.name))}"
+            return (
+                f"adapter {known.name!r} could not be loaded: {str(error).replace(str(known.path), repr(known.name))}"
+            )
         if isinstance(error, OSError):
             return f"adapter {known.name!r} could not be loaded: {error.strerror or 'its files cannot be read'}"
         _log.error("adapter %r could not be loaded", known.name, exc_info=error)
@@ -226,8 +249,12 @@ def _work(owner: "weakref.ref[AdapterStacks]", name: str, jobs: Any, on_gpu: boo
         del stacks, job
 
 
-def _stop(reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]", threads: list[threading.Thread]) -> None:
-    """Ends the threads behind their present job and waits: an interpreter that exits while one is inside torch is terminated by the C++ runtime."""
+def _stop(
+    reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]", threads: list[threading.Thread]
+) -> None:
+    """Ends the threads behind their present job and waits: an interpreter that exits while one is inside torch is
+    terminated by the C++ runtime.
+    """
     reads.put(NO_READ)
     copies.put(None)
     for thread in threads:

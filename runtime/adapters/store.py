@@ -1,4 +1,7 @@
-"""Adapters in host memory, laid out as their slots: one block each, page-locked beside a GPU, so that a copy needs no further work."""
+"""Adapters in host memory, laid out as their slots: one block each, page-locked beside a GPU, so that a copy needs
+no further work.
+"""
+
 import math
 import mmap
 import threading
@@ -34,7 +37,9 @@ def block_starts(sizes: Sequence[int]) -> list[int]:
 
 
 def host_bytes(count: int) -> torch.Tensor:
-    """uint8 [count] that begins at a page; in huge pages where the system has them, which are found and locked hundreds of times faster."""
+    """uint8 [count] that begins at a page; in huge pages where the system has them, which are found and locked
+    hundreds of times faster.
+    """
     memory = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -42,22 +47,29 @@ def host_bytes(count: int) -> torch.Tensor:
 
 
 class Block:
-    """One adapter's slot of every stack, in the stacks' order: `tensors` and numpy's `bytes` are views of one contiguous piece of memory."""
+    """One adapter's slot of every stack, in the stacks' order:
+
+    `tensors` and numpy's `bytes` are views of one contiguous piece of memory.
+    """
 
     def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
         starts = block_starts(sizes)
         self.memory = host_bytes(starts[-1])
         self.bytes = self.memory.numpy()
-        self.tensors = [self.memory[first:first + size].view(dtype).view(shape) for first, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)]
+        self.tensors = [
+            self.memory[first : first + size].view(dtype).view(shape)
+            for first, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)
+        ]
         self.holds = 0
         self.locked = False
 
     def page_lock(self, device_calls: Any, gently: bool) -> None:
-        """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical adapter.
+        """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical
+        adapter.
 
-        `gently`: a piece at a time, with pauses; for a whole adapter the call takes tens of milliseconds. The memory should have been written before, or
-        the call also has to find and clear its pages.
+        `gently`: a piece at a time, with pauses; for a whole adapter the call takes tens of milliseconds. The memory
+        should have been written before, or the call also has to find and clear its pages.
         """
         runtime = torch.cuda.cudart()
         for piece in self.memory.split(PIECE if gently else self.memory.numel()):
@@ -65,7 +77,10 @@ class Block:
             with device_calls:
                 error = int(runtime.cudaHostRegister(pointer, piece.nbytes, 0))
             if error:
-                raise MemoryError(f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); lower max_cpu_loras")
+                raise MemoryError(
+                    f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error "
+                    f"{error}); lower max_cpu_loras"
+                )
             weakref.finalize(self, runtime.cudaHostUnregister, pointer).atexit = False
             if gently:
                 time.sleep(LOCK_PAUSE)
@@ -75,22 +90,29 @@ class Block:
 class AdapterStore:
     """At most `keep` adapters, the most recently used ones; safe for several threads.
 
-    `recipes`: stack name -> how an adapter's own A and B become its slot. Blocks are made when they are first needed and used again; while `use`d, a block
-    is never given to another adapter. `device_calls` is held while memory is page-locked, bit by bit once `gently` is set: when steps run.
+    `recipes`: stack name -> how an adapter's own A and B become its slot. Blocks are made when they are first needed
+    and used again; while `use`d, a block is never given to another adapter. `device_calls` is held while memory is
+    page-locked, bit by bit once `gently` is set: when steps run.
 
     cache   what is kept of packed adapters between runs (the registry's), or None
     """
 
     def __init__(
-        self, recipes: Mapping[str, Recipe], stacks: Mapping[str, torch.Tensor], registry: AdapterRegistry, lora: LoraShape, keep: int,
+        self,
+        recipes: Mapping[str, Recipe],
+        stacks: Mapping[str, torch.Tensor],
+        registry: AdapterRegistry,
+        lora: LoraShape,
+        keep: int,
         device_calls: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._registry = registry
         self._lora = lora
         self._keep = max(1, keep)
         self._device_calls = device_calls
         dtypes = {stack.dtype for stack in stacks.values()}
-        self._dtype = torch.bfloat16 if dtypes & {torch.float8_e4m3fn, torch.int8} else next(iter(dtypes))  # of what the recipes start from: scales are fp32
+        # of what the recipes start from: scales are fp32
+        self._dtype = torch.bfloat16 if dtypes & {torch.float8_e4m3fn, torch.int8} else next(iter(dtypes))
         self._pinned = next(iter(stacks.values())).device.type == "cuda"
         self._shapes = [(tuple(stacks[name].shape[1:]), stacks[name].dtype) for name in recipes]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
@@ -122,12 +144,16 @@ class AdapterStore:
         """Undo one `use`."""
         with self._lock:
             block.holds -= 1
-            while self._made > self._keep and (victim := self._victim()) is not None:  # more were held at once than may be kept
+            # more were held at once than may be kept
+            while self._made > self._keep and (victim := self._victim()) is not None:
                 del self._blocks[victim]
                 self._made -= 1
 
     def prepare(self, number: int) -> Block:
-        """The adapter's block as `use` gives it; if it is not here, it is taken from the cache, else read and packed. Raises AdapterError or OSError."""
+        """The adapter's block as `use` gives it; if it is not here, it is taken from the cache, else read and packed.
+
+        Raises AdapterError or OSError.
+        """
         with self._preparing:
             block = self.use(number)
             if block is not None:
@@ -159,7 +185,10 @@ class AdapterStore:
             return block
 
     def keep(self, number: int, content_hash: str, stopped: threading.Event | None = None) -> None:
-        """Write the adapter's block to the cache, if both are here and it is not there. Raises Stopped once `stopped` is set."""
+        """Write the adapter's block to the cache, if both are here and it is not there.
+
+        Raises Stopped once `stopped` is set.
+        """
         with self._lock:
             block = self._blocks.get(number)
             if block is None or self.cache is None:
@@ -197,7 +226,9 @@ class AdapterStore:
         return adapter
 
     def _pack(self, adapter: Adapter, block: Block) -> None:
-        self._packing.pack(lambda name: slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype), block.tensors)
+        self._packing.pack(
+            lambda name: slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype), block.tensors
+        )
 
     def forget(self, number: int) -> None:
         """Drop a removed adapter's block."""

@@ -1,4 +1,5 @@
 """`AsyncClient`: speaks with a server from an asyncio program. `docs/protocol.md` says what goes over the wire."""
+
 import asyncio
 import contextlib
 import itertools
@@ -31,24 +32,34 @@ class AsyncClient:
             async for chunk in client.stream("To be", SamplingParams(max_tokens=32), adapter="poetry"):
                 print(chunk.text, end="")
 
-    address          `ipc://...` or `tcp://host:port`; None: $SIDESTREAM_ADDRESS, or where `sidestream serve` listens by default
+    address          `ipc://...` or `tcp://host:port`; None: $SIDESTREAM_ADDRESS, or where `sidestream serve` listens by
+                     default
     keys             this client's folder of `sidestream keygen`; needed for tcp beyond the loopback
     connect_timeout  seconds to wait for a server that is not there, or still loads, before EngineDeadError
     call_timeout     seconds to wait for the answer to a call (adapters, stats, health) before TimeoutError
-    silence_seconds  after so many seconds without a sign of life the engine counts as dead; None: what the server names. A killed engine is noticed at
-                     once, as its connection breaks; this is for one that hangs or a network that is gone.
+    silence_seconds  after so many seconds without a sign of life the engine counts as dead; None: what the server
+                     names. A killed engine is noticed at once, as its connection breaks; this is for one that hangs or
+                     a network that is gone.
 
-    It connects at the first use, and again at the first use after a loss. What was open when the engine died raises EngineDeadError and is not repeated.
-    Belongs to one loop and is not thread-safe: other threads use `Client`, or a client of their own. Chunks are taken off the wire at once and wait in
-    this process, so a slow consumer holds up nobody; an answer's size is bounded by its max_tokens.
+    It connects at the first use, and again at the first use after a loss. What was open when the engine died raises
+    EngineDeadError and is not repeated. Belongs to one loop and is not thread-safe: other threads use `Client`, or a
+    client of their own. Chunks are taken off the wire at once and wait in this process, so a slow consumer holds up
+    nobody; an answer's size is bounded by its max_tokens.
 
-    Raises RequestError (a fault of the request), EngineDeadError, OverloadedError (try again later), DeadlineError, ServerError (all others), TimeoutError.
+    Raises RequestError (a fault of the request), EngineDeadError, OverloadedError (try again later), DeadlineError,
+    ServerError (all others), TimeoutError.
     """
 
     def __init__(
-        self, address: str | None = None, *, keys: str | Path | ClientKeys | None = None, connect_timeout: float = CONNECT_SECONDS,
-        call_timeout: float = CALL_SECONDS, silence_seconds: float | None = None, name: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        address: str | None = None,
+        *,
+        keys: str | Path | ClientKeys | None = None,
+        connect_timeout: float = CONNECT_SECONDS,
+        call_timeout: float = CALL_SECONDS,
+        silence_seconds: float | None = None,
+        name: str = "",
+    ) -> None:
         self.address = parse(default_address() if address is None else address)
         client_keys = load_client_keys(keys) if isinstance(keys, (str, Path)) else keys
         check_keys(self.address, client_keys is not None)
@@ -59,7 +70,10 @@ class AsyncClient:
         self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
 
     async def connect(self) -> Welcome:
-        """Connect, unless that is done; what the server is and may be asked. Raises EngineDeadError when nothing answers within connect_timeout."""
+        """Connect, unless that is done; what the server is and may be asked.
+
+        Raises EngineDeadError when nothing answers within connect_timeout.
+        """
         return await self._connection.connect()
 
     async def close(self) -> None:
@@ -74,18 +88,34 @@ class AsyncClient:
         await self.close()
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, adapter: str | None = None, *, priority: int = 0,
-        deadline_seconds: float | None = None, timeout: float | None = None, request_id: str | None = None, stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
-        """One prompt's answer as it grows; the last chunk has `usage`. It is asked for at the first chunk that is awaited.
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        """One prompt's answer as it grows; the last chunk has `usage`. It is asked for at the first chunk that is
+        awaited.
 
-        Leaving early (break and aclose, cancellation) aborts the request. `timeout`: longest wait for a chunk, in seconds, before TimeoutError.
-        `deadline_seconds`: the server ends the request then, with DeadlineError. `request_id`: for `abort`, unique among this client's open requests.
-        `stream=False`: the server sends the answer when it is complete.
+        Leaving early (break and aclose, cancellation) aborts the request. `timeout`: longest wait for a chunk, in
+        seconds, before TimeoutError. `deadline_seconds`: the server ends the request then, with DeadlineError.
+        `request_id`: for `abort`, unique among this client's open requests. `stream=False`: the server sends the answer
+        when it is complete.
         """
         message = submission(
-            request_id or f"r{next(self._requests_made)}", prompt, sampling_params or SamplingParams(), adapter, stream=stream, priority=priority,
-            deadline_seconds=deadline_seconds)  # fmt: skip
+            request_id or f"r{next(self._requests_made)}",
+            prompt,
+            sampling_params or SamplingParams(),
+            adapter,
+            stream=stream,
+            priority=priority,
+            deadline_seconds=deadline_seconds,
+        )
         for attempt in range(2):
             await self.connect()
             request = self._connection.submit(message)
@@ -96,19 +126,27 @@ class AsyncClient:
                     if chunk.usage is not None:
                         return
             except EngineDeadError as problem:
-                if attempt or request.accepted or problem.code not in _UNHEARD:  # a request that was never heard may be sent again
+                # a request that was never heard may be sent again
+                if attempt or request.accepted or problem.code not in _UNHEARD:
                     raise
             finally:
                 self._connection.leave(request)
 
     async def generate(
-        self, prompts: Any, sampling_params: Any = None, adapter: Any = None, *, priority: int = 0, deadline_seconds: float | None = None,
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        adapter: Any = None,
+        *,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
         timeout: float | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
-        """The whole answers, in the order of the prompts, as `LLM.generate` gives them (token ids of a text prompt are not sent back: that list is empty).
+    ) -> list[RequestOutput]:
+        """The whole answers, in the order of the prompts, as `LLM.generate` gives them (token ids of a text prompt are
+        not sent back: that list is empty).
 
-        sampling_params and adapter are one for all prompts, or a list of one for each. `timeout`: seconds for all together, before TimeoutError.
-        The first error is raised, and the other requests are aborted.
+        sampling_params and adapter are one for all prompts, or a list of one for each. `timeout`: seconds for all
+        together, before TimeoutError. The first error is raised, and the other requests are aborted.
         """
         items = prompt_list(prompts)
         params = one_for_each("sampling_params", sampling_params, len(items), SamplingParams())
@@ -118,7 +156,14 @@ class AsyncClient:
         async def one(index: int) -> RequestOutput:
             async with at_once:
                 assembly = Assembly(str(index), items[index], adapters[index], params[index].n)
-                chunks = self.stream(items[index], params[index], adapters[index], priority=priority, deadline_seconds=deadline_seconds, stream=False)
+                chunks = self.stream(
+                    items[index],
+                    params[index],
+                    adapters[index],
+                    priority=priority,
+                    deadline_seconds=deadline_seconds,
+                    stream=False,
+                )
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
                         assembly.add(chunk)
@@ -137,12 +182,23 @@ class AsyncClient:
         raise failure
 
     async def abort(self, request_id: str) -> None:
-        """End an open request; its stream gets a last chunk with finish_reason `abort`. An id that is not open is ignored."""
+        """End an open request; its stream gets a last chunk with finish_reason `abort`.
+
+        An id that is not open is ignored.
+        """
         self._connection.abort(request_id)
 
-    async def load_adapter(self, name: str, path: str | Path, replace: bool = False, timeout: float | None = None) -> None:
-        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name is taken."""
-        await self._call(lambda call: protocol.LoadAdapter(call=call, name=name, path=str(path), replace=replace), protocol.Done, timeout)
+    async def load_adapter(
+        self, name: str, path: str | Path, replace: bool = False, timeout: float | None = None
+    ) -> None:
+        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name
+        is taken.
+        """
+        await self._call(
+            lambda call: protocol.LoadAdapter(call=call, name=name, path=str(path), replace=replace),
+            protocol.Done,
+            timeout,
+        )
 
     async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
         """Forget an adapter."""
@@ -157,9 +213,14 @@ class AsyncClient:
         return (await self._call(lambda call: protocol.GetStats(call=call), protocol.Stats, timeout)).values
 
     async def health(self, timeout: float | None = None) -> Health:
-        """Whether requests are served; also answered while the engine loads. Raises EngineDeadError when nothing answers within `timeout`."""
+        """Whether requests are served; also answered while the engine loads.
+
+        Raises EngineDeadError when nothing answers within `timeout`.
+        """
         try:
-            return await self._connection.ask(lambda call: protocol.GetHealth(call=call), Health, self.connect_timeout if timeout is None else timeout)
+            return await self._connection.ask(
+                lambda call: protocol.GetHealth(call=call), Health, self.connect_timeout if timeout is None else timeout
+            )
         except (TimeoutError, AddressError) as problem:
             raise EngineDeadError(f"nothing answers at {self.address}: {problem}", "engine_dead") from None
 

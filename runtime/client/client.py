@@ -1,4 +1,8 @@
-"""`Client`: speaks with a server from blocking code. An `AsyncClient` on a loop in a thread of its own does the work, heartbeats included."""
+"""`Client`: speaks with a server from blocking code.
+
+An `AsyncClient` on a loop in a thread of its own does the work, heartbeats included.
+"""
+
 import asyncio
 import queue
 import threading
@@ -25,16 +29,29 @@ class Client:
             for chunk in client.stream("To be", adapter="poetry"):
                 print(chunk.text, end="")
 
-    Arguments, errors and behaviour are those of `AsyncClient`. Thread-safe: any thread may call anything, and calls of several threads share the
-    connection (an iterator of `stream` belongs to one thread at a time). Not usable in a forked child. Ctrl-C during a call aborts its requests.
+    Arguments, errors and behaviour are those of `AsyncClient`. Thread-safe: any thread may call anything, and calls of
+    several threads share the connection (an iterator of `stream` belongs to one thread at a time). Not usable in a
+    forked child. Ctrl-C during a call aborts its requests.
     """
 
     def __init__(
-        self, address: str | None = None, *, keys: str | Path | ClientKeys | None = None, connect_timeout: float = CONNECT_SECONDS,
-        call_timeout: float = CALL_SECONDS, silence_seconds: float | None = None, name: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        address: str | None = None,
+        *,
+        keys: str | Path | ClientKeys | None = None,
+        connect_timeout: float = CONNECT_SECONDS,
+        call_timeout: float = CALL_SECONDS,
+        silence_seconds: float | None = None,
+        name: str = "",
+    ) -> None:
         self._client = AsyncClient(
-            address, keys=keys, connect_timeout=connect_timeout, call_timeout=call_timeout, silence_seconds=silence_seconds, name=name)  # fmt: skip
+            address,
+            keys=keys,
+            connect_timeout=connect_timeout,
+            call_timeout=call_timeout,
+            silence_seconds=silence_seconds,
+            name=name,
+        )
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._closed = False
@@ -46,7 +63,10 @@ class Client:
         return self._wait(self._client.connect())
 
     def close(self) -> None:
-        """End the connection and the thread; open requests are aborted and raise EngineDeadError. May be called twice."""
+        """End the connection and the thread; open requests are aborted and raise EngineDeadError.
+
+        May be called twice.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -69,20 +89,46 @@ class Client:
         self.close()
 
     def generate(
-        self, prompts: Any, sampling_params: Any = None, adapter: Any = None, *, priority: int = 0, deadline_seconds: float | None = None,
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        adapter: Any = None,
+        *,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
         timeout: float | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """The whole answers, in the order of the prompts; see `AsyncClient.generate`."""
         return self._wait(
-            self._client.generate(prompts, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout))  # fmt: skip
+            self._client.generate(
+                prompts, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout
+            )
+        )
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, adapter: str | None = None, *, priority: int = 0,
-        deadline_seconds: float | None = None, timeout: float | None = None, request_id: str | None = None,
-    ) -> Generator[Chunk, None, None]:  # fmt: skip
-        """One prompt's answer as it grows; the last chunk has `usage`. Asked for at the first chunk; leaving early (break, close) aborts it."""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+    ) -> Generator[Chunk, None, None]:
+        """One prompt's answer as it grows; the last chunk has `usage`.
+
+        Asked for at the first chunk; leaving early (break, close) aborts it.
+        """
         chunks = self._client.stream(
-            prompt, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout, request_id=request_id)  # fmt: skip
+            prompt,
+            sampling_params,
+            adapter,
+            priority=priority,
+            deadline_seconds=deadline_seconds,
+            timeout=timeout,
+            request_id=request_id,
+        )
         arrived: queue.SimpleQueue[Chunk | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -109,11 +155,16 @@ class Client:
             pumping.cancel()
 
     def abort(self, request_id: str) -> None:
-        """End an open request by its id; its stream gets a last chunk with finish_reason `abort`. An id that is not open is ignored."""
+        """End an open request by its id; its stream gets a last chunk with finish_reason `abort`.
+
+        An id that is not open is ignored.
+        """
         self._wait(self._client.abort(request_id))
 
     def load_adapter(self, name: str, path: str | Path, replace: bool = False, timeout: float | None = None) -> None:
-        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name is taken."""
+        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name
+        is taken.
+        """
         self._wait(self._client.load_adapter(name, path, replace, timeout))
 
     def unload_adapter(self, name: str, timeout: float | None = None) -> None:
@@ -129,7 +180,10 @@ class Client:
         return self._wait(self._client.stats(timeout))
 
     def health(self, timeout: float | None = None) -> Health:
-        """Whether requests are served; also answered while the engine loads. Raises EngineDeadError when nothing answers."""
+        """Whether requests are served; also answered while the engine loads.
+
+        Raises EngineDeadError when nothing answers.
+        """
         return self._wait(self._client.health(timeout))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Any:

@@ -1,4 +1,8 @@
-"""A client's connection: greeting, heartbeats, what is open, and who is told when it breaks. `docs/protocol.md` is the specification."""
+"""A client's connection: greeting, heartbeats, what is open, and who is told when it breaks.
+
+`docs/protocol.md` is the specification.
+"""
+
 import asyncio
 import contextlib
 import itertools
@@ -25,7 +29,14 @@ T = TypeVar("T", bound=Message)
 class Connection:
     """Connects when it is asked to, and again after a loss. Belongs to one asyncio loop."""
 
-    def __init__(self, address: Address, keys: ClientKeys | None, connect_timeout: float, silence_seconds: float | None, name: str) -> None:
+    def __init__(
+        self,
+        address: Address,
+        keys: ClientKeys | None,
+        connect_timeout: float,
+        silence_seconds: float | None,
+        name: str,
+    ) -> None:
         self.address, self.keys = address, keys
         self.connect_timeout, self.silence_seconds = connect_timeout, silence_seconds
         self._name = (name or f"python-{os.getpid()}")[:256]
@@ -42,13 +53,17 @@ class Connection:
         self._closed = False
 
     async def connect(self) -> Welcome:
-        """What the server is; connects if that is not done. Raises EngineDeadError when nothing answers within connect_timeout."""
+        """What the server is; connects if that is not done.
+
+        Raises EngineDeadError when nothing answers within connect_timeout.
+        """
         self._check_open()
         if self._welcome is not None:
             return self._welcome
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
-            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())  # told to whoever waits, if anybody still does
+            # told to whoever waits, if anybody still does
+            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._connecting)
 
     def close(self) -> None:
@@ -58,7 +73,7 @@ class Connection:
             self._connecting.cancel()
         if self._open and self._welcome is not None:
             with contextlib.suppress(ServerError):
-                self._send(protocol.Abort(request_ids=list(self._open)[:protocol.MAX_OPEN_REQUESTS]))
+                self._send(protocol.Abort(request_ids=list(self._open)[: protocol.MAX_OPEN_REQUESTS]))
         self._lose(EngineDeadError("the client was closed", "engine_dead"), linger=True)
 
     def submit(self, message: protocol.Submit) -> OpenRequest:
@@ -103,7 +118,9 @@ class Connection:
         finally:
             self._calls.pop(number, None)
         if not isinstance(reply, kind):
-            raise ServerError(f"the server answered with {type(reply).__name__} where {kind.__name__} was due", "bad_frame")
+            raise ServerError(
+                f"the server answered with {type(reply).__name__} where {kind.__name__} was due", "bad_frame"
+            )
         return reply
 
     def _check_open(self) -> None:
@@ -143,7 +160,9 @@ class Connection:
                 self._greeting = None
             await asyncio.sleep(min(pause, max(0.0, give_up - time.monotonic())))
         self._lose(EngineDeadError("the server did not answer", "engine_dead"))
-        raise EngineDeadError(f"nothing serves at {self.address} (waited {self.connect_timeout:g} s): {problem}", "engine_dead")
+        raise EngineDeadError(
+            f"nothing serves at {self.address} (waited {self.connect_timeout:g} s): {problem}", "engine_dead"
+        )
 
     def _send(self, message: Message) -> None:
         if self._link is None:
@@ -171,7 +190,9 @@ class Connection:
                 continue
             silence = welcome.silence_seconds if self.silence_seconds is None else self.silence_seconds
             if now - self._heard > silence:
-                self._lose(EngineDeadError(f"the engine gave no sign of life for {now - self._heard:.1f} s", "engine_dead"))
+                self._lose(
+                    EngineDeadError(f"the engine gave no sign of life for {now - self._heard:.1f} s", "engine_dead")
+                )
             elif now - self._sent >= pause / 2:
                 with contextlib.suppress(ServerError):
                     self._send(protocol.Beat())
@@ -197,7 +218,9 @@ class Connection:
         try:
             frame = protocol.decode_from_server(data)
         except protocol.FrameError as problem:
-            self._lose(ServerError(f"what answers at {self.address} does not speak this protocol: {problem}", problem.code))
+            self._lose(
+                ServerError(f"what answers at {self.address} does not speak this protocol: {problem}", problem.code)
+            )
             return
         message = frame.message
         if isinstance(message, protocol.Error):

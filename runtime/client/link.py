@@ -1,7 +1,9 @@
 """A client's socket on an asyncio loop: frames out, frames in, and the news that the other side is gone.
 
-pyzmq's own asyncio sockets make a future for each frame; here one callback takes in all that has arrived, which a client of hundreds of streams needs.
+pyzmq's own asyncio sockets make a future for each frame; here one callback takes in all that has arrived, which a
+client of hundreds of streams needs.
 """
+
 import asyncio
 import contextlib
 from collections.abc import Callable
@@ -15,20 +17,34 @@ from ..wire.addresses import Address
 from ..wire.keys import ClientKeys
 from ..wire.protocol import MAX_FRAME_BYTES
 
-_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 _FRAMES_AT_ONCE = 256
 _LINGER_MS = 200
 _WAITING_FRAMES = 10000
 
 
 class ClientLink:
-    """One DEALER, from its connection to that connection's end; never used for a second one, so nothing that is meant for an engine reaches its successor.
+    """One DEALER, from its connection to that connection's end; never used for a second one, so nothing that is meant
+    for an engine reaches its successor.
 
-    `on_frame(bytes)` is called for each frame, `on_lost(problem)` when the connection is cut (EngineDeadError) or refused (another ServerError); it must
-    close the link. Belongs to the loop that runs when it is made; not thread-safe.
+    `on_frame(bytes)` is called for each frame, `on_lost(problem)` when the connection is cut (EngineDeadError) or
+    refused (another ServerError); it must close the link. Belongs to the loop that runs when it is made; not
+    thread-safe.
     """
 
-    def __init__(self, address: Address, keys: ClientKeys | None, on_frame: Callable[[bytes], None], on_lost: Callable[[ServerError], None]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        keys: ClientKeys | None,
+        on_frame: Callable[[bytes], None],
+        on_lost: Callable[[ServerError], None],
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_frame, self._on_lost = on_frame, on_lost
         self._scheduled = False
@@ -36,9 +52,14 @@ class ClientLink:
         self._connected = False
         self._socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
         settings = {
-            zmq.LINGER: 0, zmq.MAXMSGSIZE: MAX_FRAME_BYTES, zmq.SNDHWM: _WAITING_FRAMES, zmq.RCVHWM: _WAITING_FRAMES, zmq.RECONNECT_IVL: 50,
-            zmq.RECONNECT_IVL_MAX: 500, zmq.IPV6: int(":" in address.host),
-        }  # fmt: skip
+            zmq.LINGER: 0,
+            zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
+            zmq.SNDHWM: _WAITING_FRAMES,
+            zmq.RCVHWM: _WAITING_FRAMES,
+            zmq.RECONNECT_IVL: 50,
+            zmq.RECONNECT_IVL_MAX: 500,
+            zmq.IPV6: int(":" in address.host),
+        }
         for option, value in settings.items():
             self._socket.setsockopt(option, value)
         if keys is not None:
@@ -114,9 +135,17 @@ class ClientLink:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                lost = ServerError("the engine does not admit this client's key; add it with `sidestream keygen` on the engine's side", "forbidden")
+                lost = ServerError(
+                    "the engine does not admit this client's key; add it with `sidestream keygen` on the engine's side",
+                    "forbidden",
+                )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 lost = ServerError(
-                    "the other side does not speak this protocol, or needs (other) keys; give this client's folder of `sidestream keygen`", "forbidden")
+                    "the other side does not speak this protocol, or needs (other) keys; give this client's folder "
+                    "of `sidestream keygen`",
+                    "forbidden",
+                )
             elif event == zmq.EVENT_DISCONNECTED and self._connected:
-                lost = lost or EngineDeadError("the connection to the engine was cut: it died or was stopped", "engine_dead")
+                lost = lost or EngineDeadError(
+                    "the connection to the engine was cut: it died or was stopped", "engine_dead"
+                )

@@ -1,4 +1,5 @@
 """A client's open requests: what is asked as a message, and chunks put together as outputs. Knows no socket."""
+
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,13 +17,18 @@ _LATER = frozenset({"loading", "draining", "overloaded", "too_many_requests", "s
 
 
 def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter: str | None, **more: Any) -> Submit:
-    """The message that asks for one prompt's completions. Raises RequestError for what could not travel; the server checks the rest."""
+    """The message that asks for one prompt's completions.
+
+    Raises RequestError for what could not travel; the server checks the rest.
+    """
     text, ids = _parts(prompt)
     if text is not None and len(text) > MAX_PROMPT_CHARACTERS:
         raise RequestError(f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} can be sent")
     if ids is not None and len(ids) > MAX_PROMPT_TOKENS:
         raise RequestError(f"the prompt has {len(ids)} token ids; at most {MAX_PROMPT_TOKENS} can be sent")
-    return Submit(request_id=request_id, prompt=text, prompt_token_ids=ids, adapter=adapter, sampling=sampling_of(params), **more)
+    return Submit(
+        request_id=request_id, prompt=text, prompt_token_ids=ids, adapter=adapter, sampling=sampling_of(params), **more
+    )
 
 
 def sampling_of(params: SamplingParams) -> Sampling:
@@ -45,7 +51,9 @@ def one_for_each(name: str, value: Any, count: int, default: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [default if value is None else value] * count
     if len(value) != count:
-        raise RequestError(f"{name} has {len(value)} entries for {count} prompts; give one for each, or a single one for all")
+        raise RequestError(
+            f"{name} has {len(value)} entries for {count} prompts; give one for each, or a single one for all"
+        )
     return [default if entry is None else entry for entry in value]
 
 
@@ -95,7 +103,9 @@ class OpenRequest:
             return
         known = self._received.get(chunk.index, 0)
         if chunk.first != known:
-            self.fail(ServerError(f"tokens {known} to {chunk.first} of request {self.request_id} did not arrive", "bad_frame"))
+            self.fail(
+                ServerError(f"tokens {known} to {chunk.first} of request {self.request_id} did not arrive", "bad_frame")
+            )
             return
         self.accepted = True
         self._received[chunk.index] = known + len(chunk.token_ids)
@@ -128,7 +138,9 @@ class Assembly:
 
     def __init__(self, request_id: str, prompt: Prompt, adapter: str | None, choices: int) -> None:
         text, ids = _parts(prompt)
-        self.output = RequestOutput(request_id, text, ids or [], [CompletionOutput(index) for index in range(choices)], False, adapter)
+        self.output = RequestOutput(
+            request_id, text, ids or [], [CompletionOutput(index) for index in range(choices)], False, adapter
+        )
 
     def add(self, chunk: Chunk) -> None:
         """Take a chunk in. Raises ServerError for a completion that was not asked for."""
@@ -138,9 +150,14 @@ class Assembly:
         completion.text += chunk.text
         completion.token_ids.extend(chunk.token_ids)
         if chunk.logprobs is not None:
-            entries = [{token.token_id: Logprob(token.logprob, token.rank, token.text) for token in reversed(place)} for place in chunk.logprobs]
+            entries = [
+                {token.token_id: Logprob(token.logprob, token.rank, token.text) for token in reversed(place)}
+                for place in chunk.logprobs
+            ]
             completion.logprobs = (completion.logprobs or []) + [dict(reversed(entry.items())) for entry in entries]
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(place[0].logprob for place in chunk.logprobs if place)
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
+                place[0].logprob for place in chunk.logprobs if place
+            )
         if chunk.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
         self.output.finished = self.output.finished or chunk.usage is not None

@@ -1,4 +1,5 @@
 """Which program serves a step: the smallest bucket that holds it."""
+
 from dataclasses import dataclass
 
 from ...compiler.program.program import Bucket
@@ -14,8 +15,9 @@ MIXED_SEQUENCES = (8, 64)
 class Buckets:
     """The engine's buckets.
 
-    On a GPU: decode buckets of 1, 2, 4, 8, then every 8 to 64 and every 16 beyond; mixed buckets of 64, 128, 192, 256, 384, ... tokens and few,
-    some or all sequences. `rounded` (the CPU, where a padded row costs as much as a real one): everything rounded up to powers of two.
+    On a GPU: decode buckets of 1, 2, 4, 8, then every 8 to 64 and every 16 beyond; mixed buckets of 64, 128, 192, 256,
+    384, ... tokens and few, some or all sequences. `rounded` (the CPU, where a padded row costs as much as a real one):
+    everything rounded up to powers of two.
     """
 
     max_num_seqs: int
@@ -33,7 +35,9 @@ class Buckets:
     def mixed_sizes(self) -> list[int]:
         """Token counts of the mixed buckets, ascending; the last is max_num_batched_tokens."""
         sizes = [SMALLEST_MIXED << power for power in range(self.max_num_batched_tokens.bit_length())]
-        sizes = sorted(size for base in sizes for size in ((base,) if base == SMALLEST_MIXED else (base, base + base // 2)))
+        sizes = sorted(
+            size for base in sizes for size in ((base,) if base == SMALLEST_MIXED else (base, base + base // 2))
+        )
         return [size for size in sizes if size < self.max_num_batched_tokens] + [self.max_num_batched_tokens]
 
     def sequence_sizes(self) -> list[int]:
@@ -45,14 +49,22 @@ class Buckets:
         return self._make(self.max_num_batched_tokens, self.max_num_seqs, decode=False, lora=self.lora)
 
     def warm_up_buckets(self) -> list[Bucket]:
-        """Mixed buckets among which every kernel of a prompt's step is met: one for each token count, with its LoRA-free twin."""
+        """Mixed buckets among which every kernel of a prompt's step is met: one for each token count, with its
+        LoRA-free twin.
+        """
         twins = (True, False) if self.lora else (False,)
-        return [self._make(tokens, self.sequence_sizes()[0], decode=False, lora=lora) for tokens in self.mixed_sizes() for lora in twins]
+        return [
+            self._make(tokens, self.sequence_sizes()[0], decode=False, lora=lora)
+            for tokens in self.mixed_sizes()
+            for lora in twins
+        ]
 
     def decode_buckets(self) -> list[Bucket]:
         """Every decode bucket, largest first, with its LoRA-free twin."""
         twins = (True, False) if self.lora else (False,)
-        return [self._make(size, size, decode=True, lora=lora) for size in reversed(self.decode_sizes()) for lora in twins]
+        return [
+            self._make(size, size, decode=True, lora=lora) for size in reversed(self.decode_sizes()) for lora in twins
+        ]
 
     def pick(self, plan: StepPlan) -> Bucket:
         """The bucket for a step."""
@@ -61,11 +73,17 @@ class Buckets:
         if self.rounded:
             tokens = min(next_power_of_2(tokens), self.max_num_batched_tokens)
             sequences = min(next_power_of_2(sequences), self.max_num_seqs)
-            return self._make(sequences, sequences, True, lora) if plan.decode else self._make(max(tokens, sequences), sequences, False, lora)
+            return (
+                self._make(sequences, sequences, True, lora)
+                if plan.decode
+                else self._make(max(tokens, sequences), sequences, False, lora)
+            )
         if plan.decode:
             size = _at_least(self.decode_sizes(), sequences)
             return self._make(size, size, True, lora)
-        return self._make(_at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, lora)
+        return self._make(
+            _at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, lora
+        )
 
     def _make(self, tokens: int, sequences: int, decode: bool, lora: bool) -> Bucket:
         return Bucket(tokens, sequences, self.pages, self.blocks, decode, lora)

@@ -1,4 +1,5 @@
 """Does it fit? What a device's memory is needed for, and how many KV pages the rest holds."""
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ def sampling_bytes(rows: int, vocabulary: int) -> int:
 def plan_pages(demand: Demand, free: int, total: int, utilization: float, max_model_len: int, max_num_seqs: int) -> int:
     """How many KV pages fit.
 
-    free, total: the device's bytes before anything of this engine is there. At most as many pages as max_num_seqs sequences of max_model_len can
-    use. Raises CapacityError, saying how much is missing and what to change.
+    free, total: the device's bytes before anything of this engine is there. At most as many pages as max_num_seqs
+    sequences of max_model_len can use. Raises CapacityError, saying how much is missing and what to change.
     """
     budget = min(int(total * utilization), free)
     others = total - free
@@ -65,14 +66,20 @@ def plan_pages(demand: Demand, free: int, total: int, utilization: float, max_mo
         if demand.adapters:
             remedies.append("lower max_loras or max_lora_rank (adapters)")
         raise CapacityError(
-            f"{_gib(missing)} of device memory are missing: weights {_gib(demand.weights)} + adapter stacks {_gib(demand.adapters)} + activations "
-            f"{_gib(demand.activations)} + reserve {_gib(demand.reserve)} + KV cache for one sequence of max_model_len={max_model_len} "
-            f"{_gib(need * demand.page)} exceed the {_gib(budget)} that may be used of {_gib(total)}; " + ", or ".join(remedies))
+            f"{_gib(missing)} of device memory are missing: weights {_gib(demand.weights)} + adapter stacks "
+            f"{_gib(demand.adapters)} + activations "
+            f"{_gib(demand.activations)} + reserve {_gib(demand.reserve)} + KV cache for one sequence of "
+            f"max_model_len={max_model_len} "
+            f"{_gib(need * demand.page)} exceed the {_gib(budget)} that may be used of {_gib(total)}; "
+            + ", or ".join(remedies)
+        )
     return min(left // demand.page, need * max_num_seqs)
 
 
 def plan_cpu_pages(page: int, max_model_len: int, max_num_seqs: int) -> int:
-    """A modest pool for runs without a GPU: half a GiB, but at least one longest sequence and at most what all sequences can use."""
+    """A modest pool for runs without a GPU: half a GiB, but at least one longest sequence and at most what all
+    sequences can use.
+    """
     need = pages_for(max_model_len)
     return max(need, min(CPU_KV_BYTES // page, need * max_num_seqs))
 

@@ -1,4 +1,5 @@
 """From a model directory to a runner: compile, check the memory, load the weights, bind the programs."""
+
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,14 +39,22 @@ class Built:
 
 
 def build_runner(
-    config: LlamaConfig, directory: Path | None, options: EngineOptions, compiler_options: CompileOptions, sizes: EngineSizes, device: torch.device,
-    registry: AdapterRegistry, lora: LoraShape | None, passes: tuple[Pass, ...] = PASSES,
+    config: LlamaConfig,
+    directory: Path | None,
+    options: EngineOptions,
+    compiler_options: CompileOptions,
+    sizes: EngineSizes,
+    device: torch.device,
+    registry: AdapterRegistry,
+    lora: LoraShape | None,
+    passes: tuple[Pass, ...] = PASSES,
     calibration: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> Built:  # fmt: skip
-    """Everything on the device, ready to run. `directory` None: random weights. Raises CapacityError when it does not fit.
+) -> Built:
+    """Everything on the device, ready to run. `directory` None: random weights. Raises CapacityError when it does not
+    fit.
 
-    `calibration`: tensors that recipes name and no checkpoint holds. Programs of a pass list other than the compiler's own are not kept between runs: the
-    key of a kept program knows passes by name only.
+    `calibration`: tensors that recipes name and no checkpoint holds. Programs of a pass list other than the compiler's
+    own are not kept between runs: the key of a kept program knows passes by name only.
     """
     seconds: dict[str, float] = {}
     dtype = compiler_options.model_dtype
@@ -62,22 +71,43 @@ def build_runner(
             lookup, names = dummy_lookup(expected, device, dtype, options.seed)
         else:
             lookup, names = checkpoint_lookup(directory, expected, config.tie_word_embeddings, device, dtype)
-        tensors = load_weights(_recipes(largest, "weight"), lookup, names, {**model.derived_tensors(), **calibration}, device, options.show_progress)
+        tensors = load_weights(
+            _recipes(largest, "weight"),
+            lookup,
+            names,
+            {**model.derived_tensors(), **calibration},
+            device,
+            options.show_progress,
+        )
     stack_tensors = _zeros(_specs(largest, "adapter"), device)
-    stacks = None if lora is None else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, options.max_cpu_loras)
+    stacks = (
+        None
+        if lora is None
+        else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, options.max_cpu_loras)
+    )
     tensors.update(stack_tensors)
     tensors.update(_zeros(_kv_specs(largest, num_pages), device))
     runner = ModelRunner(
-        compiled, tensors, buckets, device, stacks=stacks, vocabulary=config.vocab_size, enforce_eager=options.enforce_eager, arena_bytes=largest.arena_bytes
+        compiled,
+        tensors,
+        buckets,
+        device,
+        stacks=stacks,
+        vocabulary=config.vocab_size,
+        enforce_eager=options.enforce_eager,
+        arena_bytes=largest.arena_bytes,
     )
     if stacks is not None:
         registry.lora = lora
-        stacks.fill(list(registry.numbers.values())[:options.max_cpu_loras])  # on a thread of its own, while graphs are captured
+        # on a thread of its own, while graphs are captured
+        stacks.fill(list(registry.numbers.values())[: options.max_cpu_loras])
     seconds["programs_and_graphs"] = runner.warm_up(options.show_progress)
     return Built(runner, compiled, num_pages, seconds)
 
 
-def _plan_pages(program: Program, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device) -> int:
+def _plan_pages(
+    program: Program, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device
+) -> int:
     """How many KV pages there will be; `program` is the one that needs the most memory."""
     page = nbytes(_kv_specs(program, 1))
     if options.num_kv_pages is not None:
@@ -87,7 +117,8 @@ def _plan_pages(program: Program, config: LlamaConfig, options: EngineOptions, s
     activations = program.arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size)
     stacks = _specs(program, "adapter")
     slots = next((shape[0] for shape, _ in stacks.values()), 1)
-    demand = Demand(nbytes(_specs(program, "weight")), nbytes(stacks) * (slots + 1) // slots, activations, page)  # one slot more: `slot_copy`'s buffer
+    # one slot more: `slot_copy`'s buffer
+    demand = Demand(nbytes(_specs(program, "weight")), nbytes(stacks) * (slots + 1) // slots, activations, page)
     free, total = torch.cuda.mem_get_info(device)
     return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
 
@@ -98,7 +129,9 @@ def _program_cache(config: LlamaConfig, lora: LoraShape | None, options: Compile
 
 
 def _buckets(sizes: EngineSizes, pages: int, lora: bool, device: torch.device) -> Buckets:
-    return Buckets(sizes.max_num_seqs, sizes.max_num_batched_tokens, pages, sizes.blocks, lora, rounded=device.type == "cpu")
+    return Buckets(
+        sizes.max_num_seqs, sizes.max_num_batched_tokens, pages, sizes.blocks, lora, rounded=device.type == "cpu"
+    )
 
 
 def _recipes(program: Program, kind: str) -> dict[str, Recipe]:
@@ -113,12 +146,21 @@ def _specs(program: Program, kind: str) -> dict[str, tuple[tuple[int, ...], torc
 def _kv_specs(program: Program, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every layer's KV cache and scales, with `pages` pages."""
     specs = _specs(program, "input")
-    return {name: ((pages, *shape[1:]), dtype) for name, (shape, dtype) in specs.items() if name.startswith(("kv_caches", "kv_scales"))}
+    return {
+        name: ((pages, *shape[1:]), dtype)
+        for name, (shape, dtype) in specs.items()
+        if name.startswith(("kv_caches", "kv_scales"))
+    }
 
 
 def _zeros(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Zeros, also in eight bits: memory that was never written must not hold a NaN that a masked product could spread."""
-    return {name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype) for name, (shape, dtype) in specs.items()}
+    """Zeros, also in eight bits: memory that was never written must not hold a NaN that a masked product could
+    spread.
+    """
+    return {
+        name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
+        for name, (shape, dtype) in specs.items()
+    }
 
 
 @contextmanager

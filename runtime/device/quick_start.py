@@ -1,4 +1,7 @@
-"""What makes a start quicker: a device that wakes up meanwhile, and no garbage collection over objects that all stay."""
+"""What makes a start quicker: a device that wakes up meanwhile, and no garbage collection over objects that all
+stay.
+"""
+
 import gc
 import threading
 from collections.abc import Iterator
@@ -15,7 +18,9 @@ def wake(device: torch.device) -> None:
 
 @contextmanager
 def collections_paused() -> Iterator[None]:
-    """No cyclic garbage collection while a start builds some hundred thousand objects, all of which stay: they come to the oldest generation unseen."""
+    """No cyclic garbage collection while a start builds some hundred thousand objects, all of which stay: they come
+    to the oldest generation unseen.
+    """
     enabled, others = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:

@@ -1,4 +1,7 @@
-"""Executes step plans: picks the bucket's program, fills its static inputs, replays it, samples, and hands tokens back."""
+"""Executes step plans: picks the bucket's program, fills its static inputs, replays it, samples, and hands tokens
+back.
+"""
+
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -42,16 +45,26 @@ class Handle:
 
 
 class ModelRunner:
-    """Owns the device side: weights, adapter stacks, KV caches, one program per bucket. Plans are executed in order on one stream.
+    """Owns the device side: weights, adapter stacks, KV caches, one program per bucket. Plans are executed in order on
+    one stream.
 
-    `tensors`: every weight, adapter stack and KV buffer by name. On a GPU decode buckets are replayed as CUDA graphs (all captured by `warm_up`, mixed
-    ones of moderate size at their second use) unless `enforce_eager`; on the CPU the programs' steps run the ops' references.
+    `tensors`: every weight, adapter stack and KV buffer by name. On a GPU decode buckets are replayed as CUDA graphs
+    (all captured by `warm_up`, mixed ones of moderate size at their second use) unless `enforce_eager`; on the CPU the
+    programs' steps run the ops' references.
     """
 
     def __init__(
-        self, compiled: CompiledModel, tensors: Mapping[str, torch.Tensor], buckets: Buckets, device: torch.device, *, stacks: AdapterStacks | None = None,
-        vocabulary: int, enforce_eager: bool = False, arena_bytes: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        compiled: CompiledModel,
+        tensors: Mapping[str, torch.Tensor],
+        buckets: Buckets,
+        device: torch.device,
+        *,
+        stacks: AdapterStacks | None = None,
+        vocabulary: int,
+        enforce_eager: bool = False,
+        arena_bytes: int = 0,
+    ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.compiled = compiled
@@ -74,7 +87,9 @@ class ModelRunner:
         return self._tensors
 
     def warm_up(self, show_progress: bool = False) -> float:
-        """GPU only: capture every decode bucket's program, and run steps of some mixed ones so that kernels are compiled; returns the seconds that it took."""
+        """GPU only: capture every decode bucket's program, and run steps of some mixed ones so that kernels are
+        compiled; returns the seconds that it took.
+        """
         begin = time.perf_counter()
         if self.device.type == "cuda":
             mixed, decode = self.buckets.warm_up_buckets(), self.buckets.decode_buckets() if self.captures else []
@@ -100,22 +115,32 @@ class ModelRunner:
             self.stacks.before_step(plan.adapter_index)
         ready = self._program(self.buckets.pick(plan))
         ready.uses += 1
-        if self.captures and not ready.bound.captured and ready.uses > 1 and ready.bound.program.bucket.tokens <= CAPTURE_TOKENS:  # type: ignore[union-attr]
+        if (
+            self.captures
+            and not ready.bound.captured
+            and ready.uses > 1
+            and ready.bound.program.bucket.tokens <= CAPTURE_TOKENS  # type: ignore[union-attr]
+        ):
             self._capture(ready)
         ready.inputs.fill(plan, self._last_tokens)
         ready.bound.replay()
-        samples = self._sampler(ready.logits[:plan.num_sequences], plan)
-        self._last_tokens[:plan.num_sequences].copy_(samples.tokens)
+        samples = self._sampler(ready.logits[: plan.num_sequences], plan)
+        self._last_tokens[: plan.num_sequences].copy_(samples.tokens)
         return self._send_back(plan.step, samples)
 
     def start_load(self, slot: int, number: int) -> None:
-        """Begin to bring an adapter into a slot that no submitted step reads; slot -1: only into host memory. Returns at once."""
+        """Begin to bring an adapter into a slot that no submitted step reads; slot -1: only into host memory.
+
+        Returns at once.
+        """
         if self.stacks is None:
             raise RuntimeError("an adapter is to be loaded, but the engine was started without adapter slots")
         self.stacks.start(slot, number)
 
     def loaded(self, timeout: float = 0.0) -> list[Report]:
-        """(slot, number, None or what went wrong) of loads that have ended; waits up to `timeout` seconds for the first."""
+        """(slot, number, None or what went wrong) of loads that have ended; waits up to `timeout` seconds for the
+        first.
+        """
         return [] if self.stacks is None else self.stacks.finished(timeout)
 
     def forget_adapter(self, number: int) -> None:
@@ -162,8 +187,10 @@ class ModelRunner:
         if len(shape) != 2 or shape[1] != self._vocabulary or shape[0] > self.buckets.max_num_seqs:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if dtype not in self._logits:
-            self._logits[dtype] = torch.empty(self.buckets.max_num_seqs, self._vocabulary, dtype=dtype, device=self.device)
-        return self._logits[dtype][:shape[0]]
+            self._logits[dtype] = torch.empty(
+                self.buckets.max_num_seqs, self._vocabulary, dtype=dtype, device=self.device
+            )
+        return self._logits[dtype][: shape[0]]
 
     def _send_back(self, step: int, samples: DeviceSamples) -> Handle:
         if self.device.type != "cuda":
@@ -172,7 +199,9 @@ class ModelRunner:
         sampled.record(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):  # the next step does not wait for what goes to the host
             sampled.wait(stream)
-            copies = DeviceSamples(*(None if tensor is None else _to_pinned(tensor, stream) for tensor in vars(samples).values()))  # type: ignore[arg-type]
+            copies = DeviceSamples(
+                *(None if tensor is None else _to_pinned(tensor, stream) for tensor in vars(samples).values())  # type: ignore[arg-type]
+            )
             done.record(stream)
         return Handle(step, copies, done)
 

@@ -1,4 +1,5 @@
 """From logits to tokens on the device: penalties and biases, sampling, log-probabilities."""
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,9 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """Tokens [B] int32 of a step, on the device; with logprobs: ids and values [B, 1 + k] and the chosen token's rank [B]."""
+    """Tokens [B] int32 of a step, on the device; with logprobs: ids and values [B, 1 + k] and the chosen token's
+    rank [B].
+    """
 
     tokens: torch.Tensor
     logprob_tokens: torch.Tensor | None = None
@@ -30,7 +33,10 @@ class DeviceSamples:
 
 
 class Sampler:
-    """Samples steps of at most `max_rows` sequences. A step of greedy rows is one argmax; everything else is done only when a row asks for it."""
+    """Samples steps of at most `max_rows` sequences.
+
+    A step of greedy rows is one argmax; everything else is done only when a row asks for it.
+    """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.device = device
@@ -47,7 +53,12 @@ class Sampler:
             return DeviceSamples(tokens)
         top = top_logprobs(logits, tokens, sampling.num_logprobs)
         ids = torch.cat((tokens.unsqueeze(1), top.ids.to(torch.int32)), dim=1)
-        return DeviceSamples(tokens, ids, torch.cat((top.token_logprob.unsqueeze(1), top.logprobs), dim=1), top.token_rank.to(torch.int32))
+        return DeviceSamples(
+            tokens,
+            ids,
+            torch.cat((top.token_logprob.unsqueeze(1), top.logprobs), dim=1),
+            top.token_rank.to(torch.int32),
+        )
 
     def _draw(self, scores: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
         rows = scores.shape[0]
@@ -55,11 +66,21 @@ class Sampler:
             self._numbers.host[name][:rows] = getattr(sampling, name)
         self._numbers.upload()
         numbers = {name: self._numbers.device[name][:rows] for name, _ in _NUMBERS}
-        return sample(scores, numbers["temperature"], numbers["top_k"], numbers["top_p"], numbers["min_p"], numbers["seeds"], numbers["steps"])
+        return sample(
+            scores,
+            numbers["temperature"],
+            numbers["top_k"],
+            numbers["top_p"],
+            numbers["min_p"],
+            numbers["seeds"],
+            numbers["steps"],
+        )
 
 
 def edited_logits(logits: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
-    """fp32 logits [B, V] with penalties and biases, as vLLM defines them (repetition first, then frequency and presence, then biases)."""
+    """fp32 logits [B, V] with penalties and biases, as vLLM defines them (repetition first, then frequency and
+    presence, then biases).
+    """
     edited = logits.float().clone()
 
     def on_device(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

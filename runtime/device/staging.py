@@ -1,4 +1,5 @@
 """Small arrays to the device in one copy: named fields packed into one buffer, filled on the host through numpy."""
+
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -15,9 +16,10 @@ NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32
 class Staging:
     """Fields (name, shape, dtype) that travel together.
 
-    `host[name]` are numpy arrays to write, `device[name]` the tensors that `upload` updates. On a GPU the host side is pinned and has a generation
-    for each step that may be on its way, so that the next one's arrays are written while earlier copies are still to come: `host` changes at each `upload`.
-    They cross to the device on a stream of their own, while earlier steps run: between two steps a copy engine would cost 8 us.
+    `host[name]` are numpy arrays to write, `device[name]` the tensors that `upload` updates. On a GPU the host side is
+    pinned and has a generation for each step that may be on its way, so that the next one's arrays are written while
+    earlier copies are still to come: `host` changes at each `upload`. They cross to the device on a stream of their
+    own, while earlier steps run: between two steps a copy engine would cost 8 us.
     """
 
     def __init__(self, fields: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -30,16 +32,22 @@ class Staging:
         on_gpu = device.type == "cuda"
         self._flat = torch.zeros(total, dtype=torch.uint8, device=device)
         self.device: dict[str, torch.Tensor] = {
-            name: self._flat[first:first + nbytes].view(dtype).view(shape) for name, shape, dtype, first, nbytes in self._fields
+            name: self._flat[first : first + nbytes].view(dtype).view(shape)
+            for name, shape, dtype, first, nbytes in self._fields
         }
-        self._host_flat = [torch.zeros(total, dtype=torch.uint8, pin_memory=True) for _ in range(AHEAD)] if on_gpu else [self._flat]
+        self._host_flat = (
+            [torch.zeros(total, dtype=torch.uint8, pin_memory=True) for _ in range(AHEAD)] if on_gpu else [self._flat]
+        )
         self._hosts = [self._views(flat) for flat in self._host_flat]
         self._generation = 0
         self._crossings = [_Crossing(self._flat) for _ in self._host_flat] if on_gpu else []
 
     def _views(self, flat: torch.Tensor) -> dict[str, Any]:
         array = flat.numpy()
-        return {name: array[first:first + nbytes].view(NUMPY[dtype]).reshape(shape) for name, shape, dtype, first, nbytes in self._fields}
+        return {
+            name: array[first : first + nbytes].view(NUMPY[dtype]).reshape(shape)
+            for name, shape, dtype, first, nbytes in self._fields
+        }
 
     @property
     def host(self) -> dict[str, Any]:
@@ -54,7 +62,9 @@ class Staging:
 
 
 class _Crossing:
-    """One generation's way to the device: pinned memory -> `landed`, beside earlier steps, -> where the current stream's next step reads it."""
+    """One generation's way to the device: pinned memory -> `landed`, beside earlier steps, -> where the current
+    stream's next step reads it.
+    """
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._landed = torch.empty_like(flat)
@@ -76,5 +86,7 @@ class _Crossing:
 
 @lru_cache(maxsize=16)
 def copy_stream(device: torch.device, direction: str) -> Any:
-    """The stream on which small arrays travel, "in" to the device or "out" of it: one each, since what goes out waits for a step's end."""
+    """The stream on which small arrays travel, "in" to the device or "out" of it: one each, since what goes out
+    waits for a step's end.
+    """
     return torch.cuda.Stream(device)

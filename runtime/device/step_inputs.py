@@ -1,4 +1,5 @@
 """A bucket's static input tensors, and how a step is padded to fill them."""
+
 from collections.abc import Iterable
 
 import numpy as np
@@ -8,15 +9,32 @@ from ...compiler.program.program import Program
 from ..steps.plan import StepPlan
 from .staging import Staging
 
-NAMES = ("input_ids", "positions", "slot_mapping", "adapter_index", "block_table", "context_lens", "query_start", "logits_indices")
-PADDING = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "adapter_index": -1, "block_table": 0, "context_lens": 0, "logits_indices": 0}
+NAMES = (
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "adapter_index",
+    "block_table",
+    "context_lens",
+    "query_start",
+    "logits_indices",
+)
+PADDING = {
+    "input_ids": 0,
+    "positions": 0,
+    "slot_mapping": -1,
+    "adapter_index": -1,
+    "block_table": 0,
+    "context_lens": 0,
+    "logits_indices": 0,
+}
 
 
 class StepInputs:
     """Tensors that a program's inputs are bound to (`tensors`), refilled for each step by `fill`.
 
-    Padding tokens have slot -1 (nothing is stored), adapter -1 and position 0; padding sequences have context length 0 and no query tokens: query_start
-    stays at the number of real tokens. A program has only those inputs that it uses.
+    Padding tokens have slot -1 (nothing is stored), adapter -1 and position 0; padding sequences have context length 0
+    and no query tokens: query_start stays at the number of real tokens. A program has only those inputs that it uses.
     """
 
     def __init__(self, program: Program, device: torch.device) -> None:
@@ -37,7 +55,10 @@ class StepInputs:
         self._staging.upload()
 
     def fill(self, plan: StepPlan, last_tokens: torch.Tensor) -> None:
-        """Copy a step in. `last_tokens` (int32, one a row of the step before) supplies what only the device knows yet."""
+        """Copy a step in.
+
+        `last_tokens` (int32, one a row of the step before) supplies what only the device knows yet.
+        """
         host = self._staging.host
         for name in self._names:
             values, target = getattr(plan, name), host[name]

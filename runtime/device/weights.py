@@ -1,4 +1,7 @@
-"""A program's weights, made from a checkpoint (or at random) one recipe at a time, so that 16-bit and quantized copies never coexist."""
+"""A program's weights, made from a checkpoint (or at random) one recipe at a time, so that 16-bit and quantized
+copies never coexist.
+"""
+
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,14 +20,20 @@ DUMMY_STD = 0.02
 def checkpoint_lookup(
     directory: Path, expected: Mapping[str, tuple[int, ...]], tied: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[Lookup, list[str]]:
-    """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors come in `dtype` on `device`."""
+    """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors come in
+    `dtype` on `device`.
+    """
     checkpoint = Checkpoint(directory)
     checkpoint.validate(expected, tied)
     return lambda name: checkpoint.tensor(name).to(device=device, dtype=dtype), checkpoint.names()
 
 
-def dummy_lookup(expected: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Lookup, list[str]]:
-    """The same for random weights, which depend on seed and name only (on one kind of device): norms one, the rest normal with deviation 0.02."""
+def dummy_lookup(
+    expected: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Lookup, list[str]]:
+    """The same for random weights, which depend on seed and name only (on one kind of device): norms one, the rest
+    normal with deviation 0.02.
+    """
 
     def lookup(name: str) -> torch.Tensor:
         shape = expected[name]
@@ -37,12 +46,17 @@ def dummy_lookup(expected: Mapping[str, tuple[int, ...]], device: torch.device, 
 
 
 def load_weights(
-    recipes: Mapping[str, Recipe], lookup: Lookup, names: Iterable[str], constants: Mapping[str, torch.Tensor], device: torch.device,
+    recipes: Mapping[str, Recipe],
+    lookup: Lookup,
+    names: Iterable[str],
+    constants: Mapping[str, torch.Tensor],
+    device: torch.device,
     show_progress: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Buffer name -> tensor on `device` for each recipe, in the order of the checkpoint's files.
 
-    `names`: the checkpoint's tensors in file order. `constants`: tensors that come from the model's config instead, kept in their own dtype.
+    `names`: the checkpoint's tensors in file order. `constants`: tensors that come from the model's config instead,
+    kept in their own dtype.
     """
 
     def find(name: str) -> torch.Tensor:
@@ -59,7 +73,8 @@ def load_weights(
     memo: dict[Recipe, Any] = {}
     sources: frozenset[str] = frozenset()
     for name in tqdm(order, desc="Loading weights", unit="tensor", disable=not show_progress, leave=False):
-        if recipes[name].sources() != sources:  # values and scales of one quantized weight share their work, nothing else is kept
+        # values and scales of one quantized weight share their work, nothing else is kept
+        if recipes[name].sources() != sources:
             memo, sources = {}, recipes[name].sources()
         weights[name] = materialize(recipes[name], find, memo).to(device).contiguous()
     return weights

@@ -1,7 +1,10 @@
-"""What `sidestream calibrate` has measured of a model's keys and values, as a file, and what it decides: the KV cache's dtype and, by layer, how K is treated.
+"""What `sidestream calibrate` has measured of a model's keys and values, as a file, and what it decides: the KV cache's
+dtype and, by layer, how K is treated.
 
-A calibration is one safetensors file: each layer's mean key as a tensor, and in the metadata one JSON object with the figures and the model that they are of.
+A calibration is one safetensors file: each layer's mean key as a tensor, and in the metadata one JSON object with the
+figures and the model that they are of.
 """
+
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +28,9 @@ KV_DTYPES = ("int8", "fp8_e4m3")
 # How K is treated: (Hadamard, centring), the ones that cost least first.
 TREATMENTS = ((True, False), (True, True), (False, False), (False, True))
 WORTH = 0.95  # another treatment than the first must bring the error below this share of it
-WORTH_DTYPE = 0.8  # and another cache dtype than the precision's own, which is what whole answers were measured with, below this share of its error
+# and another cache dtype than the precision's own, which is what whole answers were measured with, below this share of
+# its error
+WORTH_DTYPE = 0.8
 _MAX_METADATA = 16 << 20
 _FINGERPRINT_ROWS = 4
 
@@ -41,7 +46,8 @@ class LayerFigures:
     key_errors    (kv dtype, Hadamard, centring) -> error of the attention scores, in nats
     value_errors  (kv dtype, rotated) -> relative error of attention's output
     key_amax, value_amax          largest magnitude
-    key_outliers, value_outliers  mean over tokens of amax / rms of a head: 1 is flat, sqrt(head dim) is one channel alone
+    key_outliers, value_outliers  mean over tokens of amax / rms of a head: 1 is flat, sqrt(head dim) is one channel
+                                  alone
     bias          share of the keys' mean square that their mean holds
     """
 
@@ -88,7 +94,7 @@ class Calibration:
     def kv_dtype(self, precision: str) -> str:
         """The cache dtype for `precision` ("int8" or "fp8"): its own, unless the other one's error is far smaller."""
         first = DEFAULT_KV_DTYPE[precision]
-        other, = set(KV_DTYPES) - {first}
+        (other,) = set(KV_DTYPES) - {first}
         return other if self.error(other) < WORTH_DTYPE * self.error(first) else first
 
     def value_error(self, kv_dtype: str, rotated: bool) -> float:
@@ -96,7 +102,9 @@ class Calibration:
         return (sum(layer.value_errors[kv_dtype, rotated] ** 2 for layer in self.layers) / len(self.layers)) ** 0.5
 
     def options(self, options: CompileOptions, hadamard: bool = True, center_keys: bool = True) -> CompileOptions:
-        """`options` with a dtype where it says "auto", and with Hadamard and centring by layer where these are left to the calibration."""
+        """`options` with a dtype where it says "auto", and with Hadamard and centring by layer where these are left
+        to the calibration.
+        """
         if not options.quantizes_kv:
             return options
         kv_dtype: Any = self.kv_dtype(options.precision) if options.kv_dtype == "auto" else options.kv_dtype
@@ -118,10 +126,17 @@ class Calibration:
             {
                 "key_errors": [[*treatment, error] for treatment, error in layer.key_errors.items()],
                 "value_errors": [[*treatment, error] for treatment, error in layer.value_errors.items()],
-            } | {name: getattr(layer, name) for name in _PLAIN}
+            }
+            | {name: getattr(layer, name) for name in _PLAIN}
             for layer in self.layers
-        ]  # fmt: skip
-        content = {"version": VERSION, "fingerprint": self.fingerprint, "tokens": self.tokens, "adapters": list(self.adapters), "layers": figures}
+        ]
+        content = {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "tokens": self.tokens,
+            "adapters": list(self.adapters),
+            "layers": figures,
+        }
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors().items()}
         Path(path).write_bytes(save(tensors, metadata={KEY: json.dumps(content, allow_nan=False)}))
 
@@ -140,9 +155,13 @@ def load_calibration(path: str | Path) -> Calibration:
             raise ValueError("it holds no figures")
         return _parse(json.loads(text), tensors)
     except FileNotFoundError:
-        raise CalibrationError(f"calibration {path}: there is no such file; `sidestream calibrate MODEL -o FILE` writes one") from None
+        raise CalibrationError(
+            f"calibration {path}: there is no such file; `sidestream calibrate MODEL -o FILE` writes one"
+        ) from None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise CalibrationError(f"calibration {path} cannot be read ({problem}); write it again with `sidestream calibrate`") from None
+        raise CalibrationError(
+            f"calibration {path} cannot be read ({problem}); write it again with `sidestream calibrate`"
+        ) from None
 
 
 def _parse(content: Any, tensors: Mapping[str, torch.Tensor]) -> Calibration:
@@ -150,13 +169,20 @@ def _parse(content: Any, tensors: Mapping[str, torch.Tensor]) -> Calibration:
         raise ValueError(f"it has version {content['version']!r}, this release reads {VERSION}")
     layers = [_figures(entry) for entry in content["layers"]]
     centers = [tensors[key_center_name(layer)] for layer in range(len(layers))]
-    if not layers or any(center.dtype != torch.float32 or center.dim() != 2 or not bool(center.isfinite().all()) for center in centers):
+    if not layers or any(
+        center.dtype != torch.float32 or center.dim() != 2 or not bool(center.isfinite().all()) for center in centers
+    ):
         raise ValueError("its key centers are not finite fp32 matrices")
-    return Calibration(str(content["fingerprint"]), layers, centers, int(content["tokens"]), tuple(map(str, content["adapters"])))
+    return Calibration(
+        str(content["fingerprint"]), layers, centers, int(content["tokens"]), tuple(map(str, content["adapters"]))
+    )
 
 
 def _figures(entry: Any) -> LayerFigures:
-    keys = {(str(dtype), bool(hadamard), bool(center)): _figure(error) for dtype, hadamard, center, error in entry["key_errors"]}
+    keys = {
+        (str(dtype), bool(hadamard), bool(center)): _figure(error)
+        for dtype, hadamard, center, error in entry["key_errors"]
+    }
     values = {(str(dtype), bool(rotated)): _figure(error) for dtype, rotated, error in entry["value_errors"]}
     missing = {(dtype, *each) for dtype in KV_DTYPES for each in TREATMENTS} - set(keys)
     if missing or {(dtype, rotated) for dtype in KV_DTYPES for rotated in (False, True)} - set(values):
@@ -171,7 +197,9 @@ def _figure(value: Any) -> float:
 
 
 def fingerprint(config: LlamaConfig, checkpoint: Checkpoint) -> str:
-    """Which model it is, without reading it all: a sha256 over the shape, RoPE and the first rows of every layer's k_proj and v_proj."""
+    """Which model it is, without reading it all: a sha256 over the shape, RoPE and the first rows of every layer's
+    k_proj and v_proj.
+    """
     digest = hashlib.sha256(json.dumps(_shape(config), sort_keys=True, default=str).encode())
     for layer in range(config.num_hidden_layers):
         for name in ("k_proj", "v_proj"):
@@ -181,12 +209,23 @@ def fingerprint(config: LlamaConfig, checkpoint: Checkpoint) -> str:
 
 
 def _shape(config: LlamaConfig) -> dict[str, Any]:
-    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "rope_theta", "rope_scaling")
+    names = (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_size",
+        "rope_theta",
+        "rope_scaling",
+    )
     return {name: getattr(config, name, None) for name in names}
 
 
-def find_calibration(given: "str | Path | Calibration | None", config: LlamaConfig, directory: Path | None) -> Calibration | None:
-    """The calibration that was given, else the one beside the checkpoint, else None; `directory` None: the weights are random, nothing is looked for.
+def find_calibration(
+    given: "str | Path | Calibration | None", config: LlamaConfig, directory: Path | None
+) -> Calibration | None:
+    """The calibration that was given, else the one beside the checkpoint, else None; `directory` None: the weights are
+    random, nothing is looked for.
 
     Raises CalibrationError for a file that cannot be read or is of another model.
     """
@@ -202,18 +241,29 @@ def find_calibration(given: "str | Path | Calibration | None", config: LlamaConf
     wanted = (config.num_key_value_heads, config.head_dim)
     again = f"write one for this model: sidestream calibrate {directory} -o FILE"
     if len(given.layers) != config.num_hidden_layers or shapes != {wanted}:
-        theirs = f"{len(given.layers)} layers of {' or '.join(f'{heads} x {width}' for heads, width in sorted(shapes))} keys"
+        theirs = (
+            f"{len(given.layers)} layers of {' or '.join(f'{heads} x {width}' for heads, width in sorted(shapes))} keys"
+        )
         ours = f"{config.num_hidden_layers} of {wanted[0]} x {wanted[1]}"
         raise CalibrationError(f"calibration {path} is of another model: it has {theirs}, this one {ours}; {again}")
     if given.fingerprint != fingerprint(config, Checkpoint(directory)):
-        raise CalibrationError(f"calibration {path} is of another model of the same shape: its weights differ from those in {directory}; {again}")
+        raise CalibrationError(
+            f"calibration {path} is of another model of the same shape: its weights differ from those in "
+            f"{directory}; {again}"
+        )
     return given
 
 
 def calibrated(
-    given: "str | Path | Calibration | None", config: LlamaConfig, directory: Path | None, options: CompileOptions, hadamard: bool, center_keys: bool
+    given: "str | Path | Calibration | None",
+    config: LlamaConfig,
+    directory: Path | None,
+    options: CompileOptions,
+    hadamard: bool,
+    center_keys: bool,
 ) -> tuple[Calibration | None, CompileOptions]:
-    """The calibration in use (see `find_calibration`; None where nothing is quantized) and the options with what it decides (see `Calibration.options`).
+    """The calibration in use (see `find_calibration`; None where nothing is quantized) and the options with what it
+    decides (see `Calibration.options`).
 
     Raises OptionError for keys that are to be centred when nothing was calibrated.
     """
@@ -221,5 +271,8 @@ def calibrated(
     if found is not None:
         return found, found.options(options, hadamard, center_keys)
     if options.center_keys:
-        raise OptionError(f"center_keys={options.center_keys} needs the keys' means: write them with `sidestream calibrate`, and give calibration=FILE")
+        raise OptionError(
+            f"center_keys={options.center_keys} needs the keys' means: write them with `sidestream calibrate`, and "
+            "give calibration=FILE"
+        )
     return None, options

@@ -1,4 +1,5 @@
 """One completion as it grows: text, stop strings, log-probabilities."""
+
 from typing import cast
 
 from ..requests.outputs import CompletionOutput, FinishReason, Logprob
@@ -10,7 +11,10 @@ from ..text.tokenizer import Tokenizer
 
 
 class Completion:
-    """Follows one sequence. `eager` turns every token into text at once (streams, stop strings); else the text is made when it ends."""
+    """Follows one sequence.
+
+    `eager` turns every token into text at once (streams, stop strings); else the text is made when it ends.
+    """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, eager: bool) -> None:
         params = sequence.params
@@ -22,13 +26,19 @@ class Completion:
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._eager = eager or bool(params.stop_strings)
         self.plain = eager and self._tokenizer is not None and not params.stop and self.logprobs is None
-        """Whether a token is nothing but a piece of text, as long as it does not end the sequence: `extend` then does for `accept` and `fresh_text`."""
+        """Whether a token is nothing but a piece of text, as long as it does not end the sequence:
+
+        `extend` then does for `accept` and `fresh_text`.
+        """
         self._detokenizer: Detokenizer | ByteDetokenizer | None = None
         self._pending: list[int] = []
         self._shown = 0
 
     def accept(self, token: int, row: int, result: StepResult) -> str | None:
-        """Take a token in; returns the stop string that it completes, if any. The sequence already holds the token and may have ended by it."""
+        """Take a token in; returns the stop string that it completes, if any.
+
+        The sequence already holds the token and may have ended by it.
+        """
         if self.logprobs is not None:
             self._note_logprobs(row, result)
         if self._tokenizer is None:
@@ -40,7 +50,12 @@ class Completion:
         if not self._eager and not sequence.finished:
             return None
         new = self._push_pending(self._tokenizer)
-        if not new or not params.stop or (ended_by_token and params.include_stop_str_in_output) or len(sequence.output_ids) < params.min_tokens:
+        if (
+            not new
+            or not params.stop
+            or (ended_by_token and params.include_stop_str_in_output)
+            or len(sequence.output_ids) < params.min_tokens
+        ):
             return None
         found = self._stops.find(self.text, len(new))
         if found is None:
@@ -69,7 +84,9 @@ class Completion:
     def _push_pending(self, tokenizer: Tokenizer) -> str:
         sequence = self.sequence
         if self._detokenizer is None:
-            self._detokenizer = make_detokenizer(tokenizer, sequence.tokens[:sequence.prompt_length], sequence.params.skip_special_tokens)
+            self._detokenizer = make_detokenizer(
+                tokenizer, sequence.tokens[: sequence.prompt_length], sequence.params.skip_special_tokens
+            )
         new = self._detokenizer.push(self._pending, last=sequence.finished)
         self._pending = []
         self.text += new
@@ -78,7 +95,7 @@ class Completion:
     def fresh_text(self) -> str:
         """Text that has not been shown yet and can no longer be cut off."""
         end = len(self.text) if self.sequence.finished else max(self._shown, len(self.text) - self._stops.held)
-        fresh = self.text[self._shown:end]
+        fresh = self.text[self._shown : end]
         self._shown = end
         return fresh
 
@@ -86,10 +103,18 @@ class Completion:
         """The completion so far, for the caller."""
         sequence = self.sequence
         reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
-        return CompletionOutput(sequence.index, self.text, sequence.output_ids, self.cumulative, self.logprobs, reason, sequence.stop_reason)
+        return CompletionOutput(
+            sequence.index, self.text, sequence.output_ids, self.cumulative, self.logprobs, reason, sequence.stop_reason
+        )
 
     def _note_logprobs(self, row: int, result: StepResult) -> None:
-        if self.logprobs is None or self.cumulative is None or result.logprob_tokens is None or result.logprobs is None or result.ranks is None:
+        if (
+            self.logprobs is None
+            or self.cumulative is None
+            or result.logprob_tokens is None
+            or result.logprobs is None
+            or result.ranks is None
+        ):
             return
         count = 1 + (self.sequence.params.logprobs or 0)
         tokens, values = result.logprob_tokens[row, :count].tolist(), result.logprobs[row, :count].tolist()
@@ -97,6 +122,8 @@ class Completion:
         entry: dict[int, Logprob] = {}
         for token, value, rank in zip(tokens, values, ranks, strict=True):
             if token not in entry:
-                entry[token] = Logprob(value, rank, None if self._tokenizer is None else self._tokenizer.token_text(token))
+                entry[token] = Logprob(
+                    value, rank, None if self._tokenizer is None else self._tokenizer.token_text(token)
+                )
         self.logprobs.append(entry)
         self.cumulative += values[0]

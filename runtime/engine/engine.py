@@ -1,4 +1,5 @@
 """The loop between scheduler and runner, and what becomes of the tokens. Knows neither torch nor a device."""
+
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -32,14 +33,20 @@ class Runner(Protocol):
 
 
 class AdapterRunner(Runner, Protocol):
-    """What a scheduler with asynchronous loads asks of its runner beyond that; numbers are those of the adapter registry."""
+    """What a scheduler with asynchronous loads asks of its runner beyond that; numbers are those of the adapter
+    registry.
+    """
 
     def start_load(self, slot: int, number: int) -> None:
-        """Start copying an adapter into a slot that no running step uses; slot -1: only make it ready in host memory."""
+        """Start copying an adapter into a slot that no running step uses; slot -1: only make it ready in host
+        memory.
+        """
         ...
 
     def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
-        """(slot, number, None or what went wrong) of copies that ended since the last call; waits up to `timeout` seconds for the first."""
+        """(slot, number, None or what went wrong) of copies that ended since the last call; waits up to `timeout`
+        seconds for the first.
+        """
         ...
 
     def forget_adapter(self, number: int) -> None:
@@ -49,7 +56,10 @@ class AdapterRunner(Runner, Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: already tokenized and checked. `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is."""
+    """What is asked: already tokenized and checked.
+
+    `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is.
+    """
 
     request_id: str
     prompt: str | None
@@ -84,12 +94,19 @@ class _Live:
 class Engine:
     """Runs requests to their end.
 
-    `overlap`: plan step n + 1 while the device computes step n (results are then taken in one step late); without a device there is nothing to
-    overlap. `eos_ids` end a text unless ignore_eos. `num_sampled` counts the tokens made so far.
+    `overlap`: plan step n + 1 while the device computes step n (results are then taken in one step late); without a
+    device there is nothing to overlap. `eos_ids` end a text unless ignore_eos. `num_sampled` counts the tokens made so
+    far.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None, eos_ids: Iterable[int] = (), seed: int = 0, overlap: bool = False
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        eos_ids: Iterable[int] = (),
+        seed: int = 0,
+        overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -109,7 +126,10 @@ class Engine:
         return bool(self._live) or bool(self._in_flight)
 
     def add(self, request: Request, stream: bool = False) -> None:
-        """Queue a request. Raises RequestError (and queues nothing) if it can never run; `stream` makes its text token by token."""
+        """Queue a request.
+
+        Raises RequestError (and queues nothing) if it can never run; `stream` makes its text token by token.
+        """
         if request.request_id in self._live:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
         params, limits = request.params, self.scheduler.limits
@@ -120,9 +140,20 @@ class Engine:
         completions = []
         for index in range(params.n):
             sequence = Sequence(
-                arrival=self._arrivals, request_id=request.request_id, index=index, tokens=list(request.prompt_ids), prompt_length=prompt_length, limit=limit,
-                params=params, seed=self._seed(params, index), stop_ids=frozenset(params.stop_ids), eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
-                adapter=request.adapter, priority=request.priority, deadline=deadline)
+                arrival=self._arrivals,
+                request_id=request.request_id,
+                index=index,
+                tokens=list(request.prompt_ids),
+                prompt_length=prompt_length,
+                limit=limit,
+                params=params,
+                seed=self._seed(params, index),
+                stop_ids=frozenset(params.stop_ids),
+                eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
+                adapter=request.adapter,
+                priority=request.priority,
+                deadline=deadline,
+            )
             self.scheduler.add(sequence)
             self._arrivals += 1
             completions.append(Completion(sequence, self.tokenizer, stream))
@@ -170,7 +201,9 @@ class Engine:
                 self.scheduler.load_done(slot, number, problem)
 
     def take_ended(self) -> tuple[list[Delta], list[RequestOutput]]:
-        """Deltas and outputs of what the scheduler ended by itself: deadlines that passed, adapters that could not be loaded."""
+        """Deltas and outputs of what the scheduler ended by itself: deadlines that passed, adapters that could not
+        be loaded.
+        """
         deltas: list[Delta] = []
         finished: list[RequestOutput] = []
         for sequence in self.scheduler.take_ended():
@@ -182,7 +215,11 @@ class Engine:
             completion.close()
             if live.stream:
                 reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
-                deltas.append(Delta(sequence.request_id, sequence.index, completion.fresh_text(), [], reason, sequence.stop_reason))
+                deltas.append(
+                    Delta(
+                        sequence.request_id, sequence.index, completion.fresh_text(), [], reason, sequence.stop_reason
+                    )
+                )
             if not live.open:
                 del self._live[sequence.request_id]
                 finished.append(_output(live))
@@ -195,18 +232,24 @@ class Engine:
         return progress
 
     def deliver(self, progress: list[Sampled], result: StepResult) -> tuple[list[Delta], list[RequestOutput]]:
-        """Text, stop strings and outputs of a committed step. A fault here ends the request that it belongs to (finish_reason `error`), and no other."""
+        """Text, stop strings and outputs of a committed step.
+
+        A fault here ends the request that it belongs to (finish_reason `error`), and no other.
+        """
         deltas: list[Delta] = []
         finished: list[RequestOutput] = []
         for sampled in progress:
             sequence = sampled.sequence
             live = self._live.get(sequence.request_id)
-            if live is None or sequence.index not in live.open:  # ended meanwhile, by the scheduler or by another completion's fault
+            # ended meanwhile, by the scheduler or by another completion's fault
+            if live is None or sequence.index not in live.open:
                 continue
             completion = live.completions[sequence.index]
             try:
                 if completion.plain and sequence.finish_reason is None:
-                    deltas.append(Delta(sequence.request_id, sequence.index, completion.extend(sampled.token), [sampled.token]))
+                    deltas.append(
+                        Delta(sequence.request_id, sequence.index, completion.extend(sampled.token), [sampled.token])
+                    )
                     continue
                 delta = self._advance(live, sampled, result)
             except Exception:
@@ -232,7 +275,15 @@ class Engine:
         if live.stream:
             reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
             logprobs = completion.logprobs[-1] if completion.logprobs else None
-            delta = Delta(sequence.request_id, sequence.index, completion.fresh_text(), [sampled.token], reason, sequence.stop_reason, logprobs)
+            delta = Delta(
+                sequence.request_id,
+                sequence.index,
+                completion.fresh_text(),
+                [sampled.token],
+                reason,
+                sequence.stop_reason,
+                logprobs,
+            )
         if sequence.finished:
             live.open.discard(sequence.index)
         return delta
@@ -248,7 +299,9 @@ class Engine:
         return Delta(sequence.request_id, sequence.index, "", [], "error", FAULT) if live.stream else None
 
     def _seed(self, params: SamplingParams, index: int) -> int:
-        """The completion's own seed: the caller's plus its index, else a mix of the engine's seed and the arrival number."""
+        """The completion's own seed: the caller's plus its index, else a mix of the engine's seed and the arrival
+        number.
+        """
         if params.seed is not None:
             return (params.seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         mixed = (self.seed * 0x9E3779B97F4A7C15 + self._arrivals + 1) & (2 * SEED_LIMIT - 1)
@@ -261,4 +314,6 @@ def _output(live: _Live) -> RequestOutput:
     request = live.request
     outputs = [completion.output() for completion in live.completions]
     cached = live.completions[0].sequence.cached_tokens
-    return RequestOutput(request.request_id, request.prompt, list(request.prompt_ids), outputs, True, request.adapter, cached)
+    return RequestOutput(
+        request.request_id, request.prompt, list(request.prompt_ids), outputs, True, request.adapter, cached
+    )

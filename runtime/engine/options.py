@@ -1,4 +1,5 @@
 """The options of `LLM`, checked before any work, and what they come to for a given model and device."""
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,25 @@ CPU_BATCHED_TOKENS = 512
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
 MAX_RANK = 512
-_KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
-_DTYPES = {"auto": None, "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_KV_DTYPES = {
+    "auto": "auto",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "int8": "int8",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp32": "fp32",
+    "float32": "fp32",
+}
+_DTYPES = {
+    "auto": None,
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float32": "fp32",
+    "fp32": "fp32",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
 _RANGES = {
     "max_model_len": (2, 1 << 24),
     "max_num_seqs": (1, MAX_NUM_SEQS),
@@ -42,7 +60,8 @@ class EngineOptions:
     max_cpu_loras           adapters kept ready in host memory
     num_kv_pages            KV pages of 64 tokens; None = what the memory leaves
     gpu_memory_utilization  share of the device's memory that may be used
-    enable_prefix_caching   keep the KV pages of finished requests while there is room, and share equal beginnings of prompts
+    enable_prefix_caching   keep the KV pages of finished requests while there is room, and share equal beginnings of
+                            prompts
     """
 
     max_model_len: int | None = None
@@ -61,13 +80,24 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high
+            ):
                 raise OptionError(f"{name}={value!r} must be an integer from {low} to {high}")
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise OptionError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie above 0 and at most 1; 0.9 leaves a tenth to others")
-        if self.max_num_seqs is not None and self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
-            raise OptionError(f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
-                              "so not every running sequence would get its token in a step; raise the one or lower the other")
+            raise OptionError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie above 0 and at most 1; 0.9 leaves "
+                "a tenth to others"
+            )
+        if (
+            self.max_num_seqs is not None
+            and self.max_num_batched_tokens is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
+            raise OptionError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                "so not every running sequence would get its token in a step; raise the one or lower the other"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,7 +117,10 @@ class EngineSizes:
 def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.device) -> EngineSizes:
     """Fill in what was left open. Raises OptionError for a max_model_len beyond the model's positions."""
     if options.max_model_len is not None and options.max_model_len > max_positions:
-        raise OptionError(f"max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={max_positions}; lower max_model_len to that")
+        raise OptionError(
+            f"max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={max_positions}; "
+            "lower max_model_len to that"
+        )
     on_cpu = device.type == "cpu"
     seqs = options.max_num_seqs or (CPU_NUM_SEQS if on_cpu else MAX_NUM_SEQS)
     if options.max_num_seqs is None and options.max_num_batched_tokens is not None:
@@ -96,13 +129,18 @@ def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.devi
     sizes = EngineSizes(options.max_model_len or min(max_positions, DEFAULT_MAX_MODEL_LEN), seqs, tokens)
     if options.num_kv_pages is not None and options.num_kv_pages < sizes.blocks:
         raise OptionError(
-            f"num_kv_pages={options.num_kv_pages} do not hold one sequence of max_model_len={sizes.max_model_len} tokens; "
-            f"give at least {sizes.blocks}, or lower max_model_len")
+            f"num_kv_pages={options.num_kv_pages} do not hold one sequence of max_model_len={sizes.max_model_len} "
+            "tokens; "
+            f"give at least {sizes.blocks}, or lower max_model_len"
+        )
     return sizes
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device to use: the GPU if there is one, unless `device` says otherwise. Raises OptionError for one that is not there."""
+    """The device to use: the GPU if there is one, unless `device` says otherwise.
+
+    Raises OptionError for one that is not there.
+    """
     has_gpu = torch.cuda.is_available()
     try:
         chosen = torch.device(device if device is not None else "cuda" if has_gpu else "cpu")
@@ -115,15 +153,26 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     index = 0 if chosen.index is None else chosen.index
     if not has_gpu or index >= torch.cuda.device_count():
         count = torch.cuda.device_count() if has_gpu else 0
-        raise OptionError(f"device={device!r} is not there; this machine has {count} CUDA devices; use device='cpu' to run without")
+        raise OptionError(
+            f"device={device!r} is not there; this machine has {count} CUDA devices; use device='cpu' to run without"
+        )
     return torch.device("cuda", index)
 
 
 def compile_options(
-    precision: str, dtype: Any, kv_dtype: str, kv_cache_dtype: str, hadamard: Layers | None, disable: tuple[str, ...], more: Mapping[str, Any],
+    precision: str,
+    dtype: Any,
+    kv_dtype: str,
+    kv_cache_dtype: str,
+    hadamard: Layers | None,
+    disable: tuple[str, ...],
+    more: Mapping[str, Any],
     center_keys: Layers | None = None,
-) -> CompileOptions:  # fmt: skip
-    """The compiler's options from LLM's spellings. Raises OptionError for unknown values and for options that contradict each other."""
+) -> CompileOptions:
+    """The compiler's options from LLM's spellings.
+
+    Raises OptionError for unknown values and for options that contradict each other.
+    """
     try:
         wanted = _DTYPES[dtype]
     except (KeyError, TypeError):
@@ -136,13 +185,21 @@ def compile_options(
     if len(cache) > 1:
         cache.discard("auto")
     if len(cache) > 1:
-        raise OptionError(f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, give one of them")
+        raise OptionError(
+            f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, "
+            "give one of them"
+        )
     options: dict[str, Any] = {"precision": precision, "kv_dtype": cache.pop(), "disable": tuple(disable), **more}
-    options |= {name: value for name, value in (("hadamard", hadamard), ("center_keys", center_keys)) if value is not None}
+    options |= {
+        name: value for name, value in (("hadamard", hadamard), ("center_keys", center_keys)) if value is not None
+    }
     result = CompileOptions(**options)
     for name, value in (("hadamard", hadamard), ("center_keys", center_keys)):
         if value and not result.quantizes_kv:
-            raise OptionError(f"{name}={value} only helps a quantized KV cache, and this one is not; use precision='int8' or leave {name} out")
+            raise OptionError(
+                f"{name}={value} only helps a quantized KV cache, and this one is not; use precision='int8' or leave "
+                f"{name} out"
+            )
     return result
 
 

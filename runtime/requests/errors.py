@@ -6,11 +6,16 @@ class RequestError(ValueError):
 
 
 class CapacityError(RuntimeError):
-    """The device's memory does not hold what the options ask for; the text says how much is missing and what would free it."""
+    """The device's memory does not hold what the options ask for; the text says how much is missing and what would
+    free it.
+    """
 
 
 class ServerError(RuntimeError):
-    """A server answered with an error, or could not be reached. `code`: see docs/protocol.md; `retry_after`: seconds after which it may go better, or None."""
+    """A server answered with an error, or could not be reached.
+
+    `code`: see docs/protocol.md; `retry_after`: seconds after which it may go better, or None.
+    """
 
     def __init__(self, message: str, code: str = "request_failed", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -19,7 +24,10 @@ class ServerError(RuntimeError):
 
 
 class EngineDeadError(ServerError):
-    """The engine died, was restarted, or cannot be reached: what was open is lost. The same client may be used again; it connects anew."""
+    """The engine died, was restarted, or cannot be reached: what was open is lost.
+
+    The same client may be used again; it connects anew.
+    """
 
 
 class OverloadedError(ServerError):

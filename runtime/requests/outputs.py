@@ -1,4 +1,5 @@
 """What a caller gets back, shaped as vLLM's outputs."""
+
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -7,7 +8,9 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural logarithm of a token's probability under the raw logits, and the token's rank among them (1 = likeliest)."""
+    """Natural logarithm of a token's probability under the raw logits, and the token's rank among them (1 =
+    likeliest).
+    """
 
     logprob: float
     rank: int
@@ -22,8 +25,10 @@ class CompletionOutput:
     token_ids           every sampled token, the ending one included
     cumulative_logprob  sum over the chosen tokens; None unless logprobs were asked for
     logprobs            for each token a dict: the chosen token first, then the likeliest ones
-    finish_reason       None while it runs; `stop`, `length`, `abort`, `timeout` (its deadline passed) or `error` (it could not be served)
-    stop_reason         the stop string or stop token id that ended it, None for end-of-sequence; what happened, for `timeout` and `error`
+    finish_reason       None while it runs; `stop`, `length`, `abort`, `timeout` (its deadline passed) or `error` (it
+                        could not be served)
+    stop_reason         the stop string or stop token id that ended it, None for end-of-sequence; what happened, for
+                        `timeout` and `error`
     """
 
     index: int

@@ -1,4 +1,5 @@
 """How one request samples: `SamplingParams`, with the spellings that vLLM's users know."""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -41,8 +42,10 @@ class SamplingParams:
     min_tokens           no end-of-sequence or stop token before this many tokens
     stop                 strings that end the text; cut off unless include_stop_str_in_output
     stop_token_ids       token ids that end the text, beside the model's own (ignore_eos switches only those off)
-    logprobs             report this many likeliest tokens and the chosen one, at each position, from the raw logits (0 = only the chosen one)
-    presence_penalty, frequency_penalty   subtracted from the logits of tokens in the output (once; once per occurrence), -2..2
+    logprobs             report this many likeliest tokens and the chosen one, at each position, from the raw logits (0
+                         = only the chosen one)
+    presence_penalty, frequency_penalty   subtracted from the logits of tokens in the output (once; once per
+                                          occurrence), -2..2
     repetition_penalty   divides positive and multiplies negative logits of tokens in prompt and output, > 0
     logit_bias           {token id: number added to its logit}, -100..100
     detokenize           False = token ids only, the text stays ''
@@ -95,7 +98,10 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS, "None means: up to max_model_len")
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; raise max_tokens or lower min_tokens")
+            raise RequestError(
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; raise max_tokens or lower "
+                "min_tokens"
+            )
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -136,7 +142,11 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def __repr__(self) -> str:
-        changed = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if getattr(self, field.name) != _DEFAULTS[field.name])
+        changed = ", ".join(
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != _DEFAULTS[field.name]
+        )
         return f"SamplingParams({changed})"
 
 
@@ -146,7 +156,12 @@ def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None
 
 
 def _number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high and not (low_open and value == low)
+    valid = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (low_open and value == low)
+    )
     if not valid:  # NaN fails the comparison as well
         span = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
         raise RequestError(f"{name}={value!r} must be a number {span}" + (f" ({hint})" if hint else ""))
@@ -167,7 +182,11 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 def _token_ids(token_ids: Any) -> tuple[int, ...]:
     if token_ids is None:
         return ()
-    values = tuple(token_ids) if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes)) else (token_ids,)
+    values = (
+        tuple(token_ids)
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes))
+        else (token_ids,)
+    )
     if len(values) > MAX_STOPS:
         raise RequestError(f"stop_token_ids has {len(values)} entries; at most {MAX_STOPS} are allowed")
     for value in values:
@@ -188,4 +207,8 @@ def _biases(biases: Any) -> dict[int, float]:
     return {token: float(value) for token, value in biases.items()}
 
 
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)} | {"stop": (), "stop_token_ids": (), "logit_bias": {}}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)} | {
+    "stop": (),
+    "stop_token_ids": (),
+    "logit_bias": {},
+}

@@ -1,4 +1,7 @@
-"""Which sequences the next step computes, and how many tokens of each: under the budget, by priority, fairly, and as pages, rows and adapters last."""
+"""Which sequences the next step computes, and how many tokens of each: under the budget, by priority, fairly, and as
+pages, rows and adapters last.
+"""
+
 from collections.abc import Mapping
 from heapq import heappop, heappush
 
@@ -14,7 +17,9 @@ from .suspects import Suspects
 class StepChoice(SequenceStates):
     """Fills the `Work` of a step from what runs and waits."""
 
-    def __init__(self, limits: SchedulerLimits, adapter_hashes: Mapping[int, str] | None, asynchronous_loads: bool) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, adapter_hashes: Mapping[int, str] | None, asynchronous_loads: bool
+    ) -> None:
         super().__init__(limits, adapter_hashes, asynchronous_loads)
         self.suspects = Suspects()
         self._issued: dict[int, Issued] = {}
@@ -36,7 +41,8 @@ class StepChoice(SequenceStates):
             known, in_flight = len(sequence.tokens), sequence.in_flight
             if known + in_flight >= sequence.limit or sequence.status is not running:
                 continue
-            if in_flight and (sequence.sampled_at[0] != last or sequence.needs_history):  # it waits for a step that is issued
+            # it waits for a step that is issued
+            if in_flight and (sequence.sampled_at[0] != last or sequence.needs_history):
                 self.holds_back = True
                 continue
             left = known + in_flight - sequence.computed
@@ -57,7 +63,9 @@ class StepChoice(SequenceStates):
         return work
 
     def _try_suspects(self, work: Work) -> Work:
-        """The same while there are suspects: a step of the group that is on trial, as soon as no other step is at work."""
+        """The same while there are suspects: a step of the group that is on trial, as soon as no other step is at
+        work.
+        """
         if self._issued:
             return work
         budget = self.limits.max_num_batched_tokens
@@ -89,7 +97,7 @@ class StepChoice(SequenceStates):
         writers: dict[int, Sequence] = {}
         for sequence, count in work:
             first = sequence.computed // PAGE_SIZE
-            writers |= dict.fromkeys(sequence.pages[first:(sequence.computed + count) // PAGE_SIZE], sequence)
+            writers |= dict.fromkeys(sequence.pages[first : (sequence.computed + count) // PAGE_SIZE], sequence)
             sequence.published = min(sequence.published, first)
             sequence.publish_at = (sequence.published + 1) * PAGE_SIZE
         self.pages.unpublish(writers)
@@ -105,7 +113,9 @@ class StepChoice(SequenceStates):
         return count
 
     def _next_page(self, sequence: Sequence) -> bool:
-        """Give a decoding sequence its next page; returns whether any sequence had to be preempted for it (perhaps itself)."""
+        """Give a decoding sequence its next page; returns whether any sequence had to be preempted for it (perhaps
+        itself).
+        """
         preempted = False
         while (pages := self.pages.allocate(1)) is None:
             victim = self.running[-1]  # never one that this step already serves, because those come before `sequence`
@@ -120,7 +130,9 @@ class StepChoice(SequenceStates):
     def _vacate_slot(self) -> None:
         """Put back the sequences of an adapter whose slot another has waited for too long."""
         number = self.residency.take_vacated()
-        for sequence in [sequence for sequence in self.running if sequence.number == number] if number is not None else []:
+        for sequence in (
+            [sequence for sequence in self.running if sequence.number == number] if number is not None else []
+        ):
             self._preempt(sequence)
 
     def _make_way(self) -> None:
@@ -128,11 +140,16 @@ class StepChoice(SequenceStates):
         first = self.waiting.first() if self.running else None
         if first is None or first.in_flight or (first.number >= 0 and not self.slots.is_resident(first.number)):
             return
-        while self.running and self.running[-1].priority > first.priority and not (self.rows.num_free and self._fits(first, self.prefix_cache.match(first))):
+        while (
+            self.running
+            and self.running[-1].priority > first.priority
+            and not (self.rows.num_free and self._fits(first, self.prefix_cache.match(first)))
+        ):
             self._preempt(self.running[-1])
 
     def _admit(self, work: Work, budget: int, preempted: bool) -> None:
-        """Start waiting sequences as long as tokens, rows and pages last, and see to it that the adapters of the others come.
+        """Start waiting sequences as long as tokens, rows and pages last, and see to it that the adapters of the others
+        come.
 
         Nothing is admitted in a step that had to preempt for pages.
         """
@@ -146,7 +163,8 @@ class StepChoice(SequenceStates):
             full = preempted or budget <= 0 or not self.rows.num_free
             if full and not self.residency.wants_more:
                 break
-            if sequence is None or not self.residency.ready(number) or full or sequence.in_flight:  # in flight: preempted while its token is on the way
+            # in flight: preempted while its token is on the way
+            if sequence is None or not self.residency.ready(number) or full or sequence.in_flight:
                 continue
             cached = self.prefix_cache.match(sequence)
             if not self._fits(sequence, cached):

@@ -1,4 +1,5 @@
 """What a scheduler is told of its engine, and what it tells about itself."""
+
 from dataclasses import dataclass
 
 from .pages import pages_for
@@ -8,7 +9,8 @@ from .pages import pages_for
 class SchedulerLimits:
     """The engine's sizes: KV pages, tokens of a sequence, sequences at once, query tokens of a step, adapter slots.
 
-    slot_patience: after so many steps a request whose adapter finds every slot in use has the sequences of another adapter put back.
+    slot_patience: after so many steps a request whose adapter finds every slot in use has the sequences of another
+    adapter put back.
     """
 
     num_pages: int
@@ -21,16 +23,22 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
-                             "so not every running sequence would get its token in a step; raise the one or lower the other")
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                "so not every running sequence would get its token in a step; raise the one or lower the other"
+            )
         if self.num_pages < pages_for(self.max_model_len):
-            raise ValueError(f"{self.num_pages} KV pages do not hold one sequence of max_model_len={self.max_model_len} tokens "
-                             f"({pages_for(self.max_model_len)} pages); lower max_model_len or give the KV cache more memory")
+            raise ValueError(
+                f"{self.num_pages} KV pages do not hold one sequence of max_model_len={self.max_model_len} tokens "
+                f"({pages_for(self.max_model_len)} pages); lower max_model_len or give the KV cache more memory"
+            )
 
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Where things stand now, and (from `preemptions` on) counts since the start; prefix_* count prompt tokens, cached ones are those found in the cache."""
+    """Where things stand now, and (from `preemptions` on) counts since the start; prefix_* count prompt tokens,
+    cached ones are those found in the cache.
+    """
 
     running: int
     waiting: int

@@ -1,4 +1,8 @@
-"""Which KV pages are free, who refers to the others, and which hold a known prefix. A page holds `PAGE_SIZE` tokens, in every layer at once."""
+"""Which KV pages are free, who refers to the others, and which hold a known prefix.
+
+A page holds `PAGE_SIZE` tokens, in every layer at once.
+"""
+
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -13,9 +17,10 @@ def pages_for(tokens: int) -> int:
 class PageAllocator:
     """Hands out page numbers 0..num_pages-1 and counts their references.
 
-    A full page may be published under a key that names its content (all tokens up to its end, and the adapter): others can then `find` and `share`
-    it. When nobody refers to a published page it stays findable until its memory is needed; the one that was given back first goes first, and
-    of pages given back together the last ones, because a prefix is worth nothing without its beginning.
+    A full page may be published under a key that names its content (all tokens up to its end, and the adapter): others
+    can then `find` and `share` it. When nobody refers to a published page it stays findable until its memory is needed;
+    the one that was given back first goes first, and of pages given back together the last ones, because a prefix is
+    worth nothing without its beginning.
 
     Other pages are handed out last-in-first-out, which keeps a lightly loaded engine within few pages.
     """
@@ -64,7 +69,10 @@ class PageAllocator:
             self._idle.pop(page, None)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give references back, a prefix's pages in order. Raises ValueError for a page that is not taken: two sequences would come to share it."""
+        """Give references back, a prefix's pages in order.
+
+        Raises ValueError for a page that is not taken: two sequences would come to share it.
+        """
         for page in reversed(pages):
             if not 0 <= page < self.num_pages or self._references[page] < 1:
                 raise ValueError(f"page {page} is given back but was not taken")
@@ -79,7 +87,9 @@ class PageAllocator:
     def publish(self, page: int, key: bytes) -> None:
         """Make a full page findable. A key that another page has already stays with that one."""
         if self._references[page] < 1 or self._key[page] is not None:
-            raise ValueError(f"page {page} is published but {'not taken' if self._references[page] < 1 else 'has a key already'}")
+            raise ValueError(
+                f"page {page} is published but {'not taken' if self._references[page] < 1 else 'has a key already'}"
+            )
         if key not in self._page:
             self._page[key] = page
             self._key[page] = key

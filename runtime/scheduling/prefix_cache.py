@@ -1,9 +1,10 @@
 """Prompts that begin alike share the keys and values of their beginning.
 
-A page's key is a hash over the adapter's content and every token up to the page's end, chained page by page; a page is therefore never shared between
-adapters, between two contents of one adapter's name, or between prompts that differ anywhere before its end. Keys are cryptographic: nobody can craft a
-prompt that reads another's page.
+A page's key is a hash over the adapter's content and every token up to the page's end, chained page by page; a page is
+therefore never shared between adapters, between two contents of one adapter's name, or between prompts that differ
+anywhere before its end. Keys are cryptographic: nobody can craft a prompt that reads another's page.
 """
+
 from array import array
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -28,11 +29,12 @@ def next_key(key: bytes, tokens: list[int]) -> bytes:
 class PrefixCache:
     """Finds and publishes the pages of sequences.
 
-    Pages are published as soon as a plan that fills them is made: plans run in order, and within a step every layer stores the new keys and values of all
-    sequences before any is read, so even a later sequence of the same plan may use them.
+    Pages are published as soon as a plan that fills them is made: plans run in order, and within a step every layer
+    stores the new keys and values of all sequences before any is read, so even a later sequence of the same plan may
+    use them.
 
-    `hashes`: adapter number -> content hash; an adapter without one shares with nobody but itself. `queries` and `hits` count prompt tokens at first
-    admission.
+    `hashes`: adapter number -> content hash; an adapter without one shares with nobody but itself. `queries` and `hits`
+    count prompt tokens at first admission.
     """
 
     def __init__(self, pages: PageAllocator, hashes: Mapping[int, str], enabled: bool = True) -> None:
@@ -73,7 +75,7 @@ class PrefixCache:
             return
         key = keys[-1] if keys else root_key(self._content(sequence.number))
         for index in range(len(keys), count):
-            key = next_key(key, sequence.tokens[index * PAGE_SIZE:(index + 1) * PAGE_SIZE])
+            key = next_key(key, sequence.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             keys.append(key)
 
     def _content(self, number: int) -> str:

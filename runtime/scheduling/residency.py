@@ -1,19 +1,25 @@
-"""Which adapters should be on the device: asks for copies ahead of need, shares the slots fairly, and lets go of what nobody wants."""
+"""Which adapters should be on the device: asks for copies ahead of need, shares the slots fairly, and lets go of
+what nobody wants.
+"""
+
 from collections.abc import Iterator
 
 from .slots import AdapterSlots
 from .waiting import WaitingQueues
 
 DRAINING_SHARE = 4
-"""At most one slot in so many (and at least one) is drained at a time: the others go on taking requests, so that the batch stays full."""
+"""At most one slot in so many (and at least one) is drained at a time: the others go on taking requests, so that the
+batch stays full.
+"""
 
 
 class Residency:
     """The policy over `AdapterSlots`, for the waiting adapters in the order of their turns.
 
     `committed`: the last plan whose results came back, as the scheduler says.
-    `patience`: an adapter that finds every slot in use first keeps the adapter that was least recently admitted from taking new requests; after that many
-    steps the other's running sequences are to be put back. So every slot changes hands at most once in about `patience` steps.
+    `patience`: an adapter that finds every slot in use first keeps the adapter that was least recently admitted from
+    taking new requests; after that many steps the other's running sequences are to be put back. So every slot changes
+    hands at most once in about `patience` steps.
     """
 
     def __init__(self, num_slots: int, patience: int, asynchronous: bool, waiting: WaitingQueues) -> None:
@@ -26,11 +32,14 @@ class Residency:
         self._since: dict[int, int] = {}  # adapters without a slot -> step at which they asked first
         self._retiring: set[int] = set()
         self._retired: list[int] = []
-        self._vacate: tuple[int, int] | None = None  # (adapter whose sequences are put back, adapter that gets its slot)
+        # (adapter whose sequences are put back, adapter that gets its slot)
+        self._vacate: tuple[int, int] | None = None
         self._leaving: tuple[int, int] | None = None
         self._vacated_at = -patience
         self._spared: set[int] = set()
-        self._fresh: set[int] = set()  # arrived and not used yet: if somebody waits for it, it is not given up before, or two could chase each other for ever
+        # arrived and not used yet: if somebody waits for it, it is not given up before, or two could chase each other
+        # for ever
+        self._fresh: set[int] = set()
         self._draining: set[int] = set()
         self._step = 0
         self.committed = -1
@@ -38,14 +47,17 @@ class Residency:
         self._victims: Iterator[int] | None = None
 
     def requested(self, number: int) -> None:
-        """A request of this adapter has come: unless it is here, it is brought into a slot that nobody needs, else into host memory only, at once."""
+        """A request of this adapter has come: unless it is here, it is brought into a slot that nobody needs, else
+        into host memory only, at once.
+        """
         if not self.asynchronous or number < 0 or self.slots.is_resident(number) or self.slots.is_loading(number):
             return
         spared = {other for other in self.slots.resident if self._waiting.active(other)}
-        slot = self.slots.begin(number, self.committed, spared) if not self._since else None  # else whoever waits for a slot comes first
+        # else whoever waits for a slot comes first
+        slot = self.slots.begin(number, self.committed, spared) if not self._since else None
         self._loads.append((-1 if slot is None else slot, number))
 
-    # -- one look at the waiting adapters, in the order of their turns --------------------------------------------------------------
+    # -- one look at the waiting adapters, in the order of their turns ---------------------------------------------
 
     def begin_pass(self, step: int) -> None:
         """`step`: the number of the plan that is being made."""
@@ -61,7 +73,9 @@ class Residency:
         return not self._full
 
     def ready(self, number: int) -> bool:
-        """Whether a request of this adapter may be admitted now; if the adapter is not resident, what it takes is started."""
+        """Whether a request of this adapter may be admitted now; if the adapter is not resident, what it takes is
+        started.
+        """
         if number < 0:
             return True
         if self.slots.is_resident(number):
@@ -107,7 +121,9 @@ class Residency:
         since = self._since.setdefault(number, self._step)
         if self._victims is None:  # the first of this pass that finds no slot: nobody after it will
             self._victims = iter(() if self.slots.settling(self.committed) else self.slots.draining_order())
-        victim = next(self._victims, None) if len(self._draining) < max(1, self.slots.num_slots // DRAINING_SHARE) else None
+        victim = (
+            next(self._victims, None) if len(self._draining) < max(1, self.slots.num_slots // DRAINING_SHARE) else None
+        )
         if victim is None:
             return
         self._draining.add(victim)
@@ -115,7 +131,7 @@ class Residency:
         if self._step - since >= self._patience and self._step - self._vacated_at >= interval and self._vacate is None:
             self._vacate, self._vacated_at = (victim, number), self._step
 
-    # -- what becomes of copies and of adapters -------------------------------------------------------------------------------------
+    # -- what becomes of copies and of adapters --------------------------------------------------------------------
 
     def take_loads(self) -> list[tuple[int, int]]:
         """(slot, number) of the copies to start, slot -1 = into host memory only."""
@@ -141,7 +157,9 @@ class Residency:
         self.unused(number)
 
     def retire(self, number: int) -> None:
-        """The adapter takes no new requests: when its last one is finished, its slot comes free and it is reported by `take_retired`."""
+        """The adapter takes no new requests: when its last one is finished, its slot comes free and it is reported
+        by `take_retired`.
+        """
         self._retiring.add(number)
         if not self._waiting.active(number):
             self.unused(number)
@@ -150,7 +168,8 @@ class Residency:
         """The adapter's last request is finished."""
         self._since.pop(number, None)
         self._fresh.discard(number)
-        if number in self._retiring and not self.slots.is_loading(number):  # a copy on its way must arrive before its slot is another's
+        # a copy on its way must arrive before its slot is another's
+        if number in self._retiring and not self.slots.is_loading(number):
             self._retiring.discard(number)
             self.slots.lost(number)
             self._retired.append(number)

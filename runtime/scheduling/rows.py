@@ -1,4 +1,5 @@
 """Per-row tables of the running sequences, so that a step's arrays are gathered by numpy and not by a Python loop."""
+
 import numpy as np
 
 from ...ops.core.kv_layout import PAGE_SIZE
@@ -54,7 +55,7 @@ class RowTable:
 
     def set_pages(self, sequence: Sequence, first: int) -> None:
         """Enter `sequence.pages[first:]`."""
-        self.pages[sequence.row, first:len(sequence.pages)] = sequence.pages[first:]
+        self.pages[sequence.row, first : len(sequence.pages)] = sequence.pages[first:]
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's row back."""
@@ -66,7 +67,10 @@ class RowTable:
         return self.pages[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def sampling(self, rows: Int32, sequences: list[Sequence], sampled: Int32, steps: Int64) -> SamplingPlan:
-        """The sampling part of a plan: `rows` of its B sequences, `sampled` the indices (into them) that get a token. Raises SequenceFault."""
+        """The sampling part of a plan:
+
+        `rows` of its B sequences, `sampled` the indices (into them) that get a token. Raises SequenceFault.
+        """
         bias: tuple[list[int], list[int], list[float]] = ([], [], [])
         history: tuple[list[int], list[int], list[int]] = ([], [], [])
         chosen = rows[sampled]
@@ -77,14 +81,33 @@ class RowTable:
                 raise SequenceFault(sequences[index]) from error
         presence, frequency, repetition = self.penalties[rows].T
         return SamplingPlan(
-            greedy=not self.temperature[chosen].any(), num_logprobs=int(self.num_logprobs[chosen].max(initial=-1)), temperature=self.temperature[rows],
-            top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows], seeds=self.seed[rows], steps=steps,
-            bias_rows=_int32(bias[0]), bias_tokens=_int32(bias[1]), bias_values=np.asarray(bias[2], np.float32),
-            history_rows=_int32(history[0]), history_tokens=_int32(history[1]), history_counts=_int32(history[2]),
-            presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition)
+            greedy=not self.temperature[chosen].any(),
+            num_logprobs=int(self.num_logprobs[chosen].max(initial=-1)),
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seeds=self.seed[rows],
+            steps=steps,
+            bias_rows=_int32(bias[0]),
+            bias_tokens=_int32(bias[1]),
+            bias_values=np.asarray(bias[2], np.float32),
+            history_rows=_int32(history[0]),
+            history_tokens=_int32(history[1]),
+            history_counts=_int32(history[2]),
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            repetition_penalty=repetition,
+        )
 
 
-def _edits(sequence: Sequence, row: int, step: int, bias: tuple[list[int], list[int], list[float]], history: tuple[list[int], list[int], list[int]]) -> None:
+def _edits(
+    sequence: Sequence,
+    row: int,
+    step: int,
+    bias: tuple[list[int], list[int], list[float]],
+    history: tuple[list[int], list[int], list[int]],
+) -> None:
     """Append one sequence's biases, bans and token counts; `step` = output tokens so far."""
     params = sequence.params
     values: dict[int, float] = dict(params.biases)

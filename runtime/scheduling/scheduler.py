@@ -1,15 +1,20 @@
-"""Continuous batching: which tokens of which sequences the next step computes. Pure CPU bookkeeping; no tensor, no device.
+"""Continuous batching: which tokens of which sequences the next step computes. Pure CPU bookkeeping; no tensor, no
+device.
 
-A step first gives every decoding sequence its one token, then goes on with prompts that are under way, then admits waiting sequences (by
-priority, fairly between adapters: `waiting`), all under `max_num_batched_tokens` (long prompts are cut into chunks). What the prefix cache holds of a
-prompt is not computed again. When pages run out, the last running sequence (lowest priority, newest) is put back and computed again later
-(preemption by recompute): its tokens are kept, so its output does not change.
+A step first gives every decoding sequence its one token, then goes on with prompts that are under way, then admits
+waiting sequences (by priority, fairly between adapters: `waiting`), all under `max_num_batched_tokens` (long prompts
+are cut into chunks). What the prefix cache holds of a prompt is not computed again. When pages run out, the last
+running sequence (lowest priority, newest) is put back and computed again later (preemption by recompute): its tokens
+are kept, so its output does not change.
 
-Adapters: at most `num_slots` are resident (`residency`). A request whose adapter finds no slot, or is on its way into one, waits, and others pass it.
+Adapters: at most `num_slots` are resident (`residency`). A request whose adapter finds no slot, or is on its way into
+one, waits, and others pass it.
 
-Plans may be made one step ahead: a token that the last plan samples is `in_flight` until `commit`, and the next plan refers to it by its row in
-that plan. Pages that a plan in flight still writes may be handed to a later plan, because plans run in order on one stream.
+Plans may be made one step ahead: a token that the last plan samples is `in_flight` until `commit`, and the next plan
+refers to it by its row in that plan. Pages that a plan in flight still writes may be handed to a later plan, because
+plans run in order on one stream.
 """
+
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -40,17 +45,23 @@ class Sampled(NamedTuple):
 class Scheduler(StepChoice):
     """Plans steps and takes their results in.
 
-    adapter_numbers      name -> the number by which the runner knows the adapter (may change while the engine runs; a number keeps its meaning)
+    adapter_numbers      name -> the number by which the runner knows the adapter (may change while the engine runs; a
+                         number keeps its meaning)
     adapter_hashes       number -> hash of the adapter's content, which the prefix cache goes by
-    asynchronous_loads   False: a plan says which adapters to copy before it runs. True: `take_loads` says what to copy meanwhile, and `load_done`
-                         must be called for each when it is over
+    asynchronous_loads   False: a plan says which adapters to copy before it runs. True: `take_loads` says what to copy
+                         meanwhile, and `load_done` must be called for each when it is over
     clock                seconds, for deadlines; must never go back
     """
 
     def __init__(
-        self, limits: SchedulerLimits, adapter_numbers: Mapping[str, int] | None = None, adapter_hashes: Mapping[int, str] | None = None, *,
-        asynchronous_loads: bool = False, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        limits: SchedulerLimits,
+        adapter_numbers: Mapping[str, int] | None = None,
+        adapter_hashes: Mapping[int, str] | None = None,
+        *,
+        asynchronous_loads: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(limits, adapter_hashes, asynchronous_loads)
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.clock = clock
@@ -60,32 +71,41 @@ class Scheduler(StepChoice):
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._ended: list[Sequence] = []
 
-    # -- requests ------------------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError for one that can never run."""
         if sequence.adapter is not None:
             sequence.number = self._number(sequence.adapter)
         if not 0 < len(sequence.tokens) < sequence.limit <= self.limits.max_model_len:
-            raise RequestError(f"a prompt of {len(sequence.tokens)} tokens leaves no room for output within max_model_len={self.limits.max_model_len}; "
-                               "shorten the prompt or raise max_model_len")
+            raise RequestError(
+                f"a prompt of {len(sequence.tokens)} tokens leaves no room for output within "
+                f"max_model_len={self.limits.max_model_len}; "
+                "shorten the prompt or raise max_model_len"
+            )
         if not self.waiting.active(sequence.number):
             self.residency.requested(sequence.number)
         self.waiting.enter(sequence)
         if sequence.deadline is not None:
-            if len(self._deadlines) > 64 + 2 * (len(self.running) + len(self.waiting)):  # mostly those of finished sequences
+            # mostly those of finished sequences
+            if len(self._deadlines) > 64 + 2 * (len(self.running) + len(self.waiting)):
                 self._deadlines = sorted(entry for entry in self._deadlines if not entry[-1].finished)
             heappush(self._deadlines, (sequence.deadline, sequence.arrival, sequence))
         self._uses_priorities |= sequence.priority != 0
 
     def _number(self, name: str) -> int:
         if self.limits.num_slots == 0:
-            raise RequestError(f"adapter={name!r} needs an adapter slot, but max_loras is 0; give LLM its adapters or raise max_loras")
+            raise RequestError(
+                f"adapter={name!r} needs an adapter slot, but max_loras is 0; give LLM its adapters or raise max_loras"
+            )
         number = self.adapter_numbers.get(name)
         if number is None:
             raise RequestError(f"adapter={name!r} is not known; load it first")
         if self.slots.num_pinned >= self.limits.num_slots and not self.slots.is_pinned(number):
-            raise RequestError(f"adapter={name!r} would never find a slot: all {self.limits.num_slots} are pinned to others; unpin one or raise max_loras")
+            raise RequestError(
+                f"adapter={name!r} would never find a slot: all {self.limits.num_slots} are pinned to others; unpin "
+                "one or raise max_loras"
+            )
         return number
 
     @property
@@ -99,7 +119,9 @@ class Scheduler(StepChoice):
         return bool(self.running) or self.num_waiting > 0 or bool(self.suspects)
 
     def take_ended(self) -> list[Sequence]:
-        """Sequences that the scheduler itself has ended since the last call: their deadline passed, or their adapter could not be loaded."""
+        """Sequences that the scheduler itself has ended since the last call: their deadline passed, or their adapter
+        could not be loaded.
+        """
         ended, self._ended = self._ended, []
         return ended
 
@@ -107,12 +129,25 @@ class Scheduler(StepChoice):
         """Where things stand."""
         slots, pages, cache = self.slots, self.pages, self.prefix_cache
         return SchedulerStats(
-            running=len(self.running), waiting=len(self.waiting), pages=pages.num_pages, pages_used=pages.num_used, pages_cached=pages.num_cached,
-            adapters_resident=len(slots.resident), adapters_loading=slots.num_loading, preemptions=self.preemptions, timeouts=self.timeouts,
-            prefix_queries=cache.queries, prefix_hits=cache.hits, page_evictions=pages.evictions, adapter_admissions=slots.admissions,
-            adapter_loads=slots.loads, adapter_evictions=slots.evictions, adapter_failures=self.residency.failures)
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages=pages.num_pages,
+            pages_used=pages.num_used,
+            pages_cached=pages.num_cached,
+            adapters_resident=len(slots.resident),
+            adapters_loading=slots.num_loading,
+            preemptions=self.preemptions,
+            timeouts=self.timeouts,
+            prefix_queries=cache.queries,
+            prefix_hits=cache.hits,
+            page_evictions=pages.evictions,
+            adapter_admissions=slots.admissions,
+            adapter_loads=slots.loads,
+            adapter_evictions=slots.evictions,
+            adapter_failures=self.residency.failures,
+        )
 
-    # -- adapters ------------------------------------------------------------------------------------------------------------------
+    # -- adapters --------------------------------------------------------------------------------------------------
 
     @property
     def asynchronous_loads(self) -> bool:
@@ -120,12 +155,15 @@ class Scheduler(StepChoice):
         return self.residency.asynchronous
 
     def take_loads(self) -> list[tuple[int, int]]:
-        """(slot, adapter number) of copies to start now; slot -1: only bring it into host memory. To be called after `add` and `schedule`."""
+        """(slot, adapter number) of copies to start now; slot -1: only bring it into host memory.
+
+        To be called after `add` and `schedule`.
+        """
         return self.residency.take_loads()
 
     def load_done(self, slot: int, number: int, problem: str | None = None) -> None:
-        """A copy that `take_loads` asked for is complete, or could not be made: `problem` then ends every sequence that waits for the adapter (a later
-        request tries again). Reports for slot -1 change nothing."""
+        """A copy that `take_loads` asked for is complete, or could not be made: `problem` then ends every sequence that
+        waits for the adapter (a later request tries again). Reports for slot -1 change nothing."""
         if slot < 0:
             return
         if problem is None:
@@ -136,19 +174,23 @@ class Scheduler(StepChoice):
         self.residency.failed(number)
 
     def forget_adapter(self, number: int) -> None:
-        """No request will use this adapter any more (it was removed, or its name has a new content); those that are here finish on it."""
+        """No request will use this adapter any more (it was removed, or its name has a new content); those that are
+        here finish on it.
+        """
         self.residency.retire(number)
 
     def take_retired(self) -> list[int]:
         """Forgotten adapters that nobody uses any more, since the last call: the runner can drop them."""
         return self.residency.take_retired()
 
-    # -- planning ------------------------------------------------------------------------------------------------------------------
+    # -- planning --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can be computed before an issued step is committed or an adapter has arrived (or at all).
+        """The next step, or None if nothing can be computed before an issued step is committed or an adapter has
+        arrived (or at all).
 
-        A fault of its own ends the sequence that it was about (`take_ended`), and the step is planned without it. Raises what nobody can be blamed for.
+        A fault of its own ends the sequence that it was about (`take_ended`), and the step is planned without it.
+        Raises what nobody can be blamed for.
         """
         while True:
             work: Work = []
@@ -180,7 +222,11 @@ class Scheduler(StepChoice):
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][-1].finished):
             _, _, sequence = heappop(self._deadlines)
             if not sequence.finished:
-                self._end(sequence, "timeout", f"the request's deadline passed after {len(sequence.output_ids)} tokens; allow it more time")
+                self._end(
+                    sequence,
+                    "timeout",
+                    f"the request's deadline passed after {len(sequence.output_ids)} tokens; allow it more time",
+                )
                 self.timeouts += 1
 
     def _end(self, sequence: Sequence, reason: str, text: str) -> None:
@@ -188,10 +234,11 @@ class Scheduler(StepChoice):
         self.finish(sequence, reason, text)
         self._ended.append(sequence)
 
-    # -- results -------------------------------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> list[Sampled]:
-        """Take a step's tokens in, in the order in which steps were issued; ends sequences that met their end-of-sequence, a stop token or their limit.
+        """Take a step's tokens in, in the order in which steps were issued; ends sequences that met their
+        end-of-sequence, a stop token or their limit.
 
         Tokens of sequences that ended meanwhile are dropped.
         """
@@ -228,10 +275,12 @@ class Scheduler(StepChoice):
             self._end(sequence, "error", PLAN_FAULT)
 
     def fail_step(self, step: int, problem: str = STEP_FAULT) -> None:
-        """A step that was issued has failed on the device: it has no tokens, and what it should have stored is not there.
+        """A step that was issued has failed on the device: it has no tokens, and what it should have stored is not
+        there.
 
-        Its sequences, and those that were to read what it should have stored, are computed again: the step's own ones as `suspects`, until the one is
-        found with which a step fails when it is alone. That one ends with finish_reason `error` (`take_ended`). To be called in place of `commit`.
+        Its sequences, and those that were to read what it should have stored, are computed again: the step's own ones
+        as `suspects`, until the one is found with which a step fails when it is alone. That one ends with finish_reason
+        `error` (`take_ended`). To be called in place of `commit`.
         """
         failed = self._issued.pop(step)
         void = self._void.pop(step, set())
@@ -242,7 +291,11 @@ class Scheduler(StepChoice):
             self._void.setdefault(later, set()).update(set(lost).intersection(sequences))
         plan, sequences = failed
         ends = plan.context_lens.tolist()
-        accused = {sequence: ends[row] for row, sequence in enumerate(sequences) if sequence.status is Status.RUNNING and sequence not in void}
+        accused = {
+            sequence: ends[row]
+            for row, sequence in enumerate(sequences)
+            if sequence.status is Status.RUNNING and sequence not in void
+        }
         for sequence in lost:
             sequence.in_flight = 0
             if sequence.status is Status.RUNNING:

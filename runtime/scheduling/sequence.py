@@ -1,4 +1,5 @@
 """One sequence's state while the engine works on it. A request with n > 1 is n sequences."""
+
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,7 +26,8 @@ class Sequence:
     computed    how many tokens' keys and values are written by issued plans
     limit       most tokens that prompt and output may come to
     row         the sequence's row in the scheduler's tables while it runs, else -1
-    number      the adapter's number, which stays the same when its name is given to another adapter; -1 = the base model
+    number      the adapter's number, which stays the same when its name is given to another adapter; -1 = the base
+                model
     priority    lower is served sooner
     deadline    when it ends unfinished, on the scheduler's clock
     page_keys   names of its full pages' contents, as far as they were needed
@@ -85,12 +87,12 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         """The sampled tokens that are known."""
-        return self.tokens[self.prompt_length:]
+        return self.tokens[self.prompt_length :]
 
     def history(self) -> Counter[int]:
         """Each distinct known token -> how often it occurs in the output (0 = in the prompt only)."""
         if self.counts is None:
-            self.counts = Counter(dict.fromkeys(self.tokens[:self.prompt_length], 0))
+            self.counts = Counter(dict.fromkeys(self.tokens[: self.prompt_length], 0))
             self.counts.update(self.output_ids)
         return self.counts
 

@@ -1,12 +1,17 @@
-"""Which adapter sits in which slot of the GPU's stacks: a pure bookkeeper, so that it can live in another process than the tensors."""
+"""Which adapter sits in which slot of the GPU's stacks: a pure bookkeeper, so that it can live in another process
+than the tensors.
+"""
+
 from collections import OrderedDict
 
 
 class AdapterSlots:
-    """At most `num_slots` adapters (by number) are resident or on their way; an idle one, the least recently admitted first, makes room for another.
+    """At most `num_slots` adapters (by number) are resident or on their way; an idle one, the least recently admitted
+    first, makes room for another.
 
-    A slot is never taken away while running sequences use it, while a plan that used it may still be at work on the device, or while its adapter is pinned
-    or on its way. Steps: the number of the last plan that was issued, and of the last whose results came back.
+    A slot is never taken away while running sequences use it, while a plan that used it may still be at work on the
+    device, or while its adapter is pinned or on its way. Steps: the number of the last plan that was issued, and of the
+    last whose results came back.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -19,7 +24,8 @@ class AdapterSlots:
         self._users: dict[int, int] = {}
         self._used_until: dict[int, int] = {}  # last plan that may use an idle adapter
         self._pinned: set[int] = set()
-        self._free: list[tuple[int, int]] = [(slot, -1) for slot in range(num_slots - 1, -1, -1)]  # (slot, last plan that may use it)
+        # (slot, last plan that may use it)
+        self._free: list[tuple[int, int]] = [(slot, -1) for slot in range(num_slots - 1, -1, -1)]
 
     @property
     def resident(self) -> dict[int, int]:
@@ -52,7 +58,14 @@ class AdapterSlots:
         if slot is not None:
             self._free = [entry for entry in self._free if entry[0] != slot]
         else:
-            victim = next((other for other in self._slot if other not in spared and self._used_until.get(other, -1) <= committed and self._idle(other)), None)
+            victim = next(
+                (
+                    other
+                    for other in self._slot
+                    if other not in spared and self._used_until.get(other, -1) <= committed and self._idle(other)
+                ),
+                None,
+            )
             if victim is None:
                 return None
             slot = self._drop(victim)
@@ -65,16 +78,24 @@ class AdapterSlots:
     def settling(self, committed: int) -> bool:
         """Whether a slot comes free as soon as the plans at work have come back: no need to drain another."""
         idle = (other for other in self._slot if self._idle(other))
-        return any(until > committed for _, until in self._free) or any(self._used_until.get(other, -1) > committed for other in idle)
+        return any(until > committed for _, until in self._free) or any(
+            self._used_until.get(other, -1) > committed for other in idle
+        )
 
     def arrived(self, number: int) -> None:
         """The adapter's copy is complete: it is resident."""
         self._loading.discard(number)
 
     def lost(self, number: int) -> None:
-        """Give up the slot of an adapter that could not be loaded or is not wanted any more. Raises ValueError while running sequences use it."""
+        """Give up the slot of an adapter that could not be loaded or is not wanted any more.
+
+        Raises ValueError while running sequences use it.
+        """
         if self.users(number):
-            raise ValueError(f"adapter number {number} is used by {self.users(number)} running sequences; wait for them or abort them")
+            raise ValueError(
+                f"adapter number {number} is used by {self.users(number)} running sequences; wait for them or abort "
+                "them"
+            )
         if number in self._slot:
             until = self._used_until.get(number, -1)
             self._free.append((self._drop(number), until))
@@ -88,7 +109,10 @@ class AdapterSlots:
         return self._slot[number]
 
     def release(self, number: int, issued: int) -> None:
-        """One running sequence less; the adapter stays resident until its slot is needed. `issued`: the last plan that may use it."""
+        """One running sequence less; the adapter stays resident until its slot is needed.
+
+        `issued`: the last plan that may use it.
+        """
         self._users[number] -= 1
         if not self._users[number]:
             del self._users[number]

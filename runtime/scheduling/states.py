@@ -1,4 +1,5 @@
 """Waiting, running, held, finished: what a sequence takes and gives back when it goes from one to another."""
+
 from bisect import insort
 from collections.abc import Mapping
 
@@ -15,10 +16,14 @@ from .waiting import WaitingQueues
 class SequenceStates:
     """The sequences, and what they hold: KV pages, rows of the tables, adapter slots."""
 
-    def __init__(self, limits: SchedulerLimits, adapter_hashes: Mapping[int, str] | None, asynchronous_loads: bool) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, adapter_hashes: Mapping[int, str] | None, asynchronous_loads: bool
+    ) -> None:
         self.limits = limits
         self.pages = PageAllocator(limits.num_pages)
-        self.prefix_cache = PrefixCache(self.pages, {} if adapter_hashes is None else adapter_hashes, limits.prefix_caching)
+        self.prefix_cache = PrefixCache(
+            self.pages, {} if adapter_hashes is None else adapter_hashes, limits.prefix_caching
+        )
         self.rows = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len))
         self.waiting = WaitingQueues()
         self.residency = Residency(limits.num_slots, limits.slot_patience, asynchronous_loads, self.waiting)
@@ -86,5 +91,6 @@ class SequenceStates:
 
     def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether there are pages for a sequence of which some are `cached`."""
-        reserve = self.limits.num_pages // 100 if self.running else 0  # room for the running ones to grow, against preempting at once
+        # room for the running ones to grow, against preempting at once
+        reserve = self.limits.num_pages // 100 if self.running else 0
         return pages_for(sequence.length) - len(cached) + self.pages.count_idle(cached) + reserve <= self.pages.num_free

@@ -1,4 +1,5 @@
 """What a failed step takes with it."""
+
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..steps.plan import StepPlan
 from .sequence import Sequence
@@ -10,8 +11,8 @@ Issued = tuple[StepPlan, list[Sequence]]  # a plan and its sequences, in the ord
 def what_is_lost(failed: Issued, later: list[Issued], running: list[Sequence]) -> tuple[list[Sequence], set[int]]:
     """(sequences whose keys and values are wrong or missing, pages with such keys and values).
 
-    `later`: plans that were issued behind the failed one, which go on computing from what it should have stored. Through the prefix cache other
-    sequences may read it too, and so on.
+    `later`: plans that were issued behind the failed one, which go on computing from what it should have stored.
+    Through the prefix cache other sequences may read it too, and so on.
     """
     lost = set(failed[1])
     while True:
@@ -28,5 +29,5 @@ def _written(plan: StepPlan, sequences: list[Sequence], writers: set[Sequence]) 
     slots: list[int] = []
     for row, sequence in enumerate(sequences):
         if sequence in writers:
-            slots += plan.slot_mapping[ends[row]:ends[row + 1]].tolist()
+            slots += plan.slot_mapping[ends[row] : ends[row + 1]].tolist()
     return {slot // PAGE_SIZE for slot in slots}

@@ -1,13 +1,18 @@
-"""Whose fault was it? The sequences of a step that failed on the device are computed again in smaller and smaller groups, until one fails alone."""
+"""Whose fault was it? The sequences of a step that failed on the device are computed again in smaller and smaller
+groups, until one fails alone.
+"""
+
 from collections import deque
 
 from .sequence import Sequence
 
 
 class Suspects:
-    """Groups of sequences; the first is on trial: it alone is computed, until all its sequences have got past the point where the failed step was.
+    """Groups of sequences; the first is on trial: it alone is computed, until all its sequences have got past the point
+    where the failed step was.
 
-    While there are suspects no step holds anybody else, so that nobody else can be hurt. One among N is found in about 2 log2(N) steps.
+    While there are suspects no step holds anybody else, so that nobody else can be hurt. One among N is found in about
+    2 log2(N) steps.
     """
 
     def __init__(self) -> None:
@@ -18,7 +23,10 @@ class Suspects:
         return any(not sequence.finished for group in self._groups for sequence in group)
 
     def accuse(self, accused: dict[Sequence, int]) -> Sequence | None:
-        """The running sequences of a failed step, and how many tokens of each it was to store. Returns the guilty one if there is only one."""
+        """The running sequences of a failed step, and how many tokens of each it was to store.
+
+        Returns the guilty one if there is only one.
+        """
         rest: list[Sequence] = []
         if self._groups and any(sequence in accused for sequence in self._groups[0]):
             rest = [sequence for sequence in self._groups.popleft() if sequence not in accused]
@@ -29,16 +37,20 @@ class Suspects:
             self._until.pop(guilty, None)
             return guilty
         self._until |= accused
-        new = [sequence for sequence in accused if len(sequence.tokens) == sequence.prompt_length]  # likelier than those that were computed before
+        # likelier than those that were computed before
+        new = [sequence for sequence in accused if len(sequence.tokens) == sequence.prompt_length]
         old = [sequence for sequence in accused if len(sequence.tokens) > sequence.prompt_length]
         if not new or not old:
             both = new or old
-            new, old = both[:len(both) // 2], both[len(both) // 2:]
+            new, old = both[: len(both) // 2], both[len(both) // 2 :]
         self._groups.extendleft(group for group in (old, new) if group)
         return None
 
     def on_trial(self) -> list[Sequence]:
-        """The first group's sequences that are not finished. To be called between two steps: who is past the point by now is cleared with the whole group."""
+        """The first group's sequences that are not finished.
+
+        To be called between two steps: who is past the point by now is cleared with the whole group.
+        """
         while self._groups:
             group = [sequence for sequence in self._groups[0] if not sequence.finished]
             if any(self.tokens_left(sequence) > 0 for sequence in group):

@@ -1,4 +1,5 @@
 """Who is admitted next: by priority, then fairly between adapters, then by arrival."""
+
 from heapq import heapify, heappop, heappush
 
 from .sequence import Sequence
@@ -7,9 +8,10 @@ from .sequence import Sequence
 class WaitingQueues:
     """Waiting sequences, a queue for each adapter (by number; the base model, -1, counts as one).
 
-    Among equal priorities the adapter comes first that was served the fewest tokens since it became active, so that a popular adapter's backlog cannot
-    hold up another's few requests; within an adapter, and among adapters that were served alike, the oldest. An adapter is active while it has an
-    unfinished sequence; one that becomes active starts level with the least served of the others, neither with a debt nor with savings.
+    Among equal priorities the adapter comes first that was served the fewest tokens since it became active, so that a
+    popular adapter's backlog cannot hold up another's few requests; within an adapter, and among adapters that were
+    served alike, the oldest. An adapter is active while it has an unfinished sequence; one that becomes active starts
+    level with the least served of the others, neither with a debt nor with savings.
     """
 
     def __init__(self) -> None:
@@ -68,7 +70,9 @@ class WaitingQueues:
         return None
 
     def turn(self, number: int) -> tuple[int, int, int, int] | None:
-        """When it is the adapter's turn: (priority, tokens served, arrival, number), the least first; None if nobody waits."""
+        """When it is the adapter's turn: (priority, tokens served, arrival, number), the least first; None if nobody
+        waits.
+        """
         sequence = self.head(number)
         return None if sequence is None else (sequence.priority, self._served[number], sequence.arrival, number)
 
@@ -89,7 +93,11 @@ class WaitingQueues:
 
     def of(self, number: int) -> list[Sequence]:
         """All that wait for an adapter, in order."""
-        return [sequence for _, _, sequence in sorted(self._queues.get(number, ()), key=lambda entry: entry[:2]) if not sequence.finished]
+        return [
+            sequence
+            for _, _, sequence in sorted(self._queues.get(number, ()), key=lambda entry: entry[:2])
+            if not sequence.finished
+        ]
 
     def active(self, number: int) -> bool:
         """Whether the adapter has an unfinished sequence."""

@@ -2,8 +2,10 @@
 
 `python -m sidestream.runtime.server.batcher FD` starts it.
 
-One thread. Results of the GPU process come first, because the next plan waits for them; then clients' messages, a limited number at a time.
+One thread. Results of the GPU process come first, because the next plan waits for them; then clients' messages, a
+limited number at a time.
 """
+
 import gc
 import json
 import logging
@@ -54,7 +56,16 @@ class Batcher:
         self.router = self._bind()
         self.connections = Connections(self.router, os.urandom(INSTANCE_BYTES))
         self.requests = OpenRequests(self.connections)
-        self.desk = FrontDesk(settings, self.connections, self.requests, self.tokenizer, self._encoder, self._greet, self._health, self._stats)
+        self.desk = FrontDesk(
+            settings,
+            self.connections,
+            self.requests,
+            self.tokenizer,
+            self._encoder,
+            self._greet,
+            self._health,
+            self._stats,
+        )
         self._started = time.monotonic()
         self._phase, self._progress = "starting", 0.0
         self._dead = False
@@ -87,7 +98,7 @@ class Batcher:
         endpoint = self.router.getsockopt(zmq.LAST_ENDPOINT)
         return endpoint.decode().rstrip("\x00") if isinstance(endpoint, bytes) else self.settings.bind
 
-    # -- loop ----------------------------------------------------------------------------------------------------------------------
+    # -- loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Serve until the supervisor says stop or is gone."""
@@ -148,7 +159,8 @@ class Batcher:
             except zmq.Again:
                 return
             self.desk.receive(parts)
-            if self._link is not None and self._link.has_news:  # dozens of requests at once take as long as a short step: the next plan goes first
+            # dozens of requests at once take as long as a short step: the next plan goes first
+            if self._link is not None and self._link.has_news:
                 return
 
     def _settle(self) -> None:
@@ -168,7 +180,7 @@ class Batcher:
         for client in self.connections.take_lost():
             self.desk.lose(client)
 
-    # -- the GPU process's lives -----------------------------------------------------------------------------------------------------
+    # -- the GPU process's lives -----------------------------------------------------------------------------------
 
     def _gpu_generation(self, generation: int) -> None:
         """Be ready for a new GPU process."""
@@ -191,7 +203,7 @@ class Batcher:
         self._phase, self._progress = "restarting" if restarting else "dead", 0.0
         self._dead = not restarting
 
-    # -- the supervisor's orders -----------------------------------------------------------------------------------------------------
+    # -- the supervisor's orders -----------------------------------------------------------------------------------
 
     def _obey(self, order: dict[str, Any]) -> None:
         what = order["order"]
@@ -218,18 +230,29 @@ class Batcher:
         self.router.close(int(FAREWELL_SECONDS * 1000))
         return 0
 
-    # -- answers ---------------------------------------------------------------------------------------------------------------------
+    # -- answers ---------------------------------------------------------------------------------------------------
 
     def _greet(self, stepper: Stepper) -> Welcome:
         ready, words = stepper.ready, self._words
         return Welcome(
-            server_version=__version__, model=self.settings.served_model_name[:256], vocabulary=ready.vocabulary, max_model_len=ready.max_model_len,
-            max_num_seqs=ready.max_num_seqs, max_adapter_slots=ready.num_slots, has_tokenizer=self.tokenizer is not None, admin=self.settings.admin,
-            chat_template=words.get("chat_template"), bos_token=words.get("bos_token", ""), eos_token=words.get("eos_token", ""))
+            server_version=__version__,
+            model=self.settings.served_model_name[:256],
+            vocabulary=ready.vocabulary,
+            max_model_len=ready.max_model_len,
+            max_num_seqs=ready.max_num_seqs,
+            max_adapter_slots=ready.num_slots,
+            has_tokenizer=self.tokenizer is not None,
+            admin=self.settings.admin,
+            chat_template=words.get("chat_template"),
+            bos_token=words.get("bos_token", ""),
+            eos_token=words.get("eos_token", ""),
+        )
 
     def _health(self, call: int) -> Health:
         stepper = self.desk.stepper
-        status: Any = "dead" if self._dead else "draining" if self.desk.draining else "loading" if stepper is None else "ok"
+        status: Any = (
+            "dead" if self._dead else "draining" if self.desk.draining else "loading" if stepper is None else "ok"
+        )
         step = 0.0 if stepper is None else stepper.last_step_seconds
         return Health(call, status, self._phase, self._progress, time.monotonic() - self._started, step)
 

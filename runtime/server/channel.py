@@ -1,4 +1,8 @@
-"""The supervisor's line to a process that it started: msgpack messages over a socket pair. Its end closes with the process, however that dies."""
+"""The supervisor's line to a process that it started: msgpack messages over a socket pair.
+
+Its end closes with the process, however that dies.
+"""
+
 import socket
 from typing import Any
 
@@ -43,7 +47,10 @@ class Channel:
             raise ChannelClosed("the other process is gone") from error
 
     def receive(self, block: bool = False) -> list[dict[str, Any]]:
-        """Messages that have arrived, perhaps none (`block`: at least one). Raises ChannelClosed at the end of the line."""
+        """Messages that have arrived, perhaps none (`block`: at least one).
+
+        Raises ChannelClosed at the end of the line.
+        """
         messages: list[dict[str, Any]] = []
         while True:
             try:
@@ -67,8 +74,8 @@ class Channel:
                 raise ChannelClosed("the other process sends nonsense")
             if len(self._buffer) < _LENGTH + length:
                 break
-            messages.append(msgspec.msgpack.decode(self._buffer[_LENGTH:_LENGTH + length], type=dict[str, Any]))
-            del self._buffer[:_LENGTH + length]
+            messages.append(msgspec.msgpack.decode(self._buffer[_LENGTH : _LENGTH + length], type=dict[str, Any]))
+            del self._buffer[: _LENGTH + length]
         return messages
 
     def close(self) -> None:

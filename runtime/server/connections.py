@@ -1,4 +1,8 @@
-"""The clients of a server: who is there, what they have open, and what still has to go out to them. A client that does not read holds nobody else up."""
+"""The clients of a server: who is there, what they have open, and what still has to go out to them.
+
+A client that does not read holds nobody else up.
+"""
+
 import errno
 import logging
 import time
@@ -8,7 +12,19 @@ from typing import Any
 
 import zmq
 
-from ..wire.protocol import HEARTBEAT_SECONDS, MAX_CHUNK_TOKENS, MAX_FRAME_CHUNKS, SILENCE_SECONDS, Beat, Chunk, Chunks, Error, FrameError, Message, encode
+from ..wire.protocol import (
+    HEARTBEAT_SECONDS,
+    MAX_CHUNK_TOKENS,
+    MAX_FRAME_CHUNKS,
+    SILENCE_SECONDS,
+    Beat,
+    Chunk,
+    Chunks,
+    Error,
+    FrameError,
+    Message,
+    encode,
+)
 
 _log = logging.getLogger(__name__)
 MAX_CLIENTS = 1024
@@ -20,7 +36,10 @@ SEND_HWM = 256
 FRAME_BYTES = 256 << 10
 LOGPROB_BYTES = 160
 """Chunks are gathered into frames of about this size."""
-SLOW = "chunks were not read fast enough, so all requests of this connection were ended; read faster, or ask for fewer at once"
+SLOW = (
+    "chunks were not read fast enough, so all requests of this connection were ended; read faster, or ask for "
+    "fewer at once"
+)
 
 
 @dataclass(eq=False)
@@ -41,13 +60,15 @@ class Client:
     frames: deque[bytes] = field(default_factory=deque)
     frame_bytes: int = 0
     blocked: bool = False
-    latest: dict[tuple[str, int], int] = field(default_factory=dict)  # place in `chunks` of a completion's last chunk, while blocked
+    # place in `chunks` of a completion's last chunk, while blocked
+    latest: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 class Connections:
     """Clients by routing id, over one ROUTER socket.
 
-    `lost` and `slow` clients are reported by `take_lost` (whose requests are to be aborted). `instance` goes into every frame.
+    `lost` and `slow` clients are reported by `take_lost` (whose requests are to be aborted). `instance` goes into every
+    frame.
     """
 
     def __init__(self, router: "zmq.Socket[Any]", instance: bytes) -> None:
@@ -97,7 +118,11 @@ class Connections:
             key = chunk.request_id, chunk.index
             place = client.latest.get(key)
             before = None if place is None else client.chunks[place]
-            if place is not None and before is not None and len(before.token_ids) + len(chunk.token_ids) <= MAX_CHUNK_TOKENS:
+            if (
+                place is not None
+                and before is not None
+                and len(before.token_ids) + len(chunk.token_ids) <= MAX_CHUNK_TOKENS
+            ):
                 client.chunks[place] = _joined(before, chunk)
                 return
             client.latest[key] = len(client.chunks)
@@ -111,8 +136,11 @@ class Connections:
             if client.chunks and not client.frames:
                 self._pack(client)
             self._drain(client)
-            if client.frames and (len(client.chunks) > MAX_PENDING_CHUNKS or client.chunk_bytes + client.frame_bytes > MAX_PENDING_BYTES
-                                  or len(client.frames) > MAX_WAITING_FRAMES):  # fmt: skip
+            if client.frames and (
+                len(client.chunks) > MAX_PENDING_CHUNKS
+                or client.chunk_bytes + client.frame_bytes > MAX_PENDING_BYTES
+                or len(client.frames) > MAX_WAITING_FRAMES
+            ):
                 self._cut(client)
             if not client.frames and not client.chunks:
                 self._dirty.pop(client.identity, None)
@@ -149,14 +177,20 @@ class Connections:
         """Make frames of the client's chunks."""
         chunks, counted = client.chunks, client.chunk_bytes
         client.chunks, client.chunk_bytes, client.latest = [], 0, {}
-        if 4 * counted < FRAME_BYTES and len(chunks) <= MAX_FRAME_CHUNKS:  # `counted` has one byte for a character, which takes up to four
+        # `counted` has one byte for a character, which takes up to four
+        if 4 * counted < FRAME_BYTES and len(chunks) <= MAX_FRAME_CHUNKS:
             self._append(client, Chunks(chunks))
             return
         first = size = 0
         for index, chunk in enumerate(chunks):
             if client.gone:
                 return
-            cost = 64 + 4 * len(chunk.text) + 5 * len(chunk.token_ids) + (0 if chunk.logprobs is None else LOGPROB_BYTES * sum(map(len, chunk.logprobs)))
+            cost = (
+                64
+                + 4 * len(chunk.text)
+                + 5 * len(chunk.token_ids)
+                + (0 if chunk.logprobs is None else LOGPROB_BYTES * sum(map(len, chunk.logprobs)))
+            )
             if index > first and (size + cost > FRAME_BYTES or index - first >= MAX_FRAME_CHUNKS):
                 self._append(client, Chunks(chunks[first:index]))
                 first, size = index, 0
@@ -205,6 +239,19 @@ class Connections:
 
 
 def _joined(first: Chunk, second: Chunk) -> Chunk:
-    logprobs = None if first.logprobs is None and second.logprobs is None else [*(first.logprobs or []), *(second.logprobs or [])]
-    return Chunk(first.request_id, first.index, first.first, first.text + second.text, [*first.token_ids, *second.token_ids], second.finish_reason,
-                 second.stop_reason, logprobs, second.usage)  # fmt: skip
+    logprobs = (
+        None
+        if first.logprobs is None and second.logprobs is None
+        else [*(first.logprobs or []), *(second.logprobs or [])]
+    )
+    return Chunk(
+        first.request_id,
+        first.index,
+        first.first,
+        first.text + second.text,
+        [*first.token_ids, *second.token_ids],
+        second.finish_reason,
+        second.stop_reason,
+        logprobs,
+        second.usage,
+    )

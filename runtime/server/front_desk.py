@@ -1,4 +1,8 @@
-"""What clients ask for, one message at a time. Whatever is wrong with a message is answered to its sender and concerns nobody else."""
+"""What clients ask for, one message at a time.
+
+Whatever is wrong with a message is answered to its sender and concerns nobody else.
+"""
+
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +40,7 @@ from ..wire.protocol import (
     UnloadAdapter,
     Welcome,
     decode_from_client,
-)  # fmt: skip
+)
 from .connections import MAX_FAULTS, Client, Connections
 from .gpu_link import Answer
 from .open_requests import OpenRequest, OpenRequests
@@ -53,9 +57,16 @@ class FrontDesk:
     """Serves the clients' messages. `stepper` is None while no model is ready; `draining` refuses new requests."""
 
     def __init__(
-        self, settings: ServeSettings, connections: Connections, requests: OpenRequests, tokenizer: Tokenizer | None, encoder: Encoder | None,
-        greeting: Callable[[Stepper], Welcome], health: Callable[[int], Health], stats: Callable[[], dict[str, int | float]],
-    ) -> None:  # fmt: skip
+        self,
+        settings: ServeSettings,
+        connections: Connections,
+        requests: OpenRequests,
+        tokenizer: Tokenizer | None,
+        encoder: Encoder | None,
+        greeting: Callable[[Stepper], Welcome],
+        health: Callable[[int], Health],
+        stats: Callable[[], dict[str, int | float]],
+    ) -> None:
         self.settings = settings
         self.connections, self.requests = connections, requests
         self.stepper: Stepper | None = None
@@ -69,7 +80,10 @@ class FrontDesk:
         self.bad_frames = 0
 
     def receive(self, parts: list[bytes]) -> None:
-        """One multipart message of the ROUTER socket: routing id and frame. Never raises for anything that a client can send."""
+        """One multipart message of the ROUTER socket: routing id and frame.
+
+        Never raises for anything that a client can send.
+        """
         client = self.connections.heard(parts[0])
         if client is None:
             return
@@ -88,7 +102,9 @@ class FrontDesk:
             self.connections.say(client, self._health(message.call))
         elif frame.instance != self.connections.instance and frame.instance != NO_INSTANCE:
             client.greeted = False
-            self.connections.say(client, Error("wrong_instance", "the engine was restarted; its requests are lost; say hello again"))
+            self.connections.say(
+                client, Error("wrong_instance", "the engine was restarted; its requests are lost; say hello again")
+            )
         elif not client.greeted:
             if not isinstance(message, Beat):
                 self.connections.say(client, Error("hello_first", "this connection is not known; say hello first"))
@@ -133,7 +149,7 @@ class FrontDesk:
         client.greeted = True
         self.connections.say(client, self._greeting(self.stepper))
 
-    # -- requests ------------------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------
 
     def _submit(self, client: Client, message: Submit) -> None:
         refusal = self._refusal(client, message)
@@ -164,13 +180,19 @@ class FrontDesk:
             return Error(code, text, message.request_id, retry_after=retry_after)
 
         if message.request_id in client.open:
-            return error("duplicate_id", f"request_id {message.request_id!r} is open on this connection; choose another")
+            return error(
+                "duplicate_id", f"request_id {message.request_id!r} is open on this connection; choose another"
+            )
         if self.draining:
             return error("draining", "the server is about to stop")
         if self.stepper is None:
             return error("loading", "the model is being loaded", LOADING_RETRY)
         if len(client.open) >= MAX_OPEN_REQUESTS:
-            return error("too_many_requests", f"this connection has {MAX_OPEN_REQUESTS} requests open; wait for one to end", OVERLOAD_RETRY)
+            return error(
+                "too_many_requests",
+                f"this connection has {MAX_OPEN_REQUESTS} requests open; wait for one to end",
+                OVERLOAD_RETRY,
+            )
         if self.stepper.scheduler.num_waiting + len(self._encoding) + message.sampling.n > self.settings.max_waiting:
             return error("overloaded", "too many requests are waiting", OVERLOAD_RETRY)
         if (message.prompt is None) == (message.prompt_token_ids is None):
@@ -194,7 +216,18 @@ class FrontDesk:
             return
         try:
             check_request(ids, params, self._tokenizer, stepper.ready.vocabulary, stepper.ready.max_model_len)
-            stepper.add(Request(request.key, message.prompt, ids, params, message.adapter, message.priority, message.deadline_seconds), request.stream)
+            stepper.add(
+                Request(
+                    request.key,
+                    message.prompt,
+                    ids,
+                    params,
+                    message.adapter,
+                    message.priority,
+                    message.deadline_seconds,
+                ),
+                request.stream,
+            )
         except RequestError as error:
             self.requests.refuse(request, "invalid_request", str(error)[:4096], how="refused")
             return
@@ -230,13 +263,15 @@ class FrontDesk:
         if request.admitted and self.stepper is not None:
             self.stepper.engine.abort(request.key)
 
-    # -- adapters ------------------------------------------------------------------------------------------------------------------
+    # -- adapters --------------------------------------------------------------------------------------------------
 
     def _change_adapters(self, client: Client, message: LoadAdapter | UnloadAdapter) -> None:
         refusal = self._adapter_refusal(message)
         if refusal is not None or self.stepper is None:
             code, text = refusal or ("loading", "the model is being loaded")
-            self.connections.say(client, Error(code, text, call=message.call, retry_after=LOADING_RETRY if code == "loading" else None))
+            self.connections.say(
+                client, Error(code, text, call=message.call, retry_after=LOADING_RETRY if code == "loading" else None)
+            )
             return
         self._next_ticket += 1
         self._tickets[self._next_ticket] = client, message.call, message
@@ -248,7 +283,10 @@ class FrontDesk:
 
     def _adapter_refusal(self, message: LoadAdapter | UnloadAdapter) -> tuple[ErrorCode, str] | None:
         if not self.settings.admin:
-            return "forbidden", "adapters cannot be loaded or unloaded through this server; start it with --allow-adapter-loading"
+            return (
+                "forbidden",
+                "adapters cannot be loaded or unloaded through this server; start it with --allow-adapter-loading",
+            )
         if self.stepper is None:
             return "loading", "the model is being loaded"
         if self.draining:
@@ -257,13 +295,21 @@ class FrontDesk:
         if isinstance(message, UnloadAdapter):
             return None if known else ("unknown_adapter", f"adapter {message.name!r} is not known")
         if self.stepper.ready.num_slots == 0:
-            return "adapter_error", "the server was started without adapter slots; start it with an adapter, or with --max-loras and --max-lora-rank"
+            return (
+                "adapter_error",
+                "the server was started without adapter slots; start it with an adapter, or with --max-loras and "
+                "--max-lora-rank",
+            )
         if known and not message.replace:
             return "adapter_in_use", f"adapter {message.name!r} is there already; set replace, or choose another name"
         if any(pending.name == message.name for _, _, pending in self._tickets.values()):
             return "adapter_in_use", f"adapter {message.name!r} is being loaded or unloaded at this moment"
         if not within(message.path, self.settings.adapter_roots):
-            return "forbidden", "the path is outside the directories that adapters may be loaded from; start the server with --adapter-root"
+            return (
+                "forbidden",
+                "the path is outside the directories that adapters may be loaded from; start the server with "
+                "--adapter-root",
+            )
         return None
 
     def answered(self, answer: Answer) -> None:
@@ -285,11 +331,23 @@ class FrontDesk:
         infos = []
         for adapter in self.stepper.known.values():
             number = adapter.number
-            where: Any = "gpu" if slots.is_resident(number) else "loading" if slots.is_loading(number) else "cpu" if number in near else "disk"
-            infos.append(AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), len(waiting.of(number))))
+            where: Any = (
+                "gpu"
+                if slots.is_resident(number)
+                else "loading"
+                if slots.is_loading(number)
+                else "cpu"
+                if number in near
+                else "disk"
+            )
+            infos.append(
+                AdapterInfo(
+                    adapter.name, adapter.rank, adapter.content, where, slots.users(number), len(waiting.of(number))
+                )
+            )
         return infos
 
-    # -- ends ----------------------------------------------------------------------------------------------------------------------
+    # -- ends ------------------------------------------------------------------------------------------------------
 
     def lose(self, client: Client) -> None:
         """A client is gone or too slow: its requests end, and their pages are free for the next plan."""
@@ -307,7 +365,9 @@ class FrontDesk:
             self.requests.refuse(request, "engine_dead", "the engine died while this request was open", retry_after)
         for client, call, _ in self._tickets.values():
             if not client.gone:
-                self.connections.say(client, Error("engine_dead", "the engine died", call=call, retry_after=retry_after))
+                self.connections.say(
+                    client, Error("engine_dead", "the engine died", call=call, retry_after=retry_after)
+                )
         self._tickets.clear()
 
 

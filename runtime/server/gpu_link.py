@@ -1,8 +1,9 @@
 """Between the batcher and the GPU process: plans one way, results the other, over two private ipc sockets.
 
-A frame pair (kind, body): plans and results are flat arrays (`plan_wire`), everything else small messages. Each thread of the GPU process has a socket of its
-own for results; the batcher hears them all on one.
+A frame pair (kind, body): plans and results are flat arrays (`plan_wire`), everything else small messages. Each thread
+of the GPU process has a socket of its own for results; the batcher hears them all on one.
 """
+
 import time
 from collections import deque
 from pathlib import Path
@@ -114,12 +115,16 @@ class Answer(Notice, frozen=True, tag="answer"):
     problem: str | None = None
 
 
-_decode = msgspec.msgpack.Decoder(Loading | Ready | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | Answer).decode
+_decode = msgspec.msgpack.Decoder(
+    Loading | Ready | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | Answer
+).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Timing(Struct, frozen=True):
-    """When the GPU process received a step's plan, had launched it, and had its tokens (time.monotonic_ns of this machine)."""
+    """When the GPU process received a step's plan, had launched it, and had its tokens (time.monotonic_ns of this
+    machine).
+    """
 
     received: int
     launched: int
@@ -154,7 +159,9 @@ class BatcherEnd:
         self.flush()
 
     def flush(self) -> None:
-        """Send what could not be sent yet: there is no way to a GPU process whose socket is not connected yet, or that has just died."""
+        """Send what could not be sent yet: there is no way to a GPU process whose socket is not connected yet, or
+        that has just died.
+        """
         try:
             while self._backlog:
                 self._plans.send_multipart(self._backlog[0], zmq.NOBLOCK)
@@ -203,7 +210,8 @@ class GpuEnd:
         except zmq.Again:
             return None
         if kind == PLAN:
-            return unpack_plan(bytearray(body)), time.monotonic_ns()  # a copy, so that torch takes the arrays without a warning
+            # a copy, so that torch takes the arrays without a warning
+            return unpack_plan(bytearray(body)), time.monotonic_ns()
         return _decode(body)
 
     def reporter(self) -> "Reporter":

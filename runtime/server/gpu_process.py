@@ -2,9 +2,10 @@
 
 `python -m sidestream.runtime.server.gpu_process FD` is how the supervisor starts it.
 
-Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads adapters from disk. So a plan that arrives
-while the device is busy is launched at once, behind the step that runs.
+Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads
+adapters from disk. So a plan that arrives while the device is busy is launched at once, behind the step that runs.
 """
+
 import logging
 import queue
 import re
@@ -21,7 +22,22 @@ import zmq
 
 from ..engine.engine import Runner
 from .channel import Channel, ChannelClosed
-from .gpu_link import Answer, GpuEnd, InHostMemory, Load, LoadDone, LoadedAdapter, Loading, Notice, Ready, Reporter, Retire, StartLoad, StepFailed, Unload
+from .gpu_link import (
+    Answer,
+    GpuEnd,
+    InHostMemory,
+    Load,
+    LoadDone,
+    LoadedAdapter,
+    Loading,
+    Notice,
+    Ready,
+    Reporter,
+    Retire,
+    StartLoad,
+    StepFailed,
+    Unload,
+)
 from .settings import ServeSettings
 
 _log = logging.getLogger(__name__)
@@ -52,7 +68,10 @@ class ServingRunner(Runner, Protocol):
 
 
 class Served(Protocol):
-    """What the GPU process serves. Adapter methods raise ValueError or OSError for what cannot be done, with a text for the caller."""
+    """What the GPU process serves.
+
+    Adapter methods raise ValueError or OSError for what cannot be done, with a text for the caller.
+    """
 
     ready: Ready
 
@@ -94,7 +113,10 @@ class _Loop:
 
     def run(self) -> None:
         """Serve."""
-        threads = [threading.Thread(target=target, args=(self._link.reporter(),), daemon=True) for target in (self._collect, self._read_adapters)]
+        threads = [
+            threading.Thread(target=target, args=(self._link.reporter(),), daemon=True)
+            for target in (self._collect, self._read_adapters)
+        ]
         for thread in threads:
             thread.start()
         self._reporter.tell(self._served.ready)
@@ -122,7 +144,8 @@ class _Loop:
             self._ending.set()
             self._steps.put(None)
             self._errands.put(None)
-            for thread in threads:  # the interpreter must not end in the middle of their tensor operations: C++ would abort the process
+            # the interpreter must not end in the middle of their tensor operations: C++ would abort the process
+            for thread in threads:
                 thread.join(END_SECONDS)
         raise SystemExit(70)
 
@@ -209,11 +232,17 @@ def is_fatal(error: Exception) -> bool:
 def _for_caller(error: Exception, errand: Load | Unload) -> str:
     if isinstance(error, OSError):
         return f"adapter {errand.name!r}: {error.strerror or 'its files cannot be read'}"
-    return without_directories(str(error)) if isinstance(error, ValueError) else f"adapter {errand.name!r}: a fault in the engine; see its log"
+    return (
+        without_directories(str(error))
+        if isinstance(error, ValueError)
+        else f"adapter {errand.name!r}: a fault in the engine; see its log"
+    )
 
 
 def without_directories(text: str) -> str:
-    """A text for clients: of a path only the last part stays, for where things lie on this machine is not their business."""
+    """A text for clients: of a path only the last part stays, for where things lie on this machine is not their
+    business.
+    """
     return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)*", "", text)
 
 
@@ -237,7 +266,9 @@ def run(fd: int, build: Callable[[ServeSettings], Served] = build_llm) -> int:
         try:
             served = build(settings)
         except Exception as error:
-            if not isinstance(error, (ValueError, OSError, MemoryError)) and not type(error).__module__.startswith("sidestream."):
+            if not isinstance(error, (ValueError, OSError, MemoryError)) and not type(error).__module__.startswith(
+                "sidestream."
+            ):
                 _log.exception("the model could not be loaded")
             channel.send({"event": "failed", "message": " ".join(str(error).split()) or type(error).__name__})
             context.destroy(linger=0)

@@ -1,4 +1,5 @@
 """The requests that are not finished yet: whose they are, and the chunks that their progress becomes."""
+
 import time
 from dataclasses import dataclass, field
 
@@ -37,7 +38,13 @@ class OpenRequests:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._open: dict[str, OpenRequest] = {}
-        self.counts = {"requests_total": 0, "finished_total": 0, "aborted_total": 0, "failed_total": 0, "refused_total": 0}
+        self.counts = {
+            "requests_total": 0,
+            "finished_total": 0,
+            "aborted_total": 0,
+            "failed_total": 0,
+            "refused_total": 0,
+        }
 
     def __len__(self) -> int:
         return len(self._open)
@@ -64,7 +71,9 @@ class OpenRequests:
         request.client.open.pop(request.request_id, None)
         self.counts[f"{how}_total"] += 1
 
-    def refuse(self, request: OpenRequest, code: ErrorCode, message: str, retry_after: float | None = None, how: str = "failed") -> None:
+    def refuse(
+        self, request: OpenRequest, code: ErrorCode, message: str, retry_after: float | None = None, how: str = "failed"
+    ) -> None:
         """It ends with an error."""
         self.close(request, how)
         if not request.client.gone:
@@ -74,7 +83,10 @@ class OpenRequests:
         """It ends with an `abort` chunk."""
         self.close(request, "aborted")
         sent = sum(request.sent.values())
-        self._connections.add(request.client, Chunk(request.request_id, 0, request.sent.get(0, 0), "", [], "abort", usage=request.usage(sent)))
+        self._connections.add(
+            request.client,
+            Chunk(request.request_id, 0, request.sent.get(0, 0), "", [], "abort", usage=request.usage(sent)),
+        )
 
     def progress(self, deltas: list[Delta], finished: list[RequestOutput]) -> None:
         """Send what a step brought."""
@@ -100,16 +112,25 @@ class OpenRequests:
             if reason in ("timeout", "error"):  # told once, when the last of its completions ends
                 continue
             logprobs = None if delta.logprobs is None else [_logprobs(delta.logprobs)]
-            add(request.client, Chunk(request.request_id, index, first, delta.text, token_ids, reason, stop_reason, logprobs))  # type: ignore[arg-type]
+            add(
+                request.client,
+                Chunk(request.request_id, index, first, delta.text, token_ids, reason, stop_reason, logprobs),  # type: ignore[arg-type]
+            )
         for output in ends.values():
             request = opened.get(output.request_id)
             if request is not None:
                 self._finish(request, output, [])
 
     def _finish(self, request: OpenRequest, output: RequestOutput, deltas: list[Delta]) -> None:
-        failed = next((completion for completion in output.outputs if completion.finish_reason in ("timeout", "error")), None)
+        failed = next(
+            (completion for completion in output.outputs if completion.finish_reason in ("timeout", "error")), None
+        )
         if failed is not None:
-            self.refuse(request, "deadline_exceeded" if failed.finish_reason == "timeout" else "request_failed", str(failed.stop_reason)[:4096])
+            self.refuse(
+                request,
+                "deadline_exceeded" if failed.finish_reason == "timeout" else "request_failed",
+                str(failed.stop_reason)[:4096],
+            )
             return
         if not request.first_token:
             request.first_token = time.monotonic()
@@ -118,12 +139,35 @@ class OpenRequests:
             (delta,) = deltas
             sent = request.sent[delta.index] - len(delta.token_ids)
             logprobs = None if delta.logprobs is None else [_logprobs(delta.logprobs)]
-            chunks = [Chunk(request.request_id, delta.index, sent, delta.text, delta.token_ids, delta.finish_reason,  # type: ignore[arg-type]
-                            delta.stop_reason, logprobs, usage)]  # fmt: skip
+            chunks = [
+                Chunk(
+                    request.request_id,
+                    delta.index,
+                    sent,
+                    delta.text,
+                    delta.token_ids,
+                    delta.finish_reason,  # type: ignore[arg-type]
+                    delta.stop_reason,
+                    logprobs,
+                    usage,
+                )
+            ]
         else:
             chunks = [chunk for completion in output.outputs for chunk in _whole(request.request_id, completion)]
             last = chunks.pop()
-            chunks.append(Chunk(last.request_id, last.index, last.first, last.text, last.token_ids, last.finish_reason, last.stop_reason, last.logprobs, usage))
+            chunks.append(
+                Chunk(
+                    last.request_id,
+                    last.index,
+                    last.first,
+                    last.text,
+                    last.token_ids,
+                    last.finish_reason,
+                    last.stop_reason,
+                    last.logprobs,
+                    usage,
+                )
+            )
         self.close(request, "finished")
         for chunk in chunks:
             self._connections.add(request.client, chunk)
@@ -134,15 +178,29 @@ def _whole(request_id: str, completion: CompletionOutput) -> list[Chunk]:
     ids, chunks = completion.token_ids, []
     starts = range(0, len(ids), MAX_CHUNK_TOKENS) or range(1)
     for start in starts:
-        part = ids[start:start + MAX_CHUNK_TOKENS]
-        logprobs = None if completion.logprobs is None else [_logprobs(entry) for entry in completion.logprobs[start:start + MAX_CHUNK_TOKENS]]
+        part = ids[start : start + MAX_CHUNK_TOKENS]
+        logprobs = (
+            None
+            if completion.logprobs is None
+            else [_logprobs(entry) for entry in completion.logprobs[start : start + MAX_CHUNK_TOKENS]]
+        )
         if start == starts[-1]:
             text = completion.text
             while len(text) > MAX_TEXT:
                 chunks.append(Chunk(request_id, completion.index, start, text[:MAX_TEXT], []))
                 text = text[MAX_TEXT:]
-            chunks.append(Chunk(request_id, completion.index, start, text, part, completion.finish_reason,  # type: ignore[arg-type]
-                                completion.stop_reason, logprobs))  # fmt: skip
+            chunks.append(
+                Chunk(
+                    request_id,
+                    completion.index,
+                    start,
+                    text,
+                    part,
+                    completion.finish_reason,  # type: ignore[arg-type]
+                    completion.stop_reason,
+                    logprobs,
+                )
+            )
         else:
             chunks.append(Chunk(request_id, completion.index, start, "", part, None, None, logprobs))
     return chunks

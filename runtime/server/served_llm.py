@@ -1,4 +1,8 @@
-"""What the GPU process of `sidestream serve` serves: an `LLM`'s runner and its adapters. Its own scheduler stays idle, for the batcher has one."""
+"""What the GPU process of `sidestream serve` serves: an `LLM`'s runner and its adapters.
+
+Its own scheduler stays idle, for the batcher has one.
+"""
+
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..device.runner import ModelRunner
 from ..llm import LLM
@@ -14,10 +18,19 @@ class ServedLLM:
         self.runner: ModelRunner = llm.engine.runner  # type: ignore[assignment]
         limits = llm.engine.scheduler.limits
         self.ready = Ready(
-            vocabulary=llm.config.vocab_size, num_pages=limits.num_pages, page_size=PAGE_SIZE, max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens, num_slots=limits.num_slots,
-            eos_ids=sorted(llm.engine.eos_ids), adapters=[self._loaded(name) for name in llm.registry.numbers], device=str(llm.device),
-            seconds=dict(llm.seconds), prefix_caching=limits.prefix_caching)
+            vocabulary=llm.config.vocab_size,
+            num_pages=limits.num_pages,
+            page_size=PAGE_SIZE,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_slots=limits.num_slots,
+            eos_ids=sorted(llm.engine.eos_ids),
+            adapters=[self._loaded(name) for name in llm.registry.numbers],
+            device=str(llm.device),
+            seconds=dict(llm.seconds),
+            prefix_caching=limits.prefix_caching,
+        )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         """See `LLM.add_adapter`."""

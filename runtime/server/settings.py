@@ -1,4 +1,5 @@
 """What `sidestream serve` is told, as the three processes share it."""
+
 from typing import Any
 
 from msgspec import Struct, field
@@ -22,7 +23,8 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     max_waiting       requests that may wait to be admitted before newcomers are told `overloaded`
     served_model_name what clients are told
     gpu_command       command that runs the GPU process (its arguments: the channel's descriptor)
-    directory, generation   where the processes' own sockets lie, and which life of the GPU process this is: filled in by the supervisor
+    directory, generation   where the processes' own sockets lie, and which life of the GPU process this is: filled in
+                            by the supervisor
     """
 
     model: str

@@ -1,4 +1,7 @@
-"""The batcher's engine half: plans go to the GPU process up to two steps ahead, results come back, adapters are brought in beside the steps."""
+"""The batcher's engine half: plans go to the GPU process up to two steps ahead, results come back, adapters are
+brought in beside the steps.
+"""
+
 import time
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +14,9 @@ from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 
 BRIEF_TOKENS = 1024
-"""A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make new requests wait."""
+"""A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make
+new requests wait.
+"""
 Progress = tuple[list[Delta], list[RequestOutput]]
 
 
@@ -51,9 +56,10 @@ class RemoteRunner:
 class Stepper:
     """One life of the GPU process, from its `Ready` on.
 
-    `late_plans`: plans that came when the device had nothing left to do though requests were open; `idle_seconds`: how long it stood still for want of
-    them; `busy_seconds`: this process's own work on steps, `plan_seconds` the part of it that the next plan waits for; `launch_seconds`: from a plan's
-    arrival at the GPU process until all of it is launched.
+    `late_plans`: plans that came when the device had nothing left to do though requests were open; `idle_seconds`: how
+    long it stood still for want of them; `busy_seconds`: this process's own work on steps, `plan_seconds` the part of
+    it that the next plan waits for; `launch_seconds`: from a plan's arrival at the GPU process until all of it is
+    launched.
     """
 
     def __init__(self, ready: Ready, link: BatcherEnd, tokenizer: Tokenizer | None, seed: int = 0) -> None:
@@ -63,14 +69,22 @@ class Stepper:
         self.hashes: dict[int, str] = {adapter.number: adapter.content for adapter in ready.adapters}
         self.known: dict[str, LoadedAdapter] = {adapter.name: adapter for adapter in ready.adapters}
         limits = SchedulerLimits(
-            ready.num_pages, ready.max_model_len, ready.max_num_seqs, ready.max_num_batched_tokens, ready.num_slots, ready.prefix_caching)
+            ready.num_pages,
+            ready.max_model_len,
+            ready.max_num_seqs,
+            ready.max_num_batched_tokens,
+            ready.num_slots,
+            ready.prefix_caching,
+        )
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
         self._remote = RemoteRunner(link)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
         self.steps = self.late_plans = self.failed_steps = 0
-        self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = self.launch_seconds = 0.0
+        self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = (
+            self.launch_seconds
+        ) = 0.0
         self.last_step_seconds = 0.0
         self._done_before = 0
         self._brief = False
@@ -81,7 +95,10 @@ class Stepper:
         self.engine.add(request, stream)
 
     def pump(self, continuing: bool = False) -> None:
-        """Plan and ship ahead: one step, or two behind one that is short and whose sequences all go on. `continuing`: a step has just come back."""
+        """Plan and ship ahead: one step, or two behind one that is short and whose sequences all go on.
+
+        `continuing`: a step has just come back.
+        """
         while self.in_flight < (AHEAD if self._brief else AHEAD - 1):
             plan = self.engine.plan()
             if plan is None:
@@ -183,5 +200,13 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "adapter_misses_total": counted["adapter_loads"],
     }
     values |= {name: counted[name] for name in ("pages_cached", "adapters_resident", "adapters_loading")}
-    totals = ("preemptions", "timeouts", "prefix_queries", "prefix_hits", "page_evictions", "adapter_evictions", "adapter_failures")
+    totals = (
+        "preemptions",
+        "timeouts",
+        "prefix_queries",
+        "prefix_hits",
+        "page_evictions",
+        "adapter_evictions",
+        "adapter_failures",
+    )
     return values | {f"{name}_total": counted[name] for name in totals}

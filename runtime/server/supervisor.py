@@ -2,8 +2,10 @@
 
     python: serve(ServeSettings(model="path", bind="ipc:///run/user/1000/sidestream/engine.sock"))
 
-Each child hangs on a channel that closes with its process; each child ends when the supervisor's end closes, so nothing outlives `kill -9` of any of the three.
+Each child hangs on a channel that closes with its process; each child ends when the supervisor's end closes, so nothing
+outlives `kill -9` of any of the three.
 """
+
 import os
 import selectors
 import shutil
@@ -49,7 +51,9 @@ class Child:
         channel, theirs = Channel.pair()
         with theirs:
             fd = theirs.fileno()
-            process = subprocess.Popen([*command, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                [*command, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True
+            )
         channel.send({"settings": msgspec.to_builtins(settings)})
         return cls(name, process, channel)
 
@@ -64,7 +68,9 @@ class Child:
 
 
 class Supervisor:
-    """`run` serves until SIGTERM or SIGINT (exit code 0), a start that fails (2), or a death that is not to be repaired (1)."""
+    """`run` serves until SIGTERM or SIGINT (exit code 0), a start that fails (2), or a death that is not to be
+    repaired (1).
+    """
 
     def __init__(self, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
         self._say = say
@@ -133,7 +139,8 @@ class Supervisor:
         received = self._wake.recv(64)
         if not set(received) & {signal.SIGTERM, signal.SIGINT}:
             return None
-        if self._draining_until is not None or self._batcher is None or not self._was_ready:  # the second signal, or nothing to drain
+        # the second signal, or nothing to drain
+        if self._draining_until is not None or self._batcher is None or not self._was_ready:
             return 0
         seconds = self._settings.drain_seconds
         self._say(f"draining for up to {seconds:g} s; a second signal stops at once")
@@ -169,7 +176,9 @@ class Supervisor:
         self._say(f"the {child.name} died ({_status(status)})")
         now = time.monotonic()
         self._deaths = [*(then for then in self._deaths if now - then < DEATHS_SECONDS), now]
-        restarting = self._settings.restart and self._was_ready and len(self._deaths) < DEATHS and self._draining_until is None
+        restarting = (
+            self._settings.restart and self._was_ready and len(self._deaths) < DEATHS and self._draining_until is None
+        )
         if child is self._gpu:
             self._gpu = None
             self._order({"order": "gpu_died", "restarting": restarting})
@@ -212,14 +221,19 @@ def capacity_line(ready: Ready) -> str:
     """What the engine holds, on one line."""
     seconds = sum(ready.seconds.values())
     return (
-        f"ready in {seconds:.1f} s on {ready.device}: {ready.num_pages * ready.page_size} KV tokens ({ready.num_pages} pages), "
-        f"{len(ready.adapters)} adapters ({ready.num_slots} at once), up to {ready.max_num_seqs} requests at once, {ready.max_model_len} tokens each, "
+        f"ready in {seconds:.1f} s on {ready.device}: {ready.num_pages * ready.page_size} KV tokens "
+        f"({ready.num_pages} pages), "
+        f"{len(ready.adapters)} adapters ({ready.num_slots} at once), up to {ready.max_num_seqs} requests at once, "
+        f"{ready.max_model_len} tokens each, "
         f"{ready.max_num_batched_tokens} tokens a step"
     )
 
 
 def serve(settings: ServeSettings, say: Callable[[str], None] = print) -> int:
-    """Serve until told to stop; returns the exit code. Raises AddressError or KeyFileError for an address that may not be used."""
+    """Serve until told to stop; returns the exit code.
+
+    Raises AddressError or KeyFileError for an address that may not be used.
+    """
     return Supervisor(settings, say).run()
 
 

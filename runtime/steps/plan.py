@@ -2,6 +2,7 @@
 
 Nothing in here refers to a tensor or a device, so that a plan can cross a process boundary.
 """
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,16 +13,19 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 AHEAD = 3
-"""Steps that may be with the device at once: the one that runs, the next one, and behind steps of few tokens one more."""
+"""Steps that may be with the device at once: the one that runs, the next one, and behind steps of few tokens one
+more.
+"""
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
     """How the rows of a step are sampled; arrays are [B] unless said otherwise.
 
-    `greedy`: every sampled row has temperature 0. `num_logprobs`: likeliest tokens to report a row, -1 = none. The flat lists (rows, tokens,
-    values) add `bias_values` to single logits (-inf bans a token); `history_*` list each distinct token of a penalised row with the number
-    of times that it occurs in the output (0 = in the prompt only), and the three penalties are per row.
+    `greedy`: every sampled row has temperature 0. `num_logprobs`: likeliest tokens to report a row, -1 = none. The flat
+    lists (rows, tokens, values) add `bias_values` to single logits (-inf bans a token); `history_*` list each distinct
+    token of a penalised row with the number of times that it occurs in the output (0 = in the prompt only), and the
+    three penalties are per row.
     """
 
     greedy: bool
@@ -55,7 +59,8 @@ class StepPlan:
     logits_indices [B]  row of each sequence's last query token
     sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
     feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
-    slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied beside the steps
+    slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
+                        beside the steps
     """
 
     step: int
@@ -94,8 +99,8 @@ class StepPlan:
 class StepResult:
     """What a step sampled.
 
-    tokens [B] (rows outside `sample_rows` are meaningless); with logprobs: token ids and log-probabilities [B, 1 + k], the chosen token first,
-    then the k likeliest, and the rank of the chosen one [B].
+    tokens [B] (rows outside `sample_rows` are meaningless); with logprobs: token ids and log-probabilities [B, 1 + k],
+    the chosen token first, then the k likeliest, and the rank of the chosen one [B].
     """
 
     step: int

@@ -1,18 +1,37 @@
-"""Step plans and results as flat bytes between the batcher and the GPU process: a fixed header of int32, then the arrays one after another.
+"""Step plans and results as flat bytes between the batcher and the GPU process: a fixed header of int32, then the
+arrays one after another.
 
-Both ends are the same release on the same machine, so the numbers travel in its own byte order. Arrays of 8-byte elements come first, so that each array is
-aligned and is read in place (read-only).
+Both ends are the same release on the same machine, so the numbers travel in its own byte order. Arrays of 8-byte
+elements come first, so that each array is aligned and is read in place (read-only).
 """
+
 import numpy as np
 
 from .plan import SamplingPlan, StepPlan, StepResult
 
 _LONG = ("seeds", "steps")
-_SAMPLING_FLOATS = ("temperature", "top_p", "min_p", "bias_values", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "bias_values",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 _SAMPLING_INTS = ("top_k", "bias_rows", "bias_tokens", "history_rows", "history_tokens", "history_counts")
 _PLAN = (
-    "input_ids", "positions", "slot_mapping", "adapter_index", "context_lens", "query_start", "logits_indices", "sample_rows", "feed_positions", "feed_rows",
-)  # fmt: skip
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "adapter_index",
+    "context_lens",
+    "query_start",
+    "logits_indices",
+    "sample_rows",
+    "feed_positions",
+    "feed_rows",
+)
 _FLAGS = 6  # step, decode, greedy, num_logprobs, rows of the block table, rows of slot_loads
 _HEADER = _FLAGS + len(_LONG) + len(_SAMPLING_FLOATS) + len(_SAMPLING_INTS) + len(_PLAN) + 1
 
@@ -32,7 +51,10 @@ def pack_plan(plan: StepPlan) -> bytes:
 
 
 def unpack_plan(frame: bytes | bytearray) -> StepPlan:
-    """The plan in a frame of `pack_plan`; its arrays lie in the frame. Raises ValueError for a frame that is cut short."""
+    """The plan in a frame of `pack_plan`; its arrays lie in the frame.
+
+    Raises ValueError for a frame that is cut short.
+    """
     head = np.frombuffer(frame, np.int32, _HEADER).tolist()
     step, decode, greedy, num_logprobs, rows, loads = head[:_FLAGS]
     at = (_HEADER + _HEADER % 2) * 4
@@ -52,17 +74,26 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     columns = next(lengths)
     block_table = take(np.int32, rows * columns).reshape(rows, columns)
     sampling = SamplingPlan(greedy=bool(greedy), num_logprobs=num_logprobs, **long, **floats, **ints)
-    return StepPlan(step=step, decode=bool(decode), block_table=block_table, slot_loads=slot_loads, sampling=sampling, **arrays)
+    return StepPlan(
+        step=step, decode=bool(decode), block_table=block_table, slot_loads=slot_loads, sampling=sampling, **arrays
+    )
 
 
 def pack_result(result: StepResult) -> bytes:
     """A result as one frame."""
     count = len(result.tokens)
     if result.logprob_tokens is None or result.logprobs is None or result.ranks is None:
-        return np.asarray([result.step, count, 0], np.int32).tobytes() + result.tokens.astype(np.int32, copy=False).tobytes()
+        return (
+            np.asarray([result.step, count, 0], np.int32).tobytes()
+            + result.tokens.astype(np.int32, copy=False).tobytes()
+        )
     columns = result.logprob_tokens.shape[1]
-    parts = [result.tokens.astype(np.int32, copy=False), result.ranks.astype(np.int32, copy=False), result.logprob_tokens.astype(np.int32, copy=False),
-             result.logprobs.astype(np.float32, copy=False)]
+    parts = [
+        result.tokens.astype(np.int32, copy=False),
+        result.ranks.astype(np.int32, copy=False),
+        result.logprob_tokens.astype(np.int32, copy=False),
+        result.logprobs.astype(np.float32, copy=False),
+    ]
     return np.asarray([result.step, count, columns], np.int32).tobytes() + b"".join(part.tobytes() for part in parts)
 
 
@@ -75,5 +106,7 @@ def unpack_result(frame: bytes) -> StepResult:
     tokens = np.frombuffer(frame, np.int32, count, at)
     ranks = np.frombuffer(frame, np.int32, count, at + 4 * count)
     logprob_tokens = np.frombuffer(frame, np.int32, count * columns, at + 8 * count).reshape(count, columns)
-    logprobs = np.frombuffer(frame, np.float32, count * columns, at + 8 * count + 4 * count * columns).reshape(count, columns)
+    logprobs = np.frombuffer(frame, np.float32, count * columns, at + 8 * count + 4 * count * columns).reshape(
+        count, columns
+    )
     return StepResult(step, tokens, logprob_tokens, logprobs, ranks)

@@ -1,7 +1,9 @@
 """Chat templates: a list of messages becomes the text that a model was trained to answer.
 
-A template is a program that came with a model, so it runs in a child process (`chat_worker`), sandboxed, with limits on time, memory and output.
+A template is a program that came with a model, so it runs in a child process (`chat_worker`), sandboxed, with limits on
+time, memory and output.
 """
+
 import importlib.util
 import json
 import os
@@ -28,28 +30,40 @@ class ChatTemplateError(RequestError):
 
 
 class ChatTemplate:
-    """A Jinja chat template. `bos_token` and `eos_token` are what it may insert. Not thread-safe; `close` ends the child process.
+    """A Jinja chat template. `bos_token` and `eos_token` are what it may insert. Not thread-safe; `close` ends the
+    child process.
 
     strip_bos   leave a BOS at the start of the text out, as the server's tokenizer adds its own
     """
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "", strip_bos: bool = True) -> None:
         if len(source) > MAX_TEMPLATE_CHARACTERS:
-            raise ChatTemplateError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are allowed")
+            raise ChatTemplateError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are allowed"
+            )
         if importlib.util.find_spec("jinja2") is None:
             raise ChatTemplateError("chat templates need jinja2: pip install 'sidestream[chat]'")
         self.source, self.bos_token, self.eos_token, self.strip_bos = source, bos_token, eos_token, strip_bos
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Sequence[Mapping[str, str]], seconds: float = RENDER_SECONDS, **variables: Any) -> str:
-        """The prompt for the assistant's next answer. `messages`: {"role", "content"} each. `variables`: more that the template may use.
+        """The prompt for the assistant's next answer. `messages`: {"role", "content"} each. `variables`: more that the
+        template may use.
 
         Raises ChatTemplateError, also when rendering takes more than `seconds`.
         """
         for place, message in enumerate(messages):
             if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-                raise ChatTemplateError(f"message {place} must have a role ({', '.join(ROLES)}) and a content that is text")
-        given = {"bos_token": self.bos_token, "eos_token": self.eos_token, "add_generation_prompt": True, **variables, "messages": list(messages)}
+                raise ChatTemplateError(
+                    f"message {place} must have a role ({', '.join(ROLES)}) and a content that is text"
+                )
+        given = {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "add_generation_prompt": True,
+            **variables,
+            "messages": list(messages),
+        }
         line = json.dumps({"template": self.source, "variables": given, "limit": MAX_OUTPUT_CHARACTERS})
         if len(line) > MAX_INPUT_CHARACTERS + MAX_TEMPLATE_CHARACTERS:
             raise ChatTemplateError(f"the chat has more than {MAX_INPUT_CHARACTERS} characters; start a new one")
@@ -90,7 +104,9 @@ class ChatTemplate:
         worker = Path(__file__).with_name("chat_worker.py")
         # -P keeps this folder, whose module names are ours, off the child's path
         command = [sys.executable, "-P", str(worker)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         self._exchange(b"", START_SECONDS)
 
     def _exchange(self, line: bytes, seconds: float) -> bytes:
@@ -122,7 +138,8 @@ class ChatTemplate:
 
 
 def template_of(directory: Path) -> tuple[str, str, str] | None:
-    """(template, bos_token, eos_token) of a model's directory: chat_template.jinja, or the field of tokenizer_config.json; None if there is neither.
+    """(template, bos_token, eos_token) of a model's directory: chat_template.jinja, or the field of
+    tokenizer_config.json; None if there is neither.
 
     Raises ChatTemplateError for files that cannot be read as such.
     """
@@ -134,7 +151,10 @@ def template_of(directory: Path) -> tuple[str, str, str] | None:
     except (ValueError, OSError) as problem:
         raise ChatTemplateError(f"{directory}: the chat template cannot be read: {problem}") from None
     if isinstance(source, list):  # several, by name
-        source = next((entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"), None)
+        source = next(
+            (entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"),
+            None,
+        )
     if not isinstance(source, str):
         return None
     return source, _token_text(fields.get("bos_token")), _token_text(fields.get("eos_token"))

@@ -1,7 +1,10 @@
-"""Renders chat templates, as a script of its own: `chat_template` runs it in a child process, because Jinja's sandbox bounds neither time nor memory.
+"""Renders chat templates, as a script of its own: `chat_template` runs it in a child process, because Jinja's sandbox
+bounds neither time nor memory.
 
-One JSON object a line: {} when it is ready, then {"template", "variables", "limit"} in, {"text"} or {"error"} out. Needs nothing but jinja2.
+One JSON object a line: {} when it is ready, then {"template", "variables", "limit"} in, {"text"} or {"error"} out.
+Needs nothing but jinja2.
 """
+
 import json
 import resource
 import sys
@@ -17,7 +20,9 @@ MEMORY_BYTES = 512 << 20
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which some templates put around answers for training: the text in it, unchanged."""
+    """`{% generation %} ... {% endgeneration %}`, which some templates put around answers for training: the text in
+    it, unchanged.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -33,10 +38,18 @@ def environment() -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise jinja2.exceptions.TemplateError(str(message))
 
-    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, separators: Any = None, sort_keys: bool = False) -> str:
+    def tojson(
+        value: Any,
+        indent: int | None = None,
+        ensure_ascii: bool = False,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(str(form))

@@ -1,11 +1,14 @@
 """Text that grows token by token: never half a character, and cut at stop strings."""
+
 from collections.abc import Sequence
 
 from .byte_pieces import ByteDetokenizer
 from .tokenizer import Tokenizer
 
 CONTEXT = 6
-"""Tokens of the prompt that are decoded along, so that a leading space or a byte sequence comes out as it does in the whole text."""
+"""Tokens of the prompt that are decoded along, so that a leading space or a byte sequence comes out as it does in
+the whole text.
+"""
 CUT_OFF = 3
 """A character that is cut off shows as at most so many U+FFFD: UTF-8 has at most four bytes."""
 MAX_UNCLEAN = 16
@@ -15,11 +18,13 @@ MAX_UNCLEAN = 16
 class Detokenizer:
     """Turns one completion's tokens into text as they arrive.
 
-    New text is what decoding a window with the new tokens adds to decoding it without them; the window starts at the last clean break, so the
-    cost of a token does not grow with the text.
+    New text is what decoding a window with the new tokens adds to decoding it without them; the window starts at the
+    last clean break, so the cost of a token does not grow with the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._window = list(prompt_ids[-CONTEXT:])
@@ -44,19 +49,21 @@ class Detokenizer:
         if not last and self._unclean < MAX_UNCLEAN:
             while cut > max(self._shown, len(text) - CUT_OFF) and text[cut - 1] == "\ufffd":
                 cut -= 1
-        new = text[self._shown:cut]
+        new = text[self._shown : cut]
         if cut < len(text):
             self._unclean += 1
             self._shown = max(self._shown, cut)
             return new
-        del self._window[:self._context]
+        del self._window[: self._context]
         self._context = len(self._window)
         self._shown = len(self._decode(self._window))
         self._unclean = 0
         return new
 
 
-def make_detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer | ByteDetokenizer:
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
+) -> Detokenizer | ByteDetokenizer:
     """The quick one where the tokenizer allows it."""
     table = tokenizer.byte_table(skip_special_tokens) if hasattr(tokenizer, "byte_table") else None
     if table is not None:
@@ -74,7 +81,9 @@ class StopStrings:
         """Characters at the end that may turn out to belong to a stop string: not to be shown yet."""
 
     def find(self, text: str, new: int) -> tuple[str, int] | None:
-        """(stop string, where the text ends) of the stop string that is complete first within the last `new` characters, else None."""
+        """(stop string, where the text ends) of the stop string that is complete first within the last `new`
+        characters, else None.
+        """
         best: tuple[int, int, str] | None = None
         for string in self._strings:
             start = text.find(string, max(0, len(text) - new - len(string) + 1))

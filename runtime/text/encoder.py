@@ -1,4 +1,7 @@
-"""Text to token ids beside the batcher's loop: a long prompt takes milliseconds, and those belong to no other request."""
+"""Text to token ids beside the batcher's loop: a long prompt takes milliseconds, and those belong to no other
+request.
+"""
+
 import os
 import queue
 import threading

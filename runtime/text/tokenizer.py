@@ -1,4 +1,8 @@
-"""Text to token ids and back: `tokenizer.json` through `tokenizers`, Llama-2's `tokenizer.model` through sentencepiece, or nothing but ids."""
+"""Text to token ids and back:
+
+`tokenizer.json` through `tokenizers`, Llama-2's `tokenizer.model` through sentencepiece, or nothing but ids.
+"""
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +68,8 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise RequestError(
-                f"{path.name} is not a sentencepiece model (Llama 3's tokenizer.model is not one); put the model's tokenizer.json beside it"
+                f"{path.name} is not a sentencepiece model (Llama 3's tokenizer.model is not one); put the model's "
+                "tokenizer.json beside it"
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -83,7 +88,9 @@ class SentencePieceTokenizer:
         plain: list[int] = []
         for token in known:
             if processor.is_control(token):
-                parts += [processor.decode(plain), processor.id_to_piece(token)] if plain else [processor.id_to_piece(token)]
+                parts += (
+                    [processor.decode(plain), processor.id_to_piece(token)] if plain else [processor.id_to_piece(token)]
+                )
                 plain = []
             else:
                 plain.append(token)
@@ -108,7 +115,10 @@ def load_tokenizer(directory: Path | None) -> Tokenizer | None:
 
 
 def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) -> frozenset[int]:
-    """The ids that end a text: `eos_token_id` of generation_config.json and of config.json (or of `config`, if given), each a number or a list."""
+    """The ids that end a text:
+
+    `eos_token_id` of generation_config.json and of config.json (or of `config`, if given), each a number or a list.
+    """
     found: set[int] = set()
     sources = [config or {}]
     for name in ("generation_config.json", "config.json"):

@@ -1,8 +1,9 @@
 """Where an engine listens: `ipc:///absolute/path` or `tcp://host:port`, and what makes an address safe to use.
 
-An ipc socket is guarded by the directory that it lies in (0700, ours); a tcp port on the loopback is open to every user of the machine, and
-anything beyond needs CURVE keys. Nothing here opens a socket.
+An ipc socket is guarded by the directory that it lies in (0700, ours); a tcp port on the loopback is open to every user
+of the machine, and anything beyond needs CURVE keys. Nothing here opens a socket.
 """
+
 import fcntl
 import ipaddress
 import os
@@ -14,7 +15,9 @@ from pathlib import Path
 
 ENVIRONMENT = "SIDESTREAM_ADDRESS"
 MAX_PATH_BYTES = 107  # sockaddr_un.sun_path, without its closing zero
-_TCP = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]{2,45})\]|(?P<host>\*|[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)):(?P<port>[0-9]{1,5})")
+_TCP = re.compile(
+    r"(?:\[(?P<six>[0-9A-Fa-f:.]{2,45})\]|(?P<host>\*|[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)):(?P<port>[0-9]{1,5})"
+)
 
 
 class AddressError(ValueError):
@@ -47,13 +50,17 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """Raises AddressError for anything but `ipc:///absolute/path` and `tcp://host:port` (`localhost` becomes 127.0.0.1; port 0 lets the system choose)."""
+    """Raises AddressError for anything but `ipc:///absolute/path` and `tcp://host:port` (`localhost` becomes
+    127.0.0.1; port 0 lets the system choose).
+    """
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "ipc":
         return Address("ipc", path=_socket_path(text, rest))
     match = _TCP.fullmatch(rest) if separator and scheme == "tcp" else None
     if match is None:
-        raise AddressError(f"address {text[:200]!r} must be ipc:///absolute/path or tcp://host:port, for example tcp://127.0.0.1:5757")
+        raise AddressError(
+            f"address {text[:200]!r} must be ipc:///absolute/path or tcp://host:port, for example tcp://127.0.0.1:5757"
+        )
     host, port = match["six"] or match["host"], int(match["port"])
     if port > 65535:
         raise AddressError(f"address {text!r}: port {port} is above 65535")
@@ -68,10 +75,16 @@ def parse(text: str) -> Address:
 def _socket_path(text: str, rest: str) -> Path:
     path = Path(rest)
     if not path.is_absolute() or not path.name or ".." in path.parts or "\x00" in rest:
-        raise AddressError(f"address {text[:200]!r} must hold an absolute path without '..', for example ipc:///run/user/1000/sidestream/engine.sock")
+        raise AddressError(
+            f"address {text[:200]!r} must hold an absolute path without '..', for example "
+            "ipc:///run/user/1000/sidestream/engine.sock"
+        )
     length = len(os.fsencode(path))
     if length > MAX_PATH_BYTES:
-        raise AddressError(f"address {text[:200]!r}: the path has {length} bytes, a socket's path at most {MAX_PATH_BYTES}; choose a shorter one")
+        raise AddressError(
+            f"address {text[:200]!r}: the path has {length} bytes, a socket's path at most {MAX_PATH_BYTES}; choose "
+            "a shorter one"
+        )
     return path
 
 
@@ -80,15 +93,23 @@ def default_address() -> str:
     if os.environ.get(ENVIRONMENT):
         return os.environ[ENVIRONMENT]
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) / "sidestream" if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir()) / f"sidestream-{os.getuid()}"
+    directory = (
+        Path(runtime) / "sidestream"
+        if runtime and Path(runtime).is_dir()
+        else Path(tempfile.gettempdir()) / f"sidestream-{os.getuid()}"
+    )
     return f"ipc://{directory}/engine.sock"
 
 
 def check_keys(address: Address, keys: bool) -> None:
-    """Raises AddressError for tcp beyond the loopback without CURVE keys. To be asked before binding and before connecting."""
+    """Raises AddressError for tcp beyond the loopback without CURVE keys.
+
+    To be asked before binding and before connecting.
+    """
     if not address.local and not keys:
         raise AddressError(
-            f"{address} can be reached from other machines, so it needs keys: make them with `sidestream keygen DIR` and give them with --keys; "
+            f"{address} can be reached from other machines, so it needs keys: make them with `sidestream keygen DIR` "
+            "and give them with --keys; "
             "or use an ipc address or tcp://127.0.0.1:PORT"
         )
 
@@ -110,7 +131,8 @@ def make_private_directory(address: Address) -> None:
 
 
 def check_private_directory(address: Address) -> None:
-    """For connecting: raises AddressError unless an ipc address's directory is ours (or root asks) and closed to other users. Nothing to check for tcp.
+    """For connecting: raises AddressError unless an ipc address's directory is ours (or root asks) and closed to other
+    users. Nothing to check for tcp.
 
     A socket in a directory that anybody may write to could be anybody's: it would be told our prompts.
     """
@@ -120,19 +142,27 @@ def check_private_directory(address: Address) -> None:
     try:
         found = directory.lstat()
     except FileNotFoundError:
-        raise AddressError(f"nothing serves at {address}: there is no directory {directory}; start `sidestream serve`, or give its address") from None
+        raise AddressError(
+            f"nothing serves at {address}: there is no directory {directory}; start `sidestream serve`, or give its "
+            "address"
+        ) from None
     if not stat.S_ISDIR(found.st_mode):
         raise AddressError(f"{directory} is not a directory (links are not followed here); choose another address")
     if found.st_uid != os.getuid() and os.getuid() != 0:
         raise AddressError(f"{directory} belongs to another user; choose an address in a directory of your own")
     if stat.S_IMODE(found.st_mode) & 0o077:
-        raise AddressError(f"{directory} is open to other users (mode {stat.S_IMODE(found.st_mode):03o}); chmod 700 it, or choose another directory")
+        raise AddressError(
+            f"{directory} is open to other users (mode {stat.S_IMODE(found.st_mode):03o}); chmod 700 it, or choose "
+            "another directory"
+        )
 
 
 class AddressLock:
-    """Held by the process that serves at an ipc address: a second bind would silently take the socket over. Nothing to hold for tcp.
+    """Held by the process that serves at an ipc address: a second bind would silently take the socket over. Nothing to
+    hold for tcp.
 
-    The lock is the kernel's (flock), so it goes with its process, however that ends. Raises AddressError if another process holds it.
+    The lock is the kernel's (flock), so it goes with its process, however that ends. Raises AddressError if another
+    process holds it.
     """
 
     def __init__(self, address: Address) -> None:
@@ -144,7 +174,9 @@ class AddressLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise AddressError(f"another engine serves at {address}; stop it, or choose another address with --bind") from None
+            raise AddressError(
+                f"another engine serves at {address}; stop it, or choose another address with --bind"
+            ) from None
 
     def release(self) -> None:
         """Let another process serve here."""

@@ -2,12 +2,16 @@
 
 `sidestream keygen DIR` makes one folder for each side, which is all that this side needs:
 
-    DIR/server/        server.secret   allowed/NAME.public      stays with the engine: `sidestream serve --keys DIR/server`
-    DIR/client-NAME/   client.secret   server.public            goes to the client: `Client(address, keys="DIR/client-NAME")`
+    DIR/server/        server.secret   allowed/NAME.public      stays with the engine: `sidestream serve --keys
+                       DIR/server`
+    DIR/client-NAME/   client.secret   server.public            goes to the client: `Client(address,
+                       keys="DIR/client-NAME")`
 
-A file holds one key: 40 characters of Z85 and a line end. A public key follows from its secret. Secret files have mode 0600 and are refused with any
-other; files are never overwritten. The engine admits the keys in `allowed` only (ZAP), the client the one engine that holds server.public's secret.
+A file holds one key: 40 characters of Z85 and a line end. A public key follows from its secret. Secret files have mode
+0600 and are refused with any other; files are never overwritten. The engine admits the keys in `allowed` only (ZAP),
+the client the one engine that holds server.public's secret.
 """
+
 import os
 import re
 import stat
@@ -31,7 +35,9 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """An engine's pair, and the folder of the public keys that it admits (read at each connection, so keys can come and go while it runs)."""
+    """An engine's pair, and the folder of the public keys that it admits (read at each connection, so keys can come
+    and go while it runs).
+    """
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -48,7 +54,10 @@ class ServerKeys:
         return False
 
     def secure(self, socket: zmq.Socket[Any]) -> None:
-        """Makes a socket, before it is bound, speak CURVE only. A `Gate` must be open in the same context, or nobody is admitted."""
+        """Makes a socket, before it is bound, speak CURVE only.
+
+        A `Gate` must be open in the same context, or nobody is admitted.
+        """
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         socket.zap_domain = DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -68,16 +77,23 @@ class ClientKeys:
 
 
 def generate(directory: Path, clients: list[str]) -> list[Path]:
-    """Writes the folders above; an engine's pair that is there already is kept, and the clients are added to it. Returns the clients' folders.
+    """Writes the folders above; an engine's pair that is there already is kept, and the clients are added to it.
+    Returns the clients' folders.
 
     Raises KeyFileError for a bad name or a client that has keys already.
     """
     server = directory / "server"
     for name in clients:
         if not NAME.fullmatch(name):
-            raise KeyFileError(f"client name {name[:80]!r} must be 1 to 64 letters, digits, dots, underscores or hyphens, the first a letter or digit")
+            raise KeyFileError(
+                f"client name {name[:80]!r} must be 1 to 64 letters, digits, dots, underscores or hyphens, the first "
+                "a letter or digit"
+            )
         if (directory / f"client-{name}").exists() or (server / "allowed" / f"{name}.public").exists():
-            raise KeyFileError(f"client {name!r} has keys in {directory} already; choose another name, or remove its folder and server/allowed/{name}.public")
+            raise KeyFileError(
+                f"client {name!r} has keys in {directory} already; choose another name, or remove its folder and "
+                f"server/allowed/{name}.public"
+            )
     if len(set(clients)) < len(clients):
         raise KeyFileError("a client is named twice; give each its own name")
     for folder in (directory, server, server / "allowed"):
@@ -102,7 +118,10 @@ def load_server_keys(directory: str | Path) -> ServerKeys:
     directory = Path(directory)
     secret = _read_secret(directory / "server.secret")
     if not [_read(path) for path in directory.glob("allowed/*.public")]:
-        raise KeyFileError(f"{directory / 'allowed'} holds no NAME.public, so nobody could connect; add a client with `sidestream keygen DIR --client NAME`")
+        raise KeyFileError(
+            f"{directory / 'allowed'} holds no NAME.public, so nobody could connect; add a client with `sidestream "
+            "keygen DIR --client NAME`"
+        )
     return ServerKeys(zmq.curve_public(secret), secret, directory / "allowed")
 
 
@@ -151,7 +170,11 @@ class Gate:
     def _decide(self, frames: list[bytes]) -> list[bytes]:
         version, request_id = frames[0], frames[1] if len(frames) > 1 else b""
         admitted = (
-            len(frames) == 7 and version == b"1.0" and frames[2] == DOMAIN and frames[5] == b"CURVE" and self._keys.allows(z85.encode(frames[6]))
+            len(frames) == 7
+            and version == b"1.0"
+            and frames[2] == DOMAIN
+            and frames[5] == b"CURVE"
+            and self._keys.allows(z85.encode(frames[6]))
         )
         status = [b"200", b"OK"] if admitted else [b"400", b"this key is not allowed"]
         return [b"1.0", request_id, *status, b"", b""]
@@ -168,9 +191,13 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             key = file.read(64).rstrip(b"\r\n")
     except OSError as error:
-        raise KeyFileError(f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side") from None
+        raise KeyFileError(
+            f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side"
+        ) from None
     if not _KEY.fullmatch(key):
-        raise KeyFileError(f"{path} is no key: it must hold 40 characters of Z85; make a new one with `sidestream keygen DIR`")
+        raise KeyFileError(
+            f"{path} is no key: it must hold 40 characters of Z85; make a new one with `sidestream keygen DIR`"
+        )
     return key
 
 
@@ -178,7 +205,12 @@ def _read_secret(path: Path) -> bytes:
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        raise KeyFileError(f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side") from None
+        raise KeyFileError(
+            f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side"
+        ) from None
     if mode & 0o077:
-        raise KeyFileError(f"{path} is open to other users (mode {mode:03o}); chmod 600 it, and make new keys if somebody may have read it")
+        raise KeyFileError(
+            f"{path} is open to other users (mode {mode:03o}); chmod 600 it, and make new keys if somebody may have "
+            "read it"
+        )
     return _read(path)

@@ -1,7 +1,10 @@
-"""The protocol between a server and its clients: messages, limits, and their way into frames and back. `docs/protocol.md` specifies it for other languages.
+"""The protocol between a server and its clients: messages, limits, and their way into frames and back.
+`docs/protocol.md` specifies it for other languages.
 
-A frame is a 20-byte header (magic, protocol version, engine-instance id) and one msgpack map whose `type` names the message. Nothing in here knows a socket.
+A frame is a 20-byte header (magic, protocol version, engine-instance id) and one msgpack map whose `type` names the
+message. Nothing in here knows a socket.
 """
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -36,10 +39,37 @@ Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\\x00]*$")
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 ErrorCode = Literal[
-    "bad_frame", "unsupported_version", "wrong_instance", "hello_first", "loading", "draining", "overloaded", "too_many_requests", "duplicate_id",
-    "invalid_request", "unknown_adapter", "adapter_error", "adapter_in_use", "forbidden", "deadline_exceeded", "slow_reader", "request_failed", "engine_dead",
-]  # fmt: skip
-RETRYABLE: frozenset[str] = frozenset({"wrong_instance", "hello_first", "loading", "draining", "overloaded", "too_many_requests", "slow_reader", "engine_dead"})
+    "bad_frame",
+    "unsupported_version",
+    "wrong_instance",
+    "hello_first",
+    "loading",
+    "draining",
+    "overloaded",
+    "too_many_requests",
+    "duplicate_id",
+    "invalid_request",
+    "unknown_adapter",
+    "adapter_error",
+    "adapter_in_use",
+    "forbidden",
+    "deadline_exceeded",
+    "slow_reader",
+    "request_failed",
+    "engine_dead",
+]
+RETRYABLE: frozenset[str] = frozenset(
+    {
+        "wrong_instance",
+        "hello_first",
+        "loading",
+        "draining",
+        "overloaded",
+        "too_many_requests",
+        "slow_reader",
+        "engine_dead",
+    }
+)
 """Codes after which the same request may succeed, on a fresh connection or after `retry_after` seconds."""
 
 
@@ -71,7 +101,7 @@ class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):
     """What every message is: a map with its `type`; unknown fields are ignored, absent ones have their defaults."""
 
 
-# -- from a client ---------------------------------------------------------------------------------------------------------------------
+# -- from a client -------------------------------------------------------------------------------------------------
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -142,7 +172,7 @@ class Beat(Message, tag="beat", frozen=True):
     """Says that the sender is alive; goes both ways."""
 
 
-# -- from the server -------------------------------------------------------------------------------------------------------------------
+# -- from the server -----------------------------------------------------------------------------------------------
 
 
 class Welcome(Message, tag="welcome", frozen=True):
@@ -222,7 +252,10 @@ class Done(Message, tag="done", frozen=True):
 
 
 class AdapterInfo(Struct, frozen=True):
-    """One adapter. `where`: gpu, cpu (ready in host memory), disk, loading; `content`: a hash of its config and weights."""
+    """One adapter.
+
+    `where`: gpu, cpu (ready in host memory), disk, loading; `content`: a hash of its config and weights.
+    """
 
     name: str
     rank: int
@@ -247,7 +280,9 @@ class Stats(Message, tag="stats", frozen=True):
 
 
 class Health(Message, tag="health", frozen=True):
-    """Answers `get_health`. status: loading, ok, draining, dead; `phase` and `progress` (0..1) say more while it loads."""
+    """Answers `get_health`. status: loading, ok, draining, dead; `phase` and `progress` (0..1) say more while it
+    loads.
+    """
 
     call: CallId
     status: Literal["loading", "ok", "draining", "dead"]
@@ -274,7 +309,8 @@ ServerMessage = Welcome | Accepted | Chunks | Done | Adapters | Stats | Health |
 class FrameError(ValueError):
     """A frame that is not one of the protocol's.
 
-    `code` is the error code to answer with, `request_id` or `call` what the answer belongs to (where that much could be read).
+    `code` is the error code to answer with, `request_id` or `call` what the answer belongs to (where that much could be
+    read).
     """
 
     def __init__(self, code: ErrorCode, message: str, request_id: str | None = None, call: int | None = None) -> None:
@@ -313,20 +349,31 @@ def header(instance: bytes) -> bytes:
 
 
 def encode(message: Message, instance: bytes = NO_INSTANCE) -> bytes:
-    """A message as a frame. Raises FrameError for one that is too long to be sent (the other side would cut the connection)."""
+    """A message as a frame.
+
+    Raises FrameError for one that is too long to be sent (the other side would cut the connection).
+    """
     frame = header(instance) + _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
-        raise FrameError("bad_frame", f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}; shorten the prompt")
+        raise FrameError(
+            "bad_frame", f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}; shorten the prompt"
+        )
     return frame
 
 
 def decode_from_client(frame: bytes) -> Frame:
-    """What a client sent: a Frame with a ClientMessage. Raises FrameError, and nothing else, for any bytes that are no such frame."""
+    """What a client sent: a Frame with a ClientMessage.
+
+    Raises FrameError, and nothing else, for any bytes that are no such frame.
+    """
     return _decode(frame, _from_client)
 
 
 def decode_from_server(frame: bytes) -> Frame:
-    """What a server sent: a Frame with a ServerMessage. Raises FrameError, and nothing else, for any bytes that are no such frame."""
+    """What a server sent: a Frame with a ServerMessage.
+
+    Raises FrameError, and nothing else, for any bytes that are no such frame.
+    """
     return _decode(frame, _from_server)
 
 
@@ -337,7 +384,9 @@ def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Frame:
         raise FrameError("bad_frame", "the frame does not begin with a Sidestream header")
     version = int.from_bytes(frame[2:4], "big")
     if version != PROTOCOL_VERSION:
-        raise FrameError("unsupported_version", f"the frame speaks protocol version {version}; this side speaks {PROTOCOL_VERSION}")
+        raise FrameError(
+            "unsupported_version", f"the frame speaks protocol version {version}; this side speaks {PROTOCOL_VERSION}"
+        )
     try:
         message = decoder.decode(memoryview(frame)[HEADER_BYTES:])
     except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and every error of msgspec
@@ -362,5 +411,8 @@ def _short(error: BaseException) -> str:
 
 
 def sampling_from(params: Mapping[str, Any]) -> Sampling:
-    """A `Sampling` from `SamplingParams` fields by name; checks the types. Raises ValueError (msgspec.ValidationError) naming the field."""
+    """A `Sampling` from `SamplingParams` fields by name; checks the types.
+
+    Raises ValueError (msgspec.ValidationError) naming the field.
+    """
     return msgspec.convert(dict(params), Sampling)

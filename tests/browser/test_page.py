@@ -1,4 +1,7 @@
-"""`index.html` in a real browser: loads quickly and without complaint, every tab works by click and by keyboard, and nothing overflows on a phone."""
+"""`index.html` in a real browser: loads quickly and without complaint, every tab works by click and by keyboard, and
+nothing overflows on a phone.
+"""
+
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,8 +17,13 @@ from support.meta import FIELDS
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
 
 TABS = ("overview", "passes", "schedule", "memory", "kernels")
-SHOWN = "return [...document.querySelectorAll('[role=tabpanel]')].filter((panel) => !panel.hidden).map((panel) => panel.id)"
-FOCUS = "const active = document.activeElement; return active.id || active.dataset.step || active.dataset.pass || active.className"
+SHOWN = (
+    "return [...document.querySelectorAll('[role=tabpanel]')].filter((panel) => !panel.hidden).map((panel) => panel.id)"
+)
+FOCUS = (
+    "const active = document.activeElement; return active.id || active.dataset.step || active.dataset.pass || "
+    "active.className"
+)
 INSIDE = """
 const box = document.querySelector('svg.chart[role=group]').viewBox.baseVal, number = (rect, name) => Number(rect.getAttribute(name));
 return [...document.querySelectorAll('svg .rect')].every((rect) => number(rect, 'y') >= 0 && number(rect, 'y') + number(rect, 'height') <= box.height)"""
@@ -84,7 +92,9 @@ def test_the_page_loads_in_under_two_seconds(window: Browser, page: Path) -> Non
         assert "32 layers" in window.run("return document.querySelector('h1').textContent")
         assert window.run("return document.querySelectorAll('#panel-overview table tbody tr').length") > 10
     assert min(seconds) < 2.0, seconds
-    assert window.run("return performance.getEntriesByType('resource').length") == 0, "the page asked for something outside itself"
+    assert window.run("return performance.getEntriesByType('resource').length") == 0, (
+        "the page asked for something outside itself"
+    )
 
 
 def test_every_tab_opens_by_click(opened: Browser) -> None:
@@ -117,7 +127,11 @@ def test_the_strip_chooses_a_pass_and_the_graph_shows_what_changed(opened: Brows
     opened.click('[data-pass="fuse_rope_append"]')
     assert opened.run("return document.querySelector('[aria-pressed=true]').dataset.pass") == "fuse_rope_append"
     count = "return document.querySelectorAll(arguments[0]).length"
-    assert opened.run(count, ".line.del.before") > 5 and opened.run(count, ".line.add.after") == 1 and opened.run(count, ".line.chg.after") == 1
+    assert (
+        opened.run(count, ".line.del.before") > 5
+        and opened.run(count, ".line.add.after") == 1
+        and opened.run(count, ".line.chg.after") == 1
+    )
     assert "rope_append" in opened.run("return document.querySelector('.line.add.after').textContent")
     opened.run("document.querySelector('.line.add.after').focus()")
     told = opened.run("return document.getElementById('tip').innerText")
@@ -142,18 +156,26 @@ def test_layers_are_shown_one_at_a_time_and_remembered_by_every_tab(opened: Brow
 
 def test_a_kernel_in_the_schedule_tells_its_cost(opened: Browser) -> None:
     opened.click("#tab-schedule")
-    lanes = opened.run("return [...document.querySelectorAll('.step')].map((step) => [step.ariaLabel, step.offsetLeft, step.offsetTop, step.offsetHeight])")
+    lanes = opened.run(
+        "return [...document.querySelectorAll('.step')].map((step) => [step.ariaLabel, step.offsetLeft, "
+        "step.offsetTop, step.offsetHeight])"
+    )
     assert len(lanes) == 17 and len({left for _, left, _, _ in lanes}) == 2
-    assert opened.run("return document.querySelectorAll('path.wait').length") == 7  # four forks, three joins; the fourth join is the next layer's
+    # four forks, three joins; the fourth join is the next layer's
+    assert opened.run("return document.querySelectorAll('path.wait').length") == 7
     heights = {text.split()[1].rstrip(","): height for text, _, _, height in lanes}
     assert heights["silu_mul_quant"] < heights["paged_attention_quant"]
     opened.run("document.querySelector('.step').focus()")
     opened.press("ArrowDown", "ArrowDown", "Enter")
     step = opened.run(FOCUS)
     facts = opened.run("return document.querySelector('#panel-schedule aside').innerText")
-    assert f"{step} " in facts and all(word in facts for word in ("waits for", "floor reached", "bound by", "Reads", "Writes"))
+    assert f"{step} " in facts and all(
+        word in facts for word in ("waits for", "floor reached", "bound by", "Reads", "Writes")
+    )
     opened.click("#panel-schedule aside p button.link")
-    assert opened.run(SHOWN) == ["panel-kernels"] and "def " in opened.run("return document.querySelector('pre.source').textContent")
+    assert opened.run(SHOWN) == ["panel-kernels"] and "def " in opened.run(
+        "return document.querySelector('pre.source').textContent"
+    )
 
 
 def test_buffers_of_the_memory_plan_can_be_chosen(opened: Browser) -> None:
@@ -166,7 +188,10 @@ def test_buffers_of_the_memory_plan_can_be_chosen(opened: Browser) -> None:
 
 
 def test_the_other_program_and_all_layers_work_in_every_tab(opened: Browser) -> None:
-    opened.run("const choice = document.getElementById('program'); choice.value = '1'; choice.dispatchEvent(new Event('change'))")
+    opened.run(
+        "const choice = document.getElementById('program'); choice.value = '1'; choice.dispatchEvent(new "
+        "Event('change'))"
+    )
     opened.run("state.layer = 'all'; changed('layer')")
     for name in TABS:
         opened.click(f"#tab-{name}")
@@ -198,7 +223,10 @@ def test_nothing_is_cut_off_on_a_phone(opened: Browser) -> None:
         opened.click(f"#tab-{name}")
         width, inner = opened.run("return [document.documentElement.scrollWidth, innerWidth]")
         assert width <= inner == 390, name
-        left, right = opened.run("const box = document.getElementById(arguments[0]).getBoundingClientRect(); return [box.left, box.right]", f"tab-{name}")
+        left, right = opened.run(
+            "const box = document.getElementById(arguments[0]).getBoundingClientRect(); return [box.left, box.right]",
+            f"tab-{name}",
+        )
         assert 0 <= left < right <= 390, name
 
 
@@ -206,22 +234,31 @@ def test_a_step_and_its_kernel_tell_registers_and_shared_memory(window: Browser,
     compiled = compiled_on_meta(FIELDS, 1)
     steps = compiled.program(DECODE).steps
     chosen = next(step.index for step in steps if step.op == "sidestream.rms_norm_quant")
-    variants = [("ops.rms_norm._rms_norm_kernel", {"registers": 37, "spills": 0, "shared_bytes": 1088, "warps": 16})]
+    variants = [("ops.rows.rms_norm._rms_norm_kernel", {"registers": 37, "spills": 0, "shared_bytes": 1088, "warps": 16})]
     refused = {"sidestream.silu_mul_quant": "CompilationError: no <reason>"}
-    resources = Resources("sm_90", variants, {DECODE.name: [[0] if step.index == chosen else [] for step in steps]}, refused)
+    resources = Resources(
+        "sm_90", variants, {DECODE.name: [[0] if step.index == chosen else [] for step in steps]}, refused
+    )
     window.size(1360, 900)
-    window.open(compiled.dump(tmp_path, [DECODE], timings=Timings(resources=resources), show_resources=True) / "index.html")
+    window.open(
+        compiled.dump(tmp_path, [DECODE], timings=Timings(resources=resources), show_resources=True) / "index.html"
+    )
     window.click("#tab-schedule")
     facts = "return document.querySelector('#panel-schedule aside').innerText"
     window.run("state.step = arguments[0]; changed('step')", chosen)
     assert "_rms_norm_kernel: 37 registers, 0 spilled, 1.06 KiB shared memory, 16 warps" in window.run(facts)
-    window.run("state.step = arguments[0]; changed('step')", next(step.index for step in steps if step.op == "sidestream.silu_mul_quant"))
+    window.run(
+        "state.step = arguments[0]; changed('step')",
+        next(step.index for step in steps if step.op == "sidestream.silu_mul_quant"),
+    )
     assert "not compiled: CompilationError: no <reason>" in window.run(facts)
     window.run("state.op = 'sidestream.rms_norm_quant'; openTab('kernels'); changed('op')")
     shown = window.run("return document.querySelector('#panel-kernels').innerText")
     assert "37 registers" in shown and "for sm_90" in shown
     window.run("state.op = 'sidestream.linear_8bit'; changed('op')")
-    assert "launched by none of these programs" in window.run("return document.querySelector('#panel-kernels').innerText")
+    assert "launched by none of these programs" in window.run(
+        "return document.querySelector('#panel-kernels').innerText"
+    )
 
 
 def test_measured_steps_can_be_shown_in_place_of_estimates(window: Browser, tmp_path: Path) -> None:
@@ -232,7 +269,10 @@ def test_measured_steps_can_be_shown_in_place_of_estimates(window: Browser, tmp_
     window.open(compiled.dump(tmp_path, [DECODE], timings=timings, show_timings=True) / "index.html")
     window.click("#tab-schedule")
     assert "4.00 µs" in window.run("return document.querySelector('.step').textContent")
-    window.run("const choice = document.getElementById('durations'); choice.value = 'estimated'; choice.dispatchEvent(new Event('change'))")
+    window.run(
+        "const choice = document.getElementById('durations'); choice.value = 'estimated'; choice.dispatchEvent(new "
+        "Event('change'))"
+    )
     assert "4.00 µs" not in window.run("return document.querySelector('.step').textContent")
     window.click("#tab-passes")
     assert " ms" in window.run("return document.querySelector('.pass').textContent")

@@ -1,4 +1,5 @@
 """Balanced keys: what is massive in K alone costs a quantized cache nothing, and no score changes."""
+
 import copy
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from support.compiled import CompiledRunner
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
-ROUNDS = [[Chunk(0, list(range(3, 43)), -1), Chunk(1, [7, 200, 31, 99, 4], 0)], [Chunk(0, [9, 8, 7], -1), Chunk(1, [42], 0)]]
+ROUNDS = [
+    [Chunk(0, list(range(3, 43)), -1), Chunk(1, [7, 200, 31, 99, 4], 0)],
+    [Chunk(0, [9, 8, 7], -1), Chunk(1, [42], 0)],
+]
 ONLY_THE_CACHE: dict[str, Any] = {"precision": "fp8", "disable": ("quantize_linears",)}  # nothing else is quantized
 
 
@@ -28,12 +32,16 @@ def adapters(base: TinyBase) -> list[Path]:
 
 
 def logits(model: Llama, **options: Any) -> torch.Tensor:
-    runner = CompiledRunner(model, CompileOptions(**options), 3, fill=0.0) if options else PagedRunner(model, 3, fill=0.0)
+    runner = (
+        CompiledRunner(model, CompileOptions(**options), 3, fill=0.0) if options else PagedRunner(model, 3, fill=0.0)
+    )
     return torch.cat([part for chunks in ROUNDS for part in runner.step(chunks)])
 
 
 def massive_keys(model: Llama, power: int = 5) -> Llama:
-    """The same model with one RoPE pair of every KV head 2^power larger in K and smaller in Q, adapters included: the same scores, exactly."""
+    """The same model with one RoPE pair of every KV head 2^power larger in K and smaller in Q, adapters included:
+    the same scores, exactly.
+    """
     changed, config = copy.deepcopy(model), model.config
     dim = config.head_dim
     pair = torch.tensor([dim // 2 - 1, dim - 1])
@@ -50,7 +58,9 @@ def massive_keys(model: Llama, power: int = 5) -> Llama:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("transform", [True, False])
-def test_keys_that_are_massive_cost_nothing(base: TinyBase, adapters: list[Path], kv_dtype: str, transform: bool) -> None:
+def test_keys_that_are_massive_cost_nothing(
+    base: TinyBase, adapters: list[Path], kv_dtype: str, transform: bool
+) -> None:
     model, _ = plain_model(base, adapters)
     model = massive_keys(model, 0)  # a copy
     massive = massive_keys(model)
@@ -72,9 +82,14 @@ def test_a_center_is_scaled_along(base: TinyBase) -> None:
     massive = massive_keys(model, 3)
     torch.manual_seed(5)
     for layer in massive.model.layers:
-        layer.self_attn.register_buffer("key_center", 0.3 * torch.randn(model.config.num_key_value_heads, model.config.head_dim))  # type: ignore[union-attr]
+        layer.self_attn.register_buffer(
+            "key_center", 0.3 * torch.randn(model.config.num_key_value_heads, model.config.head_dim)
+        )  # type: ignore[union-attr]
     exact = logits(massive)
-    errors = [float((logits(massive, **ONLY_THE_CACHE, kv_dtype="int8", center_keys=centers) - exact).norm() / exact.norm()) for centers in (False, True)]
+    errors = [
+        float((logits(massive, **ONLY_THE_CACHE, kv_dtype="int8", center_keys=centers) - exact).norm() / exact.norm())
+        for centers in (False, True)
+    ]
     assert 0 < errors[1] < 3 * errors[0] + 1e-3, errors
 
 
@@ -84,7 +99,11 @@ def test_which_layers_and_what_is_refused(base: TinyBase) -> None:
     def found(**options: Any) -> tuple[int, list[str], list[str]]:
         compiled = sidestream.compile(model, CompileOptions(**options))
         record = next(each for each in compiled.records if each.name == "balance_keys")
-        return record.matches, record.rejected, sorted(name for name in compiled.recipes if name.startswith("key_balance"))
+        return (
+            record.matches,
+            record.rejected,
+            sorted(name for name in compiled.recipes if name.startswith("key_balance")),
+        )
 
     assert found() == (2, [], ["key_balance_0", "key_balance_1"])
     assert found(balance_keys=(1,)) == (1, [], ["key_balance_1"])

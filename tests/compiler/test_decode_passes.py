@@ -1,4 +1,7 @@
-"""The passes over a decode program's own graph: one launch between two attentions, the last norm's quantization; switched off, nothing changes."""
+"""The passes over a decode program's own graph: one launch between two attentions, the last norm's quantization;
+switched off, nothing changes.
+"""
+
 from collections import Counter
 from typing import Any
 
@@ -13,14 +16,28 @@ from sidestream.graphs.lora import LoraShape
 from support.three_tokens import STEP, logits
 
 FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 
 
 def program(bucket: Bucket = STEP, lora: bool = False, fields: dict[str, Any] | None = None, **options: Any) -> Program:
-    module = Llama(LlamaConfig.from_dict({**FIELDS, **(fields or {})}), LoraShape(2, 16) if lora else None, torch.bfloat16, "meta")
+    module = Llama(
+        LlamaConfig.from_dict({**FIELDS, **(fields or {})}), LoraShape(2, 16) if lora else None, torch.bfloat16, "meta"
+    )
     return sidestream.compile(module, CompileOptions(**options)).program(bucket)
 
 
@@ -32,15 +49,26 @@ def test_a_layer_is_three_launches() -> None:
     made = program(whole_layer="on")
     counts = ops(made)
     assert counts["decoder_block"] == counts["paged_attention_blocks"] == counts["rope_append"] == 2
-    assert counts["linear_8bit"] == 2 and counts["rms_norm_quant"] == 2 and len(made.steps) == 12  # q/k/v of the first layer, lm_head
+    # q/k/v of the first layer, lm_head
+    assert counts["linear_8bit"] == 2 and counts["rms_norm_quant"] == 2 and len(made.steps) == 12
     assert "fuse_decoder_block" in made.passes and "refused" not in made.passes
 
 
-@pytest.mark.parametrize(("tokens", "choice", "blocks"), [(1, "auto", 2), (32, "auto", 2), (33, "auto", 0), (64, "on", 2), (32, "off", 0)])
+@pytest.mark.parametrize(
+    ("tokens", "choice", "blocks"), [(1, "auto", 2), (32, "auto", 2), (33, "auto", 0), (64, "on", 2), (32, "off", 0)]
+)
 def test_where_it_is_chosen_for_the_sizes_of_an_8b_model(tokens: int, choice: str, blocks: int) -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
     made = program(Bucket(tokens, tokens, tokens, 1, decode=True, lora=False), fields=sizes, whole_layer=choice)
-    assert ops(made)["decoder_block"] == blocks and ("separate launches are faster" in made.passes) == (tokens > 32 and choice == "auto")
+    assert ops(made)["decoder_block"] == blocks and ("separate launches are faster" in made.passes) == (
+        tokens > 32 and choice == "auto"
+    )
 
 
 def test_the_last_norm_quantizes_where_no_rows_are_selected() -> None:
@@ -48,7 +76,9 @@ def test_the_last_norm_quantizes_where_no_rows_are_selected() -> None:
     assert counts["quantize_rowwise"] == 0 and counts["decoder_block"] == 0 and mixed["quantize_rowwise"] == 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_hidden_layers": 1}, {"tie_word_embeddings": True}], ids=["two", "one", "tied"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_hidden_layers": 1}, {"tie_word_embeddings": True}], ids=["two", "one", "tied"]
+)
 @pytest.mark.parametrize("lm_head", ["auto", "bf16"])
 def test_logits_stay_near_those_of_separate_launches(fields: dict[str, Any], lm_head: str) -> None:
     """Two ways to round the same activations to e4m3: each is off by its rounding."""
@@ -56,7 +86,11 @@ def test_logits_stay_near_those_of_separate_launches(fields: dict[str, Any], lm_
     assert float((fused - separate).norm() / separate.norm()) < 0.08 and not torch.equal(fused, separate)
 
 
-@pytest.mark.parametrize("options", [{"whole_layer": "off"}, {"whole_layer": "on", "disable": ("fuse_decoder_block",)}], ids=["option", "disabled"])
+@pytest.mark.parametrize(
+    "options",
+    [{"whole_layer": "off"}, {"whole_layer": "on", "disable": ("fuse_decoder_block",)}],
+    ids=["option", "disabled"],
+)
 def test_switched_off_the_layers_stay_apart(options: dict[str, Any]) -> None:
     made = program(**options)
     assert ops(made)["decoder_block"] == 0 and torch.equal(logits(made), logits(program(whole_layer="off")))
@@ -67,10 +101,13 @@ def test_auto_leaves_what_would_not_fill_the_gpu() -> None:
     assert ops(made)["decoder_block"] == 0 and "16 CTAs on 132 SMs would be slower" in made.passes
 
 
-@pytest.mark.parametrize(("bucket", "fields", "reason"), [
-    (Bucket(65, 65, 200, 2, decode=True, lora=False), {}, "65 tokens; it takes up to 64"),
-    (STEP, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
-])
+@pytest.mark.parametrize(
+    ("bucket", "fields", "reason"),
+    [
+        (Bucket(65, 65, 200, 2, decode=True, lora=False), {}, "65 tokens; it takes up to 64"),
+        (STEP, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
+    ],
+)
 def test_what_the_kernel_does_not_take_is_refused(bucket: Bucket, fields: dict[str, Any], reason: str) -> None:
     made = program(bucket, False, fields, whole_layer="on")
     assert ops(made)["decoder_block"] == 0 and reason in made.passes

@@ -1,4 +1,7 @@
-"""LoRA inside the whole-layer launch: what the pass makes of a decode program with adapters, and what it leaves alone."""
+"""LoRA inside the whole-layer launch: what the pass makes of a decode program with adapters, and what it leaves
+alone.
+"""
+
 from collections import Counter
 from typing import Any
 
@@ -14,10 +17,22 @@ from sidestream.graphs.lora import LoraShape
 from support.three_tokens import STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -35,11 +50,14 @@ def test_a_layer_with_lora_is_three_launches() -> None:
     made = program()
     counts = ops(made)
     assert counts["decoder_block_lora"] == counts["paged_attention_blocks"] == counts["rope_append"] == 2
-    assert counts["lora_shrink"] == counts["lora_expand"] == 1 and counts["lora_groups"] == 1  # q/k/v of the first layer
+    # q/k/v of the first layer
+    assert counts["lora_shrink"] == counts["lora_expand"] == 1 and counts["lora_groups"] == 1
     assert "fuse_decoder_block" in made.passes and "refused" not in made.passes
 
 
-@pytest.mark.parametrize("targets", [ALL, ("q_proj", "k_proj", "v_proj"), ("o_proj", "down_proj")], ids=["all", "qkv", "o and down"])
+@pytest.mark.parametrize(
+    "targets", [ALL, ("q_proj", "k_proj", "v_proj"), ("o_proj", "down_proj")], ids=["all", "qkv", "o and down"]
+)
 def test_it_computes_what_separate_launches_compute(targets: tuple[str, ...]) -> None:
     fused, separate = program(targets=targets), program(targets=targets, whole_layer="off")
     assert ops(fused)["decoder_block_lora"] >= 1 and ops(fused)["decoder_block_lora"] + ops(fused)["decoder_block"] == 2
@@ -49,12 +67,15 @@ def test_it_computes_what_separate_launches_compute(targets: tuple[str, ...]) ->
     assert relative(without, want) > 1.4 * relative(got, want)  # LoRA matters
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"lora_dtype": "bf16"}, "its adapters have 16 bits (lora_dtype)"),
-    ({"lora_lowering": "side_stream"}, "a LoRA delta joins between its linears, and lora_lowering is side_stream"),
-    ({"lora_lowering": "auto"}, "lora_lowering is auto"),
-    ({"rank": 16}, "LoRA stacks of rank 16; it takes 32 or 64"),
-])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lora_dtype": "bf16"}, "its adapters have 16 bits (lora_dtype)"),
+        ({"lora_lowering": "side_stream"}, "a LoRA delta joins between its linears, and lora_lowering is side_stream"),
+        ({"lora_lowering": "auto"}, "lora_lowering is auto"),
+        ({"rank": 16}, "LoRA stacks of rank 16; it takes 32 or 64"),
+    ],
+)
 def test_what_is_left_alone_gives_its_reason(options: dict[str, Any], reason: str) -> None:
     made = program(**options)
     assert ops(made)["decoder_block_lora"] == ops(made)["decoder_block"] == 0 and reason in made.passes
@@ -64,7 +85,8 @@ def test_its_cost_counts_the_active_adapters() -> None:
     made = program()
     step = next(step for step in made.steps if step.op == "sidestream.decoder_block_lora")
     one, two = (work(made, step, Assumptions(adapters=count)) for count in (1, 2))
-    inputs = 32 * (512 + 2 * 512 + 1024 + 3 * 512) + 32 * (512 + 2048 + 512 + 768)  # an adapter's A and B in this layer, e4m3
+    # an adapter's A and B in this layer, e4m3
+    inputs = 32 * (512 + 2 * 512 + 1024 + 3 * 512) + 32 * (512 + 2048 + 512 + 768)
     assert two.bytes - one.bytes == inputs + 4 * (7 * 32 + 512 + 2048 + 512 + 768) and set(two.flops) == {1}
 
 

@@ -1,4 +1,5 @@
 """Both front doors against transformers and peft: what goes through the passes gives the same logits."""
+
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,19 @@ def steps(runner: PagedRunner) -> list[torch.Tensor]:
 
 
 def expected(base: TinyBase, adapters: list[Path]) -> list[torch.Tensor]:
-    return [oracle_logits(base, adapter, tokens) for adapter, tokens in zip((adapters[0], None, adapters[1]), SEQUENCES, strict=True)]
+    return [
+        oracle_logits(base, adapter, tokens)
+        for adapter, tokens in zip((adapters[0], None, adapters[1]), SEQUENCES, strict=True)
+    ]
 
 
 def divergence(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     """Mean KL of the predicted distributions."""
-    return float(kl_div(log_softmax(torch.cat(got), -1), log_softmax(torch.cat(want), -1), log_target=True, reduction="batchmean"))
+    return float(
+        kl_div(
+            log_softmax(torch.cat(got), -1), log_softmax(torch.cat(want), -1), log_target=True, reduction="batchmean"
+        )
+    )
 
 
 def test_fp32_logits_equal_transformers_and_peft(base: TinyBase, adapters: list[Path]) -> None:
@@ -74,7 +82,10 @@ def test_each_pass_can_be_switched_off(base: TinyBase, adapters: list[Path], nam
     {"precision": "fp8", "lora_lowering": "serial"},
 ], ids=lambda options: "-".join(f"{value}" for value in options.values()))  # fmt: skip
 def test_reduced_precision_stays_near(base: TinyBase, adapters: list[Path], options: dict[str, object]) -> None:
-    """bf16 rounds each activation once; fp8 adds 2 ** -4 relative noise on weights and activations. The logits' standard deviation is about 1."""
+    """bf16 rounds each activation once; fp8 adds 2 ** -4 relative noise on weights and activations.
+
+    The logits' standard deviation is about 1.
+    """
     model, _ = plain_model(base, adapters, torch.bfloat16)
     got, want = steps(CompiledRunner(model, CompileOptions(**options), 3)), expected(base, adapters)  # type: ignore[arg-type]
     kl = divergence(got, want)
@@ -82,7 +93,9 @@ def test_reduced_precision_stays_near(base: TinyBase, adapters: list[Path], opti
     assert kl > 1e-9, "nothing was rounded, so this option did nothing"
 
 
-@pytest.mark.parametrize("name", ["quantize_kv", "fuse_rope_append", "fuse_quantize", "pack_projections", "fuse_add_rms_norm", "lift_lora"])
+@pytest.mark.parametrize(
+    "name", ["quantize_kv", "fuse_rope_append", "fuse_quantize", "pack_projections", "fuse_add_rms_norm", "lift_lora"]
+)
 def test_passes_off_in_fp8_stay_near(base: TinyBase, adapters: list[Path], name: str) -> None:
     model, _ = plain_model(base, adapters, torch.bfloat16)
     got = steps(CompiledRunner(model, CompileOptions(precision="fp8", disable=(name,)), 3))
@@ -94,7 +107,11 @@ def test_torch_compile_on_transformers_and_peft(base: TinyBase, adapters: list[P
     compiled = torch.compile(module, backend="sidestream")
     with torch.no_grad():
         for length in (8, 5, 3):  # a second shape makes Dynamo go symbolic
-            ids = torch.tensor([SEQUENCES[0][:length], SEQUENCES[2][1 : length + 1]])[:, :length] if length < 7 else torch.tensor([SEQUENCES[0]])
+            ids = (
+                torch.tensor([SEQUENCES[0][:length], SEQUENCES[2][1 : length + 1]])[:, :length]
+                if length < 7
+                else torch.tensor([SEQUENCES[0]])
+            )
             want = module(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits, want, atol=TOLERANCE, rtol=0)
     torch._dynamo.reset()
@@ -115,7 +132,9 @@ def test_torch_compile_takes_options_by_name(base: TinyBase) -> None:
     ids = torch.tensor([SEQUENCES[0]])
     with torch.no_grad():
         want = base.model(input_ids=ids, use_cache=False).logits
-        got = torch.compile(base.model, backend="sidestream", options={"precision": "fp8"})(input_ids=ids, use_cache=False).logits
+        got = torch.compile(base.model, backend="sidestream", options={"precision": "fp8"})(
+            input_ids=ids, use_cache=False
+        ).logits
         assert 1e-9 < divergence([got[0]], [want[0]]) < 2e-2
         torch._dynamo.reset()
         with pytest.raises(Exception, match="colour"):
@@ -127,7 +146,9 @@ def test_sidestream_compile_on_transformers_and_peft(base: TinyBase, adapters: l
     """A foreign module keeps its own signature and result type."""
     module = base.adapted(adapters[0])
     ids = torch.tensor([SEQUENCES[0], SEQUENCES[0][::-1]])
-    compiled = sidestream.compile(module, CompileOptions(precision="fp32"), example_inputs={"input_ids": ids, "use_cache": False})
+    compiled = sidestream.compile(
+        module, CompileOptions(precision="fp32"), example_inputs={"input_ids": ids, "use_cache": False}
+    )
     with torch.no_grad():
         want = module(input_ids=ids, use_cache=False)
     result = compiled(input_ids=ids, use_cache=False)

@@ -1,4 +1,5 @@
 """fuse_lora_expand: in prompt programs the linears add their LoRA deltas themselves."""
+
 from collections import Counter
 from typing import Any
 
@@ -14,14 +15,28 @@ from sidestream.graphs.lora import LoraShape
 from support.three_tokens import PROMPTS_LORA, STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 MANY = Bucket(300, 3, 12, 2, decode=False, lora=True)
 
 
-def program(bucket: Bucket, fields: dict[str, Any] = FIELDS, targets: tuple[str, ...] | None = None, **options: Any) -> Program:
+def program(
+    bucket: Bucket, fields: dict[str, Any] = FIELDS, targets: tuple[str, ...] | None = None, **options: Any
+) -> Program:
     shape = LoraShape(2, 16) if targets is None else LoraShape(2, 16, targets)
     module = Llama(LlamaConfig.from_dict(fields), shape if bucket.lora else None, torch.bfloat16, "meta")
     return sidestream.compile(module, CompileOptions(**options)).program(bucket)
@@ -33,7 +48,11 @@ def ops(made: Program) -> Counter[str]:
 
 def test_no_delta_is_written() -> None:
     fused, apart = ops(program(MANY)), ops(program(MANY, disable=("fuse_lora_expand",)))
-    assert fused["linear_8bit_lora"] == fused["lora_shrink"] == apart["lora_expand"] == 8 and fused["lora_active"] == 1 and not fused["lora_expand"]
+    assert (
+        fused["linear_8bit_lora"] == fused["lora_shrink"] == apart["lora_expand"] == 8
+        and fused["lora_active"] == 1
+        and not fused["lora_expand"]
+    )
     assert fused["linear_8bit"] == apart["linear_8bit"] - 8
     assert ops(program(MANY, lora_lowering="one_launch")) == fused
     some = ops(program(MANY, targets=("q_proj", "v_proj", "down_proj")))

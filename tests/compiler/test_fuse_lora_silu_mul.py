@@ -1,4 +1,5 @@
 """fuse_lora_silu_mul: in decode programs of many sequences SiLU * mul makes the LoRA delta of gate and up itself."""
+
 import operator
 import re
 from collections import Counter
@@ -27,10 +28,22 @@ from support.fx_graphs import GraphBuilder
 from support.three_tokens import STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 PASS = "fuse_lora_silu_mul"
 
 
@@ -41,7 +54,9 @@ def step(sequences: int, lora: bool = True) -> Bucket:
 @cache
 def compiled(lora: bool, rank: int = 16, targets: tuple[str, ...] | None = None, **options: Any) -> Any:
     shape = LoraShape(2, rank) if targets is None else LoraShape(2, rank, targets)
-    return sidestream.compile(Llama(LlamaConfig.from_dict(FIELDS), shape if lora else None, torch.bfloat16, "meta"), CompileOptions(**options))
+    return sidestream.compile(
+        Llama(LlamaConfig.from_dict(FIELDS), shape if lora else None, torch.bfloat16, "meta"), CompileOptions(**options)
+    )
 
 
 def program(bucket: Bucket, **options: Any) -> Program:
@@ -55,10 +70,18 @@ def ops(made: Program) -> Counter[str]:
 @pytest.mark.parametrize("sequences", [33, 256])
 def test_no_delta_of_gate_and_up_is_written(sequences: int) -> None:
     fused, apart = ops(program(step(sequences))), ops(program(step(sequences), disable=(PASS,)))
-    assert fused["silu_mul_lora"] == apart["silu_mul_quant"] == 2 and not fused["silu_mul_quant"] and not apart["silu_mul_lora"]
-    assert fused["quantize_rowwise"] == apart["quantize_rowwise"] + 2 and fused["lora_shrink"] == apart["lora_shrink"] == 8
+    assert (
+        fused["silu_mul_lora"] == apart["silu_mul_quant"] == 2
+        and not fused["silu_mul_quant"]
+        and not apart["silu_mul_lora"]
+    )
+    assert (
+        fused["quantize_rowwise"] == apart["quantize_rowwise"] + 2 and fused["lora_shrink"] == apart["lora_shrink"] == 8
+    )
     expands = [made["lora_expand"] + made["lora_expand_rounded"] for made in (fused, apart)]
-    assert expands == [6, 8] and [made["lora_round"] for made in (fused, apart)] == ([2, 0] if sequences == 33 else [8, 8])
+    assert expands == [6, 8] and [made["lora_round"] for made in (fused, apart)] == (
+        [2, 0] if sequences == 33 else [8, 8]
+    )
     assert ops(program(step(sequences), lora_lowering="one_launch")) == fused
     assert ops(program(step(sequences), targets=("gate_proj",)))["silu_mul_lora"] == 2  # packed with an up of zeros
 
@@ -71,42 +94,71 @@ def test_it_waits_for_the_rounded_ranks_and_follows_the_projection(share: float 
             continue
         main, side = ([other for other in made.steps[:index] if other.stream == stream] for stream in ("main", "side"))
         rounded = next(other for other in made.steps if other.outs and other.outs[0] == each.args[1])
-        assert rounded.op == "sidestream.lora_round" and rounded.outs[1] == each.args[2] and each.waits == (rounded.index,)
+        assert (
+            rounded.op == "sidestream.lora_round" and rounded.outs[1] == each.args[2] and each.waits == (rounded.index,)
+        )
         shrink = side[side.index(rounded) - 1]
         assert shrink.op == "sidestream.lora_shrink" and shrink.outs[0] == rounded.args[0]
         assert rounded.stream == "side" and rounded.pdl and not rounded.waits and rounded.sm_budget == shrink.sm_budget
-        assert each.stream == "main" and each.pdl and main[-1].op == "sidestream.linear_8bit" and main[-1].outs[0] == each.args[0]
-        quantized = next(other for other in made.steps[index + 1:] if other.stream == "main")
+        assert (
+            each.stream == "main"
+            and each.pdl
+            and main[-1].op == "sidestream.linear_8bit"
+            and main[-1].outs[0] == each.args[0]
+        )
+        quantized = next(other for other in made.steps[index + 1 :] if other.stream == "main")
         assert quantized.op == "sidestream.quantize_rowwise" and quantized.pdl and not quantized.waits
 
 
 def test_what_is_left_alone() -> None:
     for sequences in (fuse_lora_silu_mul.FEWEST_TOKENS - 1, fuse_lora_silu_mul.MOST_TOKENS + 1):
         other = program(step(sequences))
-        assert not ops(other)["silu_mul_lora"] and f"{PASS}: silu_mul_quant: {sequences} tokens: LoRA gains by it from 33 to 256" in other.passes
+        assert (
+            not ops(other)["silu_mul_lora"]
+            and f"{PASS}: silu_mul_quant: {sequences} tokens: LoRA gains by it from 33 to 256" in other.passes
+        )
     for lowering in ("serial", "side_stream"):
         forced = program(step(65), lora_lowering=lowering)
-        assert not ops(forced)["silu_mul_lora"] and f"{PASS}: silu_mul_quant: lora_lowering is {lowering}" in forced.passes
+        assert (
+            not ops(forced)["silu_mul_lora"] and f"{PASS}: silu_mul_quant: lora_lowering is {lowering}" in forced.passes
+        )
     assert "its adapters are torch.bfloat16" in program(step(65), lora_dtype="bf16").passes
     assert "its adapters are torch.float8_e4m3fn" in program(step(65), precision="fp8", lora_dtype="fp8").passes
     large = program(step(65), rank=128)
-    assert not ops(large)["silu_mul_lora"] and "LoRA stacks of rank 128; it takes multiples of 8 up to 64" in large.passes
+    assert (
+        not ops(large)["silu_mul_lora"] and "LoRA stacks of rank 128; it takes multiples of 8 up to 64" in large.passes
+    )
     assert not ops(program(step(65), targets=("q_proj", "v_proj", "down_proj")))["silu_mul_lora"]
     assert not ops(program(step(65, lora=False)))["silu_mul_lora"]
     assert not ops(program(Bucket(100, 3, 12, 2, decode=False, lora=True)))["silu_mul_lora"]
 
 
-@pytest.mark.parametrize(("slices", "readers", "reason"), [
-    ([64, 64], 1, None), ([64, 64], 2, "more than one op reads"), ([96, 32], 1, r"a delta \(100, 128\) of 96, 32 columns for \(100, 128\): no gate and up"),
-])
+@pytest.mark.parametrize(
+    ("slices", "readers", "reason"),
+    [
+        ([64, 64], 1, None),
+        ([64, 64], 2, "more than one op reads"),
+        ([96, 32], 1, r"a delta \(100, 128\) of 96, 32 columns for \(100, 128\): no gate and up"),
+    ],
+)
 def test_one_delta_of_two_halves(slices: list[int], readers: int, reason: str | None) -> None:
     build = GraphBuilder(dynamic=False)
-    index, gate_up = build.input("adapter_index", (100,), torch.int32), build.input("gate_up", (100, 128), torch.bfloat16)
+    index, gate_up = (
+        build.input("adapter_index", (100,), torch.int32),
+        build.input("gate_up", (100, 128), torch.bfloat16),
+    )
     planes, b = build.input("planes", (2, 100, 32)), build.weight("b", (3, 128, 16), torch.int8, "adapter")
     plan = build.call(lora_plan, index, 3, 16)
     order, tiles = build.call(operator.getitem, plan, 0), build.call(operator.getitem, plan, 1)
-    delta = build.call(lora_expand, planes, b, order, tiles, 16, slices, build.weight("b_scale", (3, 128), kind="adapter"))
-    made = build.finish(*(build.call(operator.getitem, build.call(silu_mul_quant, gate_up, delta, False, torch.int8, 128), 1) for _ in range(readers)))
+    delta = build.call(
+        lora_expand, planes, b, order, tiles, 16, slices, build.weight("b_scale", (3, 128), kind="adapter")
+    )
+    made = build.finish(
+        *(
+            build.call(operator.getitem, build.call(silu_mul_quant, gate_up, delta, False, torch.int8, 128), 1)
+            for _ in range(readers)
+        )
+    )
     next(node for node in made.graph.nodes if is_call(node, lora_expand)).meta.update(stream="side", sm_share=0.25)
     report = fuse_lora_silu_mul.fuse_lora_silu_mul(made.graph, Context(CompileOptions()))
     made.graph.lint()

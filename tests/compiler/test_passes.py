@@ -1,4 +1,5 @@
 """Pass accounting: counts follow from the config, and a pattern that stops matching fails loudly and says why."""
+
 from typing import Any
 
 import pytest
@@ -46,7 +47,9 @@ def test_a_layer_is_nine_kernels_on_the_main_lane_and_eight_beside_it() -> None:
 
 
 def test_options_decide_which_passes_apply() -> None:
-    assert matches(model(), precision="bf16")["quantize_linears"] == matches(model(), precision="bf16")["quantize_kv"] == 0
+    assert (
+        matches(model(), precision="bf16")["quantize_linears"] == matches(model(), precision="bf16")["quantize_kv"] == 0
+    )
     assert matches(model(), kv_dtype="bf16")["quantize_kv"] == 0
     assert matches(model(), lm_head="bf16")["quantize_linears"] == 4
     kept = sidestream.compile(model(), CompileOptions(lm_head="bf16")).records
@@ -56,29 +59,52 @@ def test_options_decide_which_passes_apply() -> None:
 @pytest.mark.parametrize("lora_input", ["bf16", "auto"])
 @pytest.mark.parametrize(("precision", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
 def test_adapters_get_eight_bits_with_a_scale_a_row(lora_input: str, precision: Any, dtype: torch.dtype) -> None:
-    compiled = sidestream.compile(model(), CompileOptions(precision=precision, lora_dtype=precision, lora_input=lora_input))
+    compiled = sidestream.compile(
+        model(), CompileOptions(precision=precision, lora_dtype=precision, lora_input=lora_input)
+    )
     assert next(record for record in compiled.records if record.name == "quantize_lora").matches == 4
-    specs = {node.name: node.meta["val"] for node in compiled.graph_module.graph.nodes if node.meta.get("kind") == "adapter"}
+    specs = {
+        node.name: node.meta["val"] for node in compiled.graph_module.graph.nodes if node.meta.get("kind") == "adapter"
+    }
     assert set(specs) == set(compiled.adapter_recipes) and len(specs) == 16
     for name, value in specs.items():
         assert value.dtype == (torch.float32 if name.endswith("_scale") else dtype), name
-        assert not name.endswith("_scale") or value.shape == specs[f"{name.removesuffix('_scale')}_{precision}"].shape[:-1]
-    shrinks = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default]
+        assert (
+            not name.endswith("_scale") or value.shape == specs[f"{name.removesuffix('_scale')}_{precision}"].shape[:-1]
+        )
+    shrinks = [
+        node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default
+    ]
     quantized = lora_input == "auto"
     assert [node.args[0].meta["val"].dtype == dtype and node.args[7] is not None for node in shrinks] == [quantized] * 4
-    norms = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.add_rms_norm_quant.default]
+    norms = [
+        node
+        for node in compiled.graph_module.graph.nodes
+        if node.target == torch.ops.sidestream.add_rms_norm_quant.default
+    ]
     assert [node.args[5] for node in norms] == [not quantized] * len(norms) and norms
 
 
 def test_adapters_stay_as_they_are() -> None:
     """Switched off by name, by option, by precision, or with activations that nothing quantizes."""
     assert "quantize_lora" not in matches(model(), precision="fp8", lora_dtype="fp8", disable=("quantize_lora",))
-    assert matches(model(), lora_dtype="bf16")["quantize_lora"] == matches(model(), precision="bf16")["quantize_lora"] == 0
-    compiled = sidestream.compile(model(), CompileOptions(precision="fp8", lora_dtype="fp8", lora_input="fp8", disable=("quantize_linears",)))
-    shrinks = [node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default]
-    assert len(shrinks) == 4 and all(node.args[0].meta["val"].dtype == torch.bfloat16 and node.args[7] is None for node in shrinks)
-    for options in ({"precision": "bf16", "lora_dtype": "fp8"}, {"precision": "fp8", "lora_dtype": "bf16", "lora_input": "fp8"},
-                    {"precision": "int8", "lora_dtype": "fp8"}):
+    assert (
+        matches(model(), lora_dtype="bf16")["quantize_lora"] == matches(model(), precision="bf16")["quantize_lora"] == 0
+    )
+    compiled = sidestream.compile(
+        model(), CompileOptions(precision="fp8", lora_dtype="fp8", lora_input="fp8", disable=("quantize_linears",))
+    )
+    shrinks = [
+        node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default
+    ]
+    assert len(shrinks) == 4 and all(
+        node.args[0].meta["val"].dtype == torch.bfloat16 and node.args[7] is None for node in shrinks
+    )
+    for options in (
+        {"precision": "bf16", "lora_dtype": "fp8"},
+        {"precision": "fp8", "lora_dtype": "bf16", "lora_input": "fp8"},
+        {"precision": "int8", "lora_dtype": "fp8"},
+    ):
         with pytest.raises(OptionError, match="lora_"):
             CompileOptions(**options)  # type: ignore[arg-type]
 
@@ -100,7 +126,9 @@ class NosyNorm(RMSNorm):
         return self.weight * (wide * inverse).to(x.dtype) + 0.0 * torch.neg(inverse).to(x.dtype)
 
 
-@pytest.mark.parametrize(("norm", "reason"), [(OtherNorm, "no near-miss was seen"), (NosyNorm, r"rsqrt_2 is also used by neg")])
+@pytest.mark.parametrize(
+    ("norm", "reason"), [(OtherNorm, "no near-miss was seen"), (NosyNorm, r"rsqrt_2 is also used by neg")]
+)
 def test_a_pattern_that_stops_matching_fails_and_says_why(norm: type[RMSNorm], reason: str) -> None:
     module = model()
     old = module.model.norm
@@ -127,12 +155,21 @@ def test_a_biased_projection_is_refused_by_name() -> None:
 
     layer.mlp.down_proj = Biased()  # type: ignore[union-attr, assignment]
     compiled = sidestream.compile(module, CompileOptions(check_counts=False))
-    assert any("it has a bias" in reason for record in compiled.records if record.name == "quantize_linears" for reason in record.rejected)
+    assert any(
+        "it has a bias" in reason
+        for record in compiled.records
+        if record.name == "quantize_linears"
+        for reason in record.rejected
+    )
     assert compiled.records[-1].ops_after["aten.linear.default"] == 1
 
 
 def test_shapes_are_read_off_any_spelling_of_names() -> None:
-    ours = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj.lora_a", "self_attn.q_proj.lora_b", "mlp.up_proj.weight")]
+    ours = [
+        f"model.layers.{layer}.{name}"
+        for layer in range(2)
+        for name in ("self_attn.q_proj.lora_a", "self_attn.q_proj.lora_b", "mlp.up_proj.weight")
+    ]
     dynamo = [name.replace(".", "_").replace("layers_", "modules_layers_modules_") for name in ours]
     peft = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default.weight" for layer in range(2)]
     assert model_shape(ours, True) == model_shape(dynamo, True)
@@ -145,11 +182,19 @@ def test_int8_rotates_what_norms_and_silu_make_and_the_weights_with_it() -> None
     """Attention's output is left as it is; switched off, so is everything."""
     for rotate in (True, False):
         compiled = sidestream.compile(model(), CompileOptions(precision="int8", rotate_activations=rotate))
-        forms = {node.target.name().split("::")[1]: node.args[-2:] for node in compiled.graph_module.graph.nodes  # type: ignore[union-attr]
-                 if node.op == "call_function" and str(node.target).endswith(("_quant.default", "quantize_rowwise.default"))}
+        forms = {
+            node.target.name().split("::")[1]: node.args[-2:]
+            for node in compiled.graph_module.graph.nodes  # type: ignore[union-attr]
+            if node.op == "call_function" and str(node.target).endswith(("_quant.default", "quantize_rowwise.default"))
+        }
         norm, silu = (8, 128) if rotate else (0, 0)
-        assert forms == {"rms_norm_quant": (torch.int8, norm), "add_rms_norm_quant": (torch.int8, norm), "silu_mul_quant": (torch.int8, silu),
-                         "paged_attention_quant": (torch.int8, 0), "quantize_rowwise": (torch.int8, norm)}
+        assert forms == {
+            "rms_norm_quant": (torch.int8, norm),
+            "add_rms_norm_quant": (torch.int8, norm),
+            "silu_mul_quant": (torch.int8, silu),
+            "paged_attention_quant": (torch.int8, 0),
+            "quantize_rowwise": (torch.int8, norm),
+        }
         weights = {name: str(recipe) for name, recipe in compiled.recipes.items() if "quantize(" in str(recipe)}
         for part, columns in (("down_proj", silu), ("o_proj", 0), ("gate_proj", norm)):
             found = [recipe for recipe in weights.values() if part in recipe]

@@ -1,4 +1,7 @@
-"""Random tiny models through the whole pipeline against transformers and peft: prefill in chunks and decode steps, 0 to 5 adapters in one batch."""
+"""Random tiny models through the whole pipeline against transformers and peft: prefill in chunks and decode steps, 0
+to 5 adapters in one batch.
+"""
+
 import random
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,25 @@ from support.paged import Chunk, plain_model
 from support.tiny import LINEAR_ROPE, LLAMA3_ROPE, AdapterSpec, oracle_logits, tiny_adapters, tiny_llama
 
 TOLERANCE = 1e-4
-TARGETS: list[Any] = [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj"), "all-linear", ("gate_proj", "down_proj")]
+TARGETS: list[Any] = [
+    ("q_proj", "v_proj"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "all-linear",
+    ("gate_proj", "down_proj"),
+]
 
 
 def random_config(dice: random.Random) -> dict[str, Any]:
     heads, ratio = dice.choice([(2, 1), (4, 2), (4, 4), (2, 2)])
     rope = dice.choice([None, LINEAR_ROPE, LLAMA3_ROPE])
     fields: dict[str, Any] = {
-        "num_attention_heads": heads, "num_key_value_heads": heads // ratio, "head_dim": dice.choice([64, 128]),
-        "tie_word_embeddings": dice.random() < 0.5, "num_hidden_layers": dice.choice([1, 2]), "intermediate_size": dice.choice([192, 256]),
-    }  # fmt: skip
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // ratio,
+        "head_dim": dice.choice([64, 128]),
+        "tie_word_embeddings": dice.random() < 0.5,
+        "num_hidden_layers": dice.choice([1, 2]),
+        "intermediate_size": dice.choice([192, 256]),
+    }
     return fields if rope is None else {**fields, "rope_parameters": rope}
 
 
@@ -48,7 +60,9 @@ def test_compiled_logits_equal_transformers_and_peft(tmp_path: Path, draw: int) 
     base = tiny_llama(tmp_path, seed=draw, **random_config(dice))
     adapters = tiny_adapters(base, [random_adapter(dice) for _ in range(draw % 6)], seed=draw)
     model, _ = plain_model(base, adapters)
-    sequences = [[dice.randrange(320) for _ in range(dice.choice([1, 5, 30, 70]))] for _ in range(max(len(adapters) + 1, 2))]
+    sequences = [
+        [dice.randrange(320) for _ in range(dice.choice([1, 5, 30, 70]))] for _ in range(max(len(adapters) + 1, 2))
+    ]
     slots = [*range(len(adapters)), *[-1] * (len(sequences) - len(adapters))]
     sizes = [random_chunks(dice, len(tokens)) for tokens in sequences]
     runner = CompiledRunner(model, CompileOptions(precision="fp32"), len(sequences), padding=dice.choice([0, 3]))
@@ -58,7 +72,7 @@ def test_compiled_logits_equal_transformers_and_peft(tmp_path: Path, draw: int) 
         chunks = []
         for index, tokens in enumerate(sequences):
             if step < len(sizes[index]):
-                chunks.append(Chunk(index, tokens[done[index]:done[index] + sizes[index][step]], slots[index]))
+                chunks.append(Chunk(index, tokens[done[index] : done[index] + sizes[index][step]], slots[index]))
                 done[index] += sizes[index][step]
         for chunk, logits in zip(chunks, runner.step(chunks), strict=True):
             parts[chunk.sequence].append(logits)

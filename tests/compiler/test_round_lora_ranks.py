@@ -1,4 +1,5 @@
 """round_lora_ranks: where it gains, LoRA's ranks are added up and rounded once."""
+
 import re
 from collections import Counter
 from functools import cache
@@ -18,17 +19,35 @@ from sidestream.graphs.lora import LoraShape
 from support.three_tokens import STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 PASS = "round_lora_ranks"
 
 
 @cache
 def compiled(rank: int = 16, small: bool = False, **options: Any) -> Any:
-    fields = FIELDS | ({"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1} if small else {})
-    return sidestream.compile(Llama(LlamaConfig.from_dict(fields), LoraShape(2, rank), torch.bfloat16, "meta"), CompileOptions(**options))
+    fields = FIELDS | (
+        {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+        if small
+        else {}
+    )
+    return sidestream.compile(
+        Llama(LlamaConfig.from_dict(fields), LoraShape(2, rank), torch.bfloat16, "meta"), CompileOptions(**options)
+    )
 
 
 def program(sequences: int, lora: bool = True, **options: Any) -> Program:
@@ -42,7 +61,8 @@ def ops(made: Program) -> Counter[str]:
 def test_branches_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few tokens the wide ones, here gate/up and down; then none; then all."""
     monkeypatch.setattr(round_lora_ranks, "WIDE", 1536)
-    for sequences, rounded in ((7, 0), (8, 4), (32, 4), (33, 0), (64, 0), (65, 6), (256, 6), (257, 0)):  # from 33 on SiLU * mul takes those of gate and up
+    # from 33 on SiLU * mul takes those of gate and up
+    for sequences, rounded in ((7, 0), (8, 4), (32, 4), (33, 0), (64, 0), (65, 6), (256, 6), (257, 0)):
         made = ops(program(sequences))
         taken = 2 if 33 <= sequences <= 256 else 0
         assert (made["lora_expand_rounded"], made["lora_expand"]) == (rounded, 8 - taken - rounded), sequences
@@ -66,7 +86,9 @@ def test_it_follows_the_shrink_in_its_lane() -> None:
 def test_planes_are_as_many_as_are_best_then(sequences: int, planes: list[int]) -> None:
     """q/k/v, o, gate and up, down. In separate expands each block of columns would read all of them."""
     for options, want in (({}, planes), ({"disable": (PASS, "fuse_lora_silu_mul")}, [1, 1, 1, 2])):
-        shrinks = [step.outs[0].shape[0] for step in program(sequences, **options).steps if step.op == "sidestream.lora_shrink"]
+        shrinks = [
+            step.outs[0].shape[0] for step in program(sequences, **options).steps if step.op == "sidestream.lora_shrink"
+        ]
         assert shrinks == want * 2
 
 
@@ -75,12 +97,20 @@ def test_what_is_left_alone() -> None:
         return {line.split(": ", 2)[2] for line in made.passes.splitlines() if line.strip().startswith(f"{PASS}: ")}
 
     for lowering in ("serial", "side_stream"):
-        assert not ops(program(65, lora_lowering=lowering))["lora_round"] and refusals(program(65, lora_lowering=lowering)) == {f"lora_lowering is {lowering}"}
+        assert not ops(program(65, lora_lowering=lowering))["lora_round"] and refusals(
+            program(65, lora_lowering=lowering)
+        ) == {f"lora_lowering is {lowering}"}
     assert ops(program(65, lora_lowering="one_launch")) == ops(program(65))
-    assert refusals(program(65, lora_dtype="bf16")) == {"its adapters are torch.bfloat16, and the launch takes torch.int8"}
+    assert refusals(program(65, lora_dtype="bf16")) == {
+        "its adapters are torch.bfloat16, and the launch takes torch.int8"
+    }
     assert refusals(program(65, rank=128)) == {"LoRA stacks of rank 128; it takes multiples of 8 up to 64"}
     [reason] = {re.sub("[0-9]+ to [0-9]+ features", "K to N features", refusal) for refusal in refusals(program(40))}
-    assert reason == "40 tokens, K to N features: LoRA gains by it from 65 to 256, branches of more than 8192 features from 8 to 32 too"
+    assert (
+        reason
+        == "40 tokens, K to N features: LoRA gains by it from 65 to 256, branches of more than 8192 features from 8 "
+        "to 32 too"
+    )
     assert not ops(program(65, lora=False))["lora_round"]
     assert not ops(compiled().program(Bucket(100, 3, 12, 2, decode=False, lora=True)))["lora_round"]
 

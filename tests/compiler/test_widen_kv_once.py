@@ -1,4 +1,5 @@
 """widen_kv_once: in prompt programs attention reads keys and values that were made fp16 once."""
+
 from collections import Counter
 from typing import Any
 
@@ -16,10 +17,22 @@ from sidestream.graphs.lora import LoraShape
 from support.three_tokens import PROMPTS_LORA, STEP_LORA, logits
 
 FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 MANY = Bucket(300, 3, 12, 5, decode=False, lora=False)
 OFF = ("widen_kv_once",)
 
@@ -40,7 +53,9 @@ def test_one_plan_a_step_and_one_buffer_for_all_layers(lora: bool) -> None:
     assert ops(made) == ops(plain) + Counter(widen_plan=1, widen_kv=3)
     wide = [buffer for buffer in made.of_kind("temp") if buffer.dtype == torch.float16]
     assert len(wide) == 3 and {buffer.shape for buffer in wide} == {(3 * 3, 1, 2, 128, 128)} and find_races(made) == []
-    assert len({buffer.offset for buffer in wide}) == 1 and made.arena_bytes <= plain.arena_bytes + wide[0].nbytes + 8192
+    assert (
+        len({buffer.offset for buffer in wide}) == 1 and made.arena_bytes <= plain.arena_bytes + wide[0].nbytes + 8192
+    )
     attention = [step for step in made.steps if step.op == "sidestream.paged_attention_quant"]
     assert [step.args[-2].buffer for step in attention] == [buffer.name for buffer in wide]
     assert "widen_kv_once" in made.passes and Program.from_json(made.to_json()).passes == made.passes
@@ -48,15 +63,27 @@ def test_one_plan_a_step_and_one_buffer_for_all_layers(lora: bool) -> None:
 
 def test_the_buffer_ends_at_65536_tokens() -> None:
     made = program(Bucket(8192, 256, 5000, 128, decode=False, lora=False))
-    assert next(buffer for buffer in made.of_kind("temp") if buffer.dtype == torch.float16).shape == (512, 1, 2, 128, 128)
+    assert next(buffer for buffer in made.of_kind("temp") if buffer.dtype == torch.float16).shape == (
+        512,
+        1,
+        2,
+        128,
+        128,
+    )
 
 
 def test_what_is_left_alone() -> None:
     few = program(Bucket(256, 3, 12, 5, decode=False, lora=False))
     assert not ops(few)["widen_kv"] and "256 tokens: gains from 257 on" in few.passes
-    assert "its cache is torch.float8_e4m3fn" in program(precision="fp8").passes and "its cache is torch.bfloat16" in program(precision="bf16").passes
+    assert (
+        "its cache is torch.float8_e4m3fn" in program(precision="fp8").passes
+        and "its cache is torch.bfloat16" in program(precision="bf16").passes
+    )
     narrow, three = {**FIELDS, "head_dim": 64}, {**FIELDS, "num_attention_heads": 3}
-    assert "2 heads of 64 on 1 KV heads" in program(fields=narrow).passes and "3 heads of 128 on 1 KV heads" in program(fields=three).passes
+    assert (
+        "2 heads of 64 on 1 KV heads" in program(fields=narrow).passes
+        and "3 heads of 128 on 1 KV heads" in program(fields=three).passes
+    )
     assert not ops(program(STEP_LORA))["widen_kv"] and not ops(program(disable=OFF))["widen_kv"]
     apart = program(disable=("fuse_quantize",))
     assert ops(apart)["widen_kv"] == ops(apart)["paged_attention"] == 3
@@ -73,12 +100,19 @@ def test_what_moves() -> None:
     """The cache is read by widen_kv and no longer by attention, as far as there is room."""
     made, plain = program(), program(disable=OFF)
     assume = Assumptions(context=256)
-    widen, attention, before = (next(step for step in each.steps if op in step.op) for each, op in (
-        (made, "widen_kv"), (made, "paged_attention"), (plain, "paged_attention")))  # fmt: skip
+    widen, attention, before = (
+        next(step for step in each.steps if op in step.op)
+        for each, op in ((made, "widen_kv"), (made, "paged_attention"), (plain, "paged_attention"))
+    )
     cached = 3 * 256
     assert step_bytes(made, widen, assume) == cached * 2 * (128 + 4 + 256) + 9 * 2 * 4
     reads = {view.buffer: moved for view, moved in argument_bytes(made, attention, assume)}
-    assert sum(moved for name, moved in reads.items() if name.startswith("kv_")) == 0 and reads["widen_kv"] == cached * 2 * 256
-    assert step_bytes(made, attention, assume) - step_bytes(plain, before, assume) == cached * 2 * (256 - 132) + 3 * 4 * 4
+    assert (
+        sum(moved for name, moved in reads.items() if name.startswith("kv_")) == 0
+        and reads["widen_kv"] == cached * 2 * 256
+    )
+    assert (
+        step_bytes(made, attention, assume) - step_bytes(plain, before, assume) == cached * 2 * (256 - 132) + 3 * 4 * 4
+    )
     assert work(made, attention, assume).flops == work(plain, before, assume).flops
     assert step_bytes(made, widen, Assumptions(context=128)) < step_bytes(made, widen, assume)

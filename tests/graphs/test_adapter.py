@@ -1,4 +1,5 @@
 """PEFT adapters: what is read from good ones, and each kind of bad one refused by name with a remedy."""
+
 import json
 import math
 from pathlib import Path
@@ -38,7 +39,9 @@ def configure(path: Path, **fields: Any) -> None:
 def edit(path: Path, **changes: torch.Tensor | None) -> None:
     """Replaces, adds or (None) removes tensors."""
     tensors = {**load_file(path / "adapter_model.safetensors"), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "adapter_model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "adapter_model.safetensors"
+    )
 
 
 def refused(base: TinyBase, path: Path, *named: str, **options: Any) -> None:
@@ -55,7 +58,12 @@ def test_a_good_adapter(base: TinyBase, adapter: Path) -> None:
     loaded = load(base, adapter)
     assert (loaded.rank, loaded.targets, loaded.differences) == (8, ("q_proj", "down_proj"), ())
     assert set(loaded.scaling.values()) == {2.0}
-    assert list(loaded.tensors) == [Q0, "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
+    assert list(loaded.tensors) == [
+        Q0,
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    ]
     a, b = loaded.tensors[Q0]
     assert (tuple(a.shape), tuple(b.shape)) == ((8, 128), (256, 8))
     stored = load_file(adapter / "adapter_model.safetensors")
@@ -70,7 +78,11 @@ def test_ranks_and_scalings_are_peft_s_own(base: TinyBase) -> None:
     spec = AdapterSpec(rank=6, alpha=9, use_rslora=True, rank_pattern=ranks, alpha_pattern=alphas, targets="all-linear")
     path = tiny_adapters(base, [spec])[0]
     loaded = load(base, path)
-    theirs = {name.removeprefix("base_model.model."): module for name, module in base.adapted(path).named_modules() if hasattr(module, "lora_A")}
+    theirs = {
+        name.removeprefix("base_model.model."): module
+        for name, module in base.adapted(path).named_modules()
+        if hasattr(module, "lora_A")
+    }
     assert loaded.scaling.keys() == theirs.keys()
     for name, module in theirs.items():
         assert loaded.scaling[name] == pytest.approx(module.scaling["default"], rel=1e-12), name
@@ -79,10 +91,20 @@ def test_ranks_and_scalings_are_peft_s_own(base: TinyBase) -> None:
     assert loaded.scaling[f"{Q0}"] == pytest.approx(5 / math.sqrt(4))
 
 
-@pytest.mark.parametrize("extra", [
-    {"exclude_modules": ["q_proj"]}, {"layers_to_transform": 1}, {"layers_to_transform": [0], "layers_pattern": "layers"}, {"bias": "lora_only"},
-    {"init_lora_weights": "gaussian"}, {"init_lora_weights": "orthogonal"}, {"init_lora_weights": False}, {"lora_dropout": 0.5},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"exclude_modules": ["q_proj"]},
+        {"layers_to_transform": 1},
+        {"layers_to_transform": [0], "layers_pattern": "layers"},
+        {"bias": "lora_only"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": False},
+        {"lora_dropout": 0.5},
+    ],
+    ids=str,
+)
 def test_plain_variants_load_without_differences(base: TinyBase, extra: dict[str, Any]) -> None:
     loaded = load(base, tiny_adapters(base, [AdapterSpec(targets=("q_proj", "v_proj"), extra=extra)])[0])
     assert loaded.differences == ()
@@ -94,7 +116,9 @@ def test_target_modules_as_a_regular_expression(base: TinyBase) -> None:
     assert loaded.differences == ()
 
 
-def test_the_tensors_decide_and_differences_are_named(base: TinyBase, adapter: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_tensors_decide_and_differences_are_named(
+    base: TinyBase, adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     configure(adapter, target_modules=["q_proj", "v_proj"])
     loaded = load(base, adapter)
     assert loaded.targets == ("q_proj", "down_proj")
@@ -174,8 +198,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "named"), FIELDS, ids=[f"{next(iter(fields))}-{index}" for index, (fields, _) in enumerate(FIELDS)])
-def test_fields_that_mean_something_else_are_refused(base: TinyBase, adapter: Path, fields: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "named"), FIELDS, ids=[f"{next(iter(fields))}-{index}" for index, (fields, _) in enumerate(FIELDS)]
+)
+def test_fields_that_mean_something_else_are_refused(
+    base: TinyBase, adapter: Path, fields: dict[str, Any], named: str
+) -> None:
     configure(adapter, **fields)
     refused(base, adapter, named)
 
@@ -188,7 +216,9 @@ def test_lenient_lets_unknown_fields_pass_but_no_known_ones(base: TinyBase, adap
 
 
 def test_unknown_fields_at_an_empty_default_pass(base: TinyBase, adapter: Path) -> None:
-    configure(adapter, use_shiny_lora=False, shiny_config=None, shiny_list=[], runtime_config={"ephemeral_gpu_offload": True})
+    configure(
+        adapter, use_shiny_lora=False, shiny_config=None, shiny_list=[], runtime_config={"ephemeral_gpu_offload": True}
+    )
     assert load(base, adapter).rank == 8
 
 
@@ -215,8 +245,12 @@ TENSORS: list[tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "named"), TENSORS, ids=[f"{named[-1][:20]}-{index}" for index, (_, named) in enumerate(TENSORS)])
-def test_tensors_that_cannot_be_served_are_refused(base: TinyBase, adapter: Path, changes: dict[str, torch.Tensor | None], named: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "named"), TENSORS, ids=[f"{named[-1][:20]}-{index}" for index, (_, named) in enumerate(TENSORS)]
+)
+def test_tensors_that_cannot_be_served_are_refused(
+    base: TinyBase, adapter: Path, changes: dict[str, torch.Tensor | None], named: tuple[str, ...]
+) -> None:
     edit(adapter, **changes)
     refused(base, adapter, *named)
 
@@ -262,7 +296,9 @@ def test_missing_files(base: TinyBase, adapter: Path, tmp_path: Path) -> None:
         load(base, adapter)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 50000], ids=["empty", "unclosed", "list", "not-utf8", "deep"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b"[" * 50000], ids=["empty", "unclosed", "list", "not-utf8", "deep"]
+)
 def test_broken_config(base: TinyBase, adapter: Path, content: bytes) -> None:
     (adapter / "adapter_config.json").write_bytes(content)
     refused(base, adapter, "adapter_config.json")

@@ -1,4 +1,7 @@
-"""An adapter's file as it is read: the same tensors as safetensors finds, one hash of all bytes, and no file that lies about itself."""
+"""An adapter's file as it is read: the same tensors as safetensors finds, one hash of all bytes, and no file that
+lies about itself.
+"""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,19 @@ def written(path: Path, header: Any, data: bytes, pad: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("piece", [100, 4096, 1 << 24])
-@pytest.mark.parametrize("kinds", [[torch.bfloat16], [torch.float16, torch.float32, torch.bfloat16]], ids=["one", "mixed"])
-def test_reads_what_safetensors_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: list[torch.dtype], piece: int) -> None:
+@pytest.mark.parametrize(
+    "kinds", [[torch.bfloat16], [torch.float16, torch.float32, torch.bfloat16]], ids=["one", "mixed"]
+)
+def test_reads_what_safetensors_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: list[torch.dtype], piece: int
+) -> None:
     monkeypatch.setattr(adapter_file, "PIECE", piece)
     path = tmp_path / "a.safetensors"
-    save_file({f"t{index}": torch.randn(index, 33).to(kinds[index % len(kinds)]) for index in range(7)}, path, metadata={"format": "pt"})
+    save_file(
+        {f"t{index}": torch.randn(index, 33).to(kinds[index % len(kinds)]) for index in range(7)},
+        path,
+        metadata={"format": "pt"},
+    )
     digests = set()
     for change in (None, 0, -1):
         if change is not None:
@@ -85,14 +96,34 @@ def entry(first: int, last: int, shape: Any = (2,), dtype: Any = "F32") -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
 
 
-@pytest.mark.parametrize("header", [
-    b"", b"{", b"[]", b"\xff", b"[" * 100_000, {"x": 1}, {"x": {}}, {"x": entry(0, 7)}, {"x": entry(0, 8), "y": entry(4, 12)},
-    {"x": entry(0, 8), "y": entry(9, 17)}, {"x": entry(8, 16)}, {"x": entry(0, 8)}, {"x": entry(0, 8), "y": entry(8, 24)}, {"x": entry(-8, 0)},
-    {"x": entry(0, 16, shape=(-2, -2))},
-    {"x": entry(0, 16, shape="22")}, {"x": entry(0, 16, shape=(2.0, 2.0))}, {"x": entry(0, 16, shape=(True, 4))}, {"x": entry(0, 16, shape=None)},
-    {"x": {"dtype": "F32", "shape": [4], "data_offsets": [16]}}, {"x": {"dtype": "F32", "shape": [4], "data_offsets": "ab"}},
-    {"x": entry(16, 0, dtype="I8"), "y": entry(0, 16, dtype="I8")},
-], ids=lambda header: str(header)[:60])  # fmt: skip
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        {"x": 1},
+        {"x": {}},
+        {"x": entry(0, 7)},
+        {"x": entry(0, 8), "y": entry(4, 12)},
+        {"x": entry(0, 8), "y": entry(9, 17)},
+        {"x": entry(8, 16)},
+        {"x": entry(0, 8)},
+        {"x": entry(0, 8), "y": entry(8, 24)},
+        {"x": entry(-8, 0)},
+        {"x": entry(0, 16, shape=(-2, -2))},
+        {"x": entry(0, 16, shape="22")},
+        {"x": entry(0, 16, shape=(2.0, 2.0))},
+        {"x": entry(0, 16, shape=(True, 4))},
+        {"x": entry(0, 16, shape=None)},
+        {"x": {"dtype": "F32", "shape": [4], "data_offsets": [16]}},
+        {"x": {"dtype": "F32", "shape": [4], "data_offsets": "ab"}},
+        {"x": entry(16, 0, dtype="I8"), "y": entry(0, 16, dtype="I8")},
+    ],
+    ids=lambda header: str(header)[:60],
+)
 def test_headers_that_lie(tmp_path: Path, header: Any) -> None:
     with pytest.raises(Fault, match=r"a is damaged or truncated \(.*\): do this"):
         opened(written(tmp_path / "a", header, bytes(16)))

@@ -1,4 +1,5 @@
 """Checkpoints on disk: single and sharded, and every way in which they come broken."""
+
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +126,12 @@ def test_more_layers_than_the_config_says(tmp_path: Path) -> None:
 
 def test_harmless_extras_pass(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path, num_hidden_layers=1, tie_word_embeddings=True)
-    edit(base, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32), "lm_head.weight": torch.ones(320, 128)}))
+    edit(
+        base,
+        lambda tensors: tensors.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32), "lm_head.weight": torch.ones(320, 128)}
+        ),
+    )
     Checkpoint(base.path).validate(*expected(base))
 
 

@@ -1,4 +1,5 @@
 """config.json of real Llamas in both of transformers' spellings, and the refusals."""
+
 import json
 from pathlib import Path
 
@@ -11,23 +12,67 @@ from transformers import LlamaConfig as HFLlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 LLAMA_2_7B = {
-    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
-    "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 LLAMA_3_8B = {
-    **LLAMA_2_7B, "attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128001, "intermediate_size": 14336, "max_position_embeddings": 8192,
-    "num_key_value_heads": 8, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "vocab_size": 128256,
-}  # fmt: skip
+    **LLAMA_2_7B,
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
 LLAMA_31_8B = {
-    **LLAMA_3_8B, "eos_token_id": [128001, 128008, 128009], "max_position_embeddings": 131072, "mlp_bias": False,
-    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-}  # fmt: skip
+    **LLAMA_3_8B,
+    "eos_token_id": [128001, 128008, 128009],
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
 LLAMA_32_1B = {
-    **LLAMA_31_8B, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True,
-    "rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-}  # fmt: skip
+    **LLAMA_31_8B,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+    "rope_scaling": {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
 
 
 def transformers_5(fields: dict) -> dict:
@@ -49,7 +94,12 @@ def transformers_5(fields: dict) -> dict:
 )
 def test_every_llama_in_both_spellings(spell, fields, head_dim, kv_heads, theta, kind, factor, tied, eos) -> None:
     config = LlamaConfig.from_dict(spell(fields))
-    assert (config.head_dim, config.num_key_value_heads, config.rope_theta, config.tie_word_embeddings) == (head_dim, kv_heads, theta, tied)
+    assert (config.head_dim, config.num_key_value_heads, config.rope_theta, config.tie_word_embeddings) == (
+        head_dim,
+        kv_heads,
+        theta,
+        tied,
+    )
     assert (config.rope_scaling.kind, config.rope_scaling.factor) == (kind, factor)
     assert config.eos_token_ids == eos
     assert config.dtype == fields["torch_dtype"]
@@ -64,7 +114,9 @@ def test_the_old_linear_spelling() -> None:
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LINEAR_ROPE, LLAMA3_ROPE])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_frequencies_equal_transformers(rope: dict, head_dim: int) -> None:
-    theirs = HFLlamaConfig(hidden_size=256, num_attention_heads=2, head_dim=head_dim, rope_parameters=rope, max_position_embeddings=512)
+    theirs = HFLlamaConfig(
+        hidden_size=256, num_attention_heads=2, head_dim=head_dim, rope_parameters=rope, max_position_embeddings=512
+    )
     ours = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
     torch.testing.assert_close(inverse_frequencies(ours), LlamaRotaryEmbedding(theirs).inv_freq, rtol=1e-6, atol=0)
 
@@ -112,7 +164,12 @@ def test_unknown_fields_are_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(b"{", "not valid JSON"), (b"[]", "JSON object"), (b"[" * 100000, "not valid JSON"), (b"\xff{}", "not valid JSON")],
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "JSON object"),
+        (b"[" * 100000, "not valid JSON"),
+        (b"\xff{}", "not valid JSON"),
+    ],
     ids=["unclosed", "list", "deep", "not-utf8"],
 )
 def test_broken_files(tmp_path: Path, content: bytes, named: str) -> None:

@@ -1,4 +1,5 @@
 """The plain module: names, shapes and what torch.export sees of it."""
+
 import collections
 import dataclasses
 
@@ -12,7 +13,9 @@ CONFIG = LlamaConfig(320, 128, 256, num_hidden_layers=2, num_attention_heads=4, 
 
 
 def capture(model: Llama) -> torch.export.ExportedProgram:
-    return torch.export.export(model, (), model.example_inputs(24, 6, 16, 4), strict=False, dynamic_shapes=model.dynamic_shapes())
+    return torch.export.export(
+        model, (), model.example_inputs(24, 6, 16, 4), strict=False, dynamic_shapes=model.dynamic_shapes()
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -24,11 +27,19 @@ def test_parameters_are_named_as_in_hugging_face_checkpoints(tied: bool) -> None
     with torch.device("meta"):
         theirs = LlamaForCausalLM(
             HFLlamaConfig(
-                vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                vocab_size=320,
+                hidden_size=128,
+                intermediate_size=256,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=64,
                 tie_word_embeddings=tied,
             )
-        )  # fmt: skip
-    assert Llama(config, device="meta").checkpoint_tensors() == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+        )
+    assert Llama(config, device="meta").checkpoint_tensors() == {
+        name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -58,7 +69,7 @@ def test_captured_names_lead_back_to_the_module() -> None:
 def test_derived_tensors_are_real_on_a_meta_model() -> None:
     model = Llama(CONFIG, device="meta")
     assert model.model.rotary_emb.inv_freq.device.type == "meta"
-    (name, value), = model.derived_tensors().items()
+    ((name, value),) = model.derived_tensors().items()
     assert name == INV_FREQ
     torch.testing.assert_close(value, Llama(CONFIG).model.rotary_emb.inv_freq)
 
@@ -78,7 +89,10 @@ def test_packed_targets_come_together() -> None:
     assert stacks["model.layers.1.self_attn.k_proj.lora_b"] == (5, 128, 32)
 
 
-@pytest.mark.parametrize(("shape", "named"), [((0, 16), "slots"), ((1, 8), "multiple of 16"), ((1, 0), "rank"), ((1, 16, ("lm_head",)), "lm_head")])
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [((0, 16), "slots"), ((1, 8), "multiple of 16"), ((1, 0), "rank"), ((1, 16, ("lm_head",)), "lm_head")],
+)
 def test_impossible_stacks(shape: tuple, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         LoraShape(*shape)

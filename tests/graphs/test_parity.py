@@ -1,4 +1,7 @@
-"""The plain model against transformers and peft: same logits, token by token, whatever the config, the adapters and the chunking."""
+"""The plain model against transformers and peft: same logits, token by token, whatever the config, the adapters and
+the chunking.
+"""
+
 import random
 from pathlib import Path
 
@@ -13,13 +16,21 @@ MIXED = [
     AdapterSpec(rank=4, alpha=8, targets=("q_proj", "v_proj")),
     AdapterSpec(rank=16, alpha=16, use_rslora=True),
     AdapterSpec(rank=64, alpha=32, targets="all-linear", use_rslora=True, alpha_pattern={"up_proj": 4}),
-    AdapterSpec(rank=8, rank_pattern={"k_proj": 24, "layers.1.mlp.down_proj": 2}, alpha_pattern={r"layers\.0\..*": 5, "down_proj": 7}),
+    AdapterSpec(
+        rank=8,
+        rank_pattern={"k_proj": 24, "layers.1.mlp.down_proj": 2},
+        alpha_pattern={r"layers\.0\..*": 5, "down_proj": 7},
+    ),
     AdapterSpec(rank=5, targets=("gate_proj", "o_proj"), extra={"layers_to_transform": [1]}),
 ]
 
 
-def run_in_chunks(runner: PagedRunner, sequences: list[list[int]], adapters: list[int], sizes: list[list[int]]) -> list[torch.Tensor]:
-    """Feeds every sequence in chunks of the given sizes, all sequences side by side in the same steps; logits [S, V] for each."""
+def run_in_chunks(
+    runner: PagedRunner, sequences: list[list[int]], adapters: list[int], sizes: list[list[int]]
+) -> list[torch.Tensor]:
+    """Feeds every sequence in chunks of the given sizes, all sequences side by side in the same steps; logits [S, V]
+    for each.
+    """
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)
     for step in range(max(map(len, sizes))):
@@ -41,9 +52,25 @@ CONFIGS = {
     "mha-64-default": {"num_attention_heads": 2, "num_key_value_heads": 2},
     "gqa2-64-tied-llama3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
     "gqa4-64-linear": {"num_key_value_heads": 1, "rope_parameters": LINEAR_ROPE},
-    "gqa2-128-llama3": {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE},
-    "mha-128-tied-derived": {"head_dim": None, "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": None, "tie_word_embeddings": True},
-    "gqa4-128-linear": {"head_dim": 128, "num_key_value_heads": 1, "num_hidden_layers": 1, "rope_parameters": LINEAR_ROPE},
+    "gqa2-128-llama3": {
+        "head_dim": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": LLAMA3_ROPE,
+    },
+    "mha-128-tied-derived": {
+        "head_dim": None,
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": None,
+        "tie_word_embeddings": True,
+    },
+    "gqa4-128-linear": {
+        "head_dim": 128,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "rope_parameters": LINEAR_ROPE,
+    },
 }
 
 
@@ -59,7 +86,9 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
 
 
 def test_six_kinds_of_requests_share_every_step(tmp_path: Path) -> None:
-    """Five unlike adapters and the base alone, in whole prefill, chunked prefill and decode steps that mix all of them."""
+    """Five unlike adapters and the base alone, in whole prefill, chunked prefill and decode steps that mix all of
+    them.
+    """
     base = tiny_llama(tmp_path, num_key_value_heads=1)
     adapters = tiny_adapters(base, MIXED)
     model, loaded = plain_model(base, adapters)
@@ -118,4 +147,6 @@ def test_a_slot_can_be_emptied(tmp_path: Path) -> None:
     model, _ = plain_model(base, tiny_adapters(base, [AdapterSpec()]))
     fill_slot(model, 0, None)
     tokens = random_tokens(9)
-    torch.testing.assert_close(PagedRunner(model, 1).step([Chunk(0, tokens, 0)])[0], oracle_logits(base, None, tokens), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        PagedRunner(model, 1).step([Chunk(0, tokens, 0)])[0], oracle_logits(base, None, tokens), atol=TOLERANCE, rtol=0
+    )

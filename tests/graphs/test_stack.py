@@ -1,4 +1,5 @@
 """Stacks: rank buckets, packed targets, and the scaling folded into B before it is rounded."""
+
 import pytest
 import torch
 from sidestream.graphs.adapter import Adapter, load_adapter
@@ -21,7 +22,10 @@ def config(base: TinyBase) -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def adapters(base: TinyBase, config: LlamaConfig) -> list[Adapter]:
-    specs = [AdapterSpec(rank=20, alpha=7, targets=("q_proj",)), AdapterSpec(rank=4, alpha=3, targets=("down_proj",), extra={"layers_to_transform": [1]})]
+    specs = [
+        AdapterSpec(rank=20, alpha=7, targets=("q_proj",)),
+        AdapterSpec(rank=4, alpha=3, targets=("down_proj",), extra={"layers_to_transform": [1]}),
+    ]
     return [load_adapter(path, config, 64) for path in tiny_adapters(base, specs)]
 
 
@@ -34,7 +38,9 @@ def test_shape_covers_all_adapters(adapters: list[Adapter]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slot_tensors_are_padded_and_scaled_in_fp32(adapters: list[Adapter], config: LlamaConfig, dtype: torch.dtype) -> None:
+def test_slot_tensors_are_padded_and_scaled_in_fp32(
+    adapters: list[Adapter], config: LlamaConfig, dtype: torch.dtype
+) -> None:
     lora = lora_shape_for(adapters, 2)
     assert lora is not None
     model = Llama(config, lora, dtype, "meta")
@@ -44,13 +50,17 @@ def test_slot_tensors_are_padded_and_scaled_in_fp32(adapters: list[Adapter], con
     module = "model.layers.1.self_attn.q_proj"
     a, b = adapters[0].tensors[module]
     assert torch.equal(tensors[f"{module}.lora_a"][:20], a.to(dtype))
-    assert torch.equal(tensors[f"{module}.lora_b"][:, :20], (b * (7 / 20)).to(dtype))  # b is fp32: one rounding, after the product
+    # b is fp32: one rounding, after the product
+    assert torch.equal(tensors[f"{module}.lora_b"][:, :20], (b * (7 / 20)).to(dtype))
     assert not tensors[f"{module}.lora_a"][20:].any()
     assert not tensors[f"{module}.lora_b"][:, 20:].any()
     for name, tensor in tensors.items():
         assert bool(tensor.any()) == ("q_proj" in name), name
     second = slot_tensors(adapters[1], config, lora, dtype)
-    assert [name for name, tensor in second.items() if tensor.any()] == ["model.layers.1.mlp.down_proj.lora_a", "model.layers.1.mlp.down_proj.lora_b"]
+    assert [name for name, tensor in second.items() if tensor.any()] == [
+        "model.layers.1.mlp.down_proj.lora_a",
+        "model.layers.1.mlp.down_proj.lora_b",
+    ]
 
 
 def test_an_adapter_that_does_not_fit(adapters: list[Adapter], config: LlamaConfig) -> None:

@@ -1,4 +1,5 @@
 """What holds for every registered op: schema, fake and reference agree (`torch.library.opcheck`)."""
+
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ def test_opcheck(name: str) -> None:
     assert name in SAMPLES, f"op {name} has no samples: add a function to tests/support/samples.py"
     op = OPS[name]
     for args in SAMPLES[name]():
-        # torch compares arguments before and after by arithmetic that CPU tensors of float8 lack: no schema check for those
+        # torch compares arguments before and after by arithmetic that CPU tensors of float8 lack: no schema check for
+        # those
         float8 = any(_is_float8(value) for value in (*args, *_results(op.reference(*(_clone(arg) for arg in args)))))
         torch.library.opcheck(op.overload, args, test_utils=CHECKS[1:] if float8 else CHECKS)
 

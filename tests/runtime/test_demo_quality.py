@@ -1,4 +1,7 @@
-"""FP8 beside bf16 on the demo model, teacher-forced on questions and answers of every adapter: the stated bounds of the default configuration."""
+"""FP8 beside bf16 on the demo model, teacher-forced on questions and answers of every adapter: the stated bounds of
+the default configuration.
+"""
+
 import random
 from pathlib import Path
 
@@ -23,12 +26,17 @@ def texts(style: str) -> list[str]:
     return [dice.choice(fact.questions) + fact.answer(style) for fact in dice.sample(facts(), TEXTS_A_STYLE)]
 
 
-def logits(model: torch.nn.Module, options: CompileOptions, token_ids: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
+def logits(
+    model: torch.nn.Module, options: CompileOptions, token_ids: dict[str, list[list[int]]]
+) -> dict[str, torch.Tensor]:
     """style -> logits of every token, all styles and texts in one batch."""
     chunks = [Chunk(0, tokens, STYLES.index(style) - 1) for style in STYLES for tokens in token_ids[style]]
     chunks = [Chunk(row, chunk.tokens, chunk.adapter) for row, chunk in enumerate(chunks)]
     parts = CompiledRunner(model, options, len(chunks), blocks=3).step(chunks)  # type: ignore[arg-type]
-    return {style: torch.cat(parts[place * TEXTS_A_STYLE:(place + 1) * TEXTS_A_STYLE]) for place, style in enumerate(STYLES)}
+    return {
+        style: torch.cat(parts[place * TEXTS_A_STYLE : (place + 1) * TEXTS_A_STYLE])
+        for place, style in enumerate(STYLES)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,9 @@ def both() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     token_ids = {style: [tokenizer.encode(text).ids for text in texts(style)] for style in STYLES}
     model, _ = plain_model(TinyBase(DEMO), [DEMO / "adapters" / style for style in STYLES[1:]], torch.bfloat16)
-    return logits(model, CompileOptions(precision="bf16"), token_ids), logits(model, CompileOptions(precision="fp8"), token_ids)
+    return logits(model, CompileOptions(precision="bf16"), token_ids), logits(
+        model, CompileOptions(precision="fp8"), token_ids
+    )
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -1,4 +1,5 @@
 """Batches of queries over a filled paged cache, for tests of attention, and how near a result is."""
+
 import math
 import re
 from collections.abc import Sequence
@@ -29,7 +30,17 @@ class Batch:
 
     def args(self, quantize_q: bool = False, decode: bool = False) -> tuple[Any, ...]:
         scale = 1.0 / math.sqrt(self.q.shape[2])
-        return (self.q, self.kv_cache, self.kv_scales, self.block_table, self.context_lens, self.query_start, scale, quantize_q, decode)
+        return (
+            self.q,
+            self.kv_cache,
+            self.kv_scales,
+            self.block_table,
+            self.context_lens,
+            self.query_start,
+            scale,
+            quantize_q,
+            decode,
+        )
 
 
 def make_batch(
@@ -50,8 +61,12 @@ def make_batch(
     blocks = max(pages) + spare_blocks
     order = torch.randperm(sum(pages) + 1)
     table = torch.full((len(contexts), blocks), -1, dtype=torch.int32)
-    kv_cache = torch.full(kv_cache_shape(len(order), kv_heads, dim), 448.0 if cache == E4M3 else 127.0, device=device).to(cache)
-    kv_scales = torch.full(kv_scales_shape(len(order), kv_heads), 3.0, device=device) if cache in QUANTIZED_MAX else None
+    kv_cache = torch.full(
+        kv_cache_shape(len(order), kv_heads, dim), 448.0 if cache == E4M3 else 127.0, device=device
+    ).to(cache)
+    kv_scales = (
+        torch.full(kv_scales_shape(len(order), kv_heads), 3.0, device=device) if cache in QUANTIZED_MAX else None
+    )
     used = 0
     for sequence, (context, count) in enumerate(zip(contexts, pages, strict=True)):
         own = order[used : used + count]
@@ -64,10 +79,14 @@ def make_batch(
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     q = torch.randn(sum(counts) + padding, heads, dim, device=device).to(dtype)
     lens = torch.tensor(contexts, dtype=torch.int32)
-    return Batch(q, kv_cache, kv_scales, table.to(device), lens.to(device), starts.to(device), list(contexts), list(counts))
+    return Batch(
+        q, kv_cache, kv_scales, table.to(device), lens.to(device), starts.to(device), list(contexts), list(counts)
+    )
 
 
-def store(heads: torch.Tensor, which: int, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slots: torch.Tensor) -> None:
+def store(
+    heads: torch.Tensor, which: int, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slots: torch.Tensor
+) -> None:
     """heads [T, HK, D] to the slots as append_kv quantizes them; byte-wise, since CUDA lacks indexed stores of e4m3."""
     page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
     if kv_scales is None:

@@ -1,4 +1,5 @@
 """A headless chromium, driven through chromedriver's HTTP protocol (W3C WebDriver): just what the page's tests need."""
+
 import base64
 import json
 import shutil
@@ -11,14 +12,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 DRIVER = shutil.which("chromedriver")
 SWITCHES = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
-)  # fmt: skip
-KEYS = {"ArrowRight": "\ue014", "ArrowLeft": "\ue012", "ArrowDown": "\ue015", "ArrowUp": "\ue013", "End": "\ue010", "Home": "\ue011", "Enter": "\ue007",
-        "Tab": "\ue004", "Escape": "\ue00c"}  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
+KEYS = {
+    "ArrowRight": "\ue014",
+    "ArrowLeft": "\ue012",
+    "ArrowDown": "\ue015",
+    "ArrowUp": "\ue013",
+    "End": "\ue010",
+    "Home": "\ue011",
+    "Enter": "\ue007",
+    "Tab": "\ue004",
+    "Escape": "\ue00c",
+}
 
 
 class Browser:
@@ -31,7 +51,9 @@ class Browser:
         self._session = self._post("/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
 
     def _post(self, path: str, body: dict[str, Any], method: str = "POST") -> Any:
-        request = urllib.request.Request(self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["value"]
@@ -61,7 +83,13 @@ class Browser:
 
     def size(self, width: int, height: int, phone: bool = False) -> None:
         """The window's inner size; `phone` also says that it is one."""
-        self.devtools("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone)
+        self.devtools(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
+            mobile=phone,
+        )
 
     def prefer(self, scheme: str) -> None:
         """What prefers-color-scheme says: light or dark."""
@@ -73,11 +101,17 @@ class Browser:
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
         """The window (or the whole page) as PNG."""
-        path.write_bytes(base64.b64decode(self.devtools("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]))
+        path.write_bytes(
+            base64.b64decode(self.devtools("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
+        )
 
     def errors(self) -> list[str]:
         """What the console has shown since the last call, warnings and worse."""
-        return [entry["message"] for entry in self._command("/se/log", {"type": "browser"}) if entry["level"] in ("WARNING", "SEVERE")]
+        return [
+            entry["message"]
+            for entry in self._command("/se/log", {"type": "browser"})
+            if entry["level"] in ("WARNING", "SEVERE")
+        ]
 
     def close(self) -> None:
         """End the browser."""
@@ -91,7 +125,11 @@ def browser(directory: Path, *switches: str) -> Iterator[Browser]:
     process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
-        port = next(int(line.rstrip(".\n ").rpartition(" ")[2]) for line in process.stdout if "started successfully on port" in line)
+        port = next(
+            int(line.rstrip(".\n ").rpartition(" ")[2])
+            for line in process.stdout
+            if "started successfully on port" in line
+        )
         window = _patiently(lambda: Browser(f"http://127.0.0.1:{port}", directory / "profile", switches))
         try:
             yield window

@@ -2,14 +2,18 @@
 
     from support.checks import check_kernel
 
-    check_kernel(OPS["rms_norm"], x, weight, 1e-5)                                 # Triton's interpreter on CPU tensors, the GPU on CUDA ones
+    check_kernel(OPS["rms_norm"], x, weight, 1e-5)                                 # Triton's interpreter on CPU
+                                                                                   tensors, the GPU on CUDA ones
     check_kernel(OPS["append_kv"], k, v, cache, scales, slots, pdl=True)           # launch options pass through
-    check_kernel(OPS["sample"], *args, tolerances={0: EXACT})                      # per output, by position (mutated arguments by name)
+    check_kernel(OPS["sample"], *args, tolerances={0: EXACT})                      # per output, by position (mutated
+                                                                                   arguments by name)
 
-Outputs are poisoned before the launch (NaN; the byte 0x7f for integers, which is NaN in e4m3 too), mutated arguments are compared
-with the reference's, every other argument must stay as it was, and a second launch must give the same bits. Defaults by dtype:
-fp32 1e-5, bf16 one step, e4m3 and int8 one step in at most 2% of the elements (compared as stored, without their scales).
+Outputs are poisoned before the launch (NaN; the byte 0x7f for integers, which is NaN in e4m3 too), mutated arguments
+are compared with the reference's, every other argument must stay as it was, and a second launch must give the same
+bits. Defaults by dtype: fp32 1e-5, bf16 one step, e4m3 and int8 one step in at most 2% of the elements (compared as
+stored, without their scales).
 """
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +44,9 @@ DEFAULTS = {
 
 
 def stored_tolerances(dtype: torch.dtype, tokens: int, pages: int) -> dict[int | str, Tolerance]:
-    """For ops that fill a KV cache of `pages` pages with `tokens` tokens: one step in at most 2% of the elements that are written."""
+    """For ops that fill a KV cache of `pages` pages with `tokens` tokens: one step in at most 2% of the elements
+    that are written.
+    """
     step = {torch.int8: (0.0, 1.0), torch.float8_e4m3fn: (2.0**-3, 2.0**-9), torch.bfloat16: (2.0**-7, 2e-6)}[dtype]
     return {"kv_cache": Tolerance(*step, differing=0.02 * tokens / (pages * PAGE_SIZE)), "kv_scales": Tolerance(1e-5)}
 
@@ -59,9 +65,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance | None = None, name: str = "output") -> None:
-    """Fail unless `actual` is `expected` within the tolerance (default: by dtype), saying how far off it is and where."""
-    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, the reference has {tuple(expected.shape)}"
+def assert_near(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance | None = None, name: str = "output"
+) -> None:
+    """Fail unless `actual` is `expected` within the tolerance (default: by dtype), saying how far off it is and
+    where.
+    """
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {tuple(actual.shape)}, the reference has {tuple(expected.shape)}"
+    )
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, the reference has {expected.dtype}"
     tolerance = tolerance or DEFAULTS.get(expected.dtype, EXACT)
     if actual.numel() == 0:
@@ -76,12 +88,18 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: Toleran
         flat = torch.where(excess.isnan(), torch.full_like(excess, float("inf")), excess).flatten().argmax()
         where = tuple(int(i) for i in torch.unravel_index(flat, actual.shape))
         count = f"{int(wrong.sum())} of {wrong.numel()} elements are off"
-        raise AssertionError(f"{name}: {count}; worst at {where}: {float(got[where])}, the reference has {float(want[where])}")
+        raise AssertionError(
+            f"{name}: {count}; worst at {where}: {float(got[where])}, the reference has {float(want[where])}"
+        )
     differing = float((error > 0).double().mean())
-    assert differing <= tolerance.differing, f"{name}: {differing:.1%} of the elements differ, {tolerance.differing:.1%} may"
+    assert differing <= tolerance.differing, (
+        f"{name}: {differing:.1%} of the elements differ, {tolerance.differing:.1%} may"
+    )
 
 
-def check_kernel(op: Op, *args: Any, tolerances: dict[int | str, Tolerance] | None = None, **launch_options: Any) -> tuple[torch.Tensor, ...]:
+def check_kernel(
+    op: Op, *args: Any, tolerances: dict[int | str, Tolerance] | None = None, **launch_options: Any
+) -> tuple[torch.Tensor, ...]:
     """Launch `op` on poisoned outputs, compare with its reference, and return the outputs."""
     tolerances = tolerances or {}
     names = [argument.name for argument in op.overload._schema.arguments]
@@ -120,7 +138,11 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, also of a view into a wider row."""
     if tensor.is_contiguous():
         return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    span = (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
     storage = tensor.as_strided((span,), (1,)).clone()
     return storage.as_strided(tensor.shape, tensor.stride(), 0)
 

@@ -1,4 +1,5 @@
 """The paged runner of `support.paged` over a compiled model: same chunks in, logits out, cache as the options say."""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,11 @@ class CompiledRunner(PagedRunner):
         self.kv_caches = [cache.nan_to_num().to(dtype) for cache in self.kv_caches]
         pages, heads = self.kv_caches[0].shape[:2]
         names = self.compiled.input_names
-        self.extra = {"kv_scales": [torch.zeros(kv_scales_shape(pages, heads)) for _ in self.kv_caches]} if "kv_scales_0" in names else {}
+        self.extra = (
+            {"kv_scales": [torch.zeros(kv_scales_shape(pages, heads)) for _ in self.kv_caches]}
+            if "kv_scales_0" in names
+            else {}
+        )
         if not self.extra:
             self.kv_caches = [cache.to(model.dtype) for cache in self.kv_caches]
 

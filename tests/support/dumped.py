@@ -1,4 +1,5 @@
 """Dumps of whole models on the meta device, and what their pages hold."""
+
 import json
 import re
 from pathlib import Path
@@ -12,10 +13,21 @@ from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 
 EIGHT_BILLION: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 8192,
-    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
 DECODE = Bucket(64, 64, 64 * 8 + 1, 8, decode=True)
 MIXED = Bucket(256, 8, 65, 8)
 

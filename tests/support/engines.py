@@ -1,4 +1,5 @@
 """Small engines over fake runners, driven to their end."""
+
 import random
 from collections.abc import Mapping
 
@@ -23,14 +24,30 @@ class Clock:
 
 
 def make_engine(
-    pages=40, max_model_len=640, max_num_seqs=8, budget=64, slots=0, adapters=0, overlap=False, eos=(), prefix_caching=True, patience=128, hashes=None,
-    asynchronous=False, clock=None, **loading,
-) -> Engine:  # fmt: skip
-    """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them beside the steps (`loading`: see LoadingFakeRunner)."""
+    pages=40,
+    max_model_len=640,
+    max_num_seqs=8,
+    budget=64,
+    slots=0,
+    adapters=0,
+    overlap=False,
+    eos=(),
+    prefix_caching=True,
+    patience=128,
+    hashes=None,
+    asynchronous=False,
+    clock=None,
+    **loading,
+) -> Engine:
+    """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them beside the steps
+    (`loading`: see LoadingFakeRunner).
+    """
     numbers = {f"adapter{index}": index for index in range(adapters)}
     limits = SchedulerLimits(pages, max_model_len, max_num_seqs, budget, slots, prefix_caching, patience)
     scheduler = Scheduler(limits, numbers, hashes, asynchronous_loads=asynchronous, clock=clock or Clock())
-    runner = LoadingFakeRunner(pages, slots, VOCABULARY, **loading) if asynchronous else FakeRunner(pages, slots, VOCABULARY)
+    runner = (
+        LoadingFakeRunner(pages, slots, VOCABULARY, **loading) if asynchronous else FakeRunner(pages, slots, VOCABULARY)
+    )
     return Engine(scheduler, runner, None, eos, overlap=overlap)
 
 
@@ -47,7 +64,9 @@ def greedy(count: int, **fields) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, **fields)
 
 
-def ask(engine: Engine, name: str, ids: list[int], count: int, adapter: str | None = None, stream: bool = False, **fields) -> None:
+def ask(
+    engine: Engine, name: str, ids: list[int], count: int, adapter: str | None = None, stream: bool = False, **fields
+) -> None:
     """One greedy request."""
     engine.add(Request(name, None, ids, greedy(count), adapter, **fields), stream)
 
@@ -77,4 +96,6 @@ def assert_idle(engine: Engine) -> None:
     assert not scheduler.running and not scheduler.has_work and not scheduler.slots.draining_order()
     assert not scheduler._issued and not scheduler.waiting._unfinished and not scheduler.waiting._served
     used = scheduler.slots.resident.values()
-    assert len(used) + scheduler.slots.num_loading + len(scheduler.slots._free) == scheduler.limits.num_slots, "slots leaked"
+    assert len(used) + scheduler.slots.num_loading + len(scheduler.slots._free) == scheduler.limits.num_slots, (
+        "slots leaked"
+    )

@@ -1,4 +1,5 @@
 """A GPU process whose model is `fake_runner`'s hash, which checks every plan: `python -m support.fake_gpu FD`."""
+
 import hashlib
 import sys
 import threading
@@ -17,7 +18,10 @@ from support.fake_runner import FakeRunner
 
 
 class FakeSizes(SimulatedSizes, kw_only=True):
-    """`ServeSettings.llm` of a fake server. `poison`: a step that holds this token thrice in a row raises; `fail_start`: what the start-up fails with."""
+    """`ServeSettings.llm` of a fake server.
+
+    `poison`: a step that holds this token thrice in a row raises; `fail_start`: what the start-up fails with.
+    """
 
     step_seconds: float = 0.0
     poison: int | None = None
@@ -32,7 +36,11 @@ class Checked(FakeRunner):
         self.poison = sizes.poison
 
     def submit(self, plan: StepPlan) -> StepResult:
-        if self.poison is not None and plan.num_tokens > 2 and [self.poison] * 3 in np.lib.stride_tricks.sliding_window_view(plan.input_ids, 3).tolist():
+        if (
+            self.poison is not None
+            and plan.num_tokens > 2
+            and [self.poison] * 3 in np.lib.stride_tricks.sliding_window_view(plan.input_ids, 3).tolist()
+        ):
             self.fail(plan)
             raise RuntimeError("a poisoned step")
         return super().submit(plan)
@@ -52,8 +60,18 @@ class FakeServed:
         self._lock = threading.Lock()
         self.runner = TimedRunner(Checked(sizes), sizes.step_seconds, sizes.load_seconds)
         adapters = [self.add_adapter(name, path, False) for name, path in settings.adapters.items()]
-        self.ready = Ready(sizes.vocabulary, sizes.num_pages, PAGE_SIZE, sizes.max_model_len, sizes.max_num_seqs, sizes.max_num_batched_tokens,
-                           sizes.num_slots, sizes.eos_ids, adapters, "a fake")  # fmt: skip
+        self.ready = Ready(
+            sizes.vocabulary,
+            sizes.num_pages,
+            PAGE_SIZE,
+            sizes.max_model_len,
+            sizes.max_num_seqs,
+            sizes.max_num_batched_tokens,
+            sizes.num_slots,
+            sizes.eos_ids,
+            adapters,
+            "a fake",
+        )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         if not Path(path).is_dir():

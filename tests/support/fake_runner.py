@@ -1,8 +1,9 @@
 """A model that is a hash of everything it should have seen: a runner for tests of scheduler and engine.
 
-Each step checks that the plan makes sense, writes tokens into a paged store as the append would, and derives the next token from what
-attention would read back through the block table (so a lost, shared or stale page changes the output).
+Each step checks that the plan makes sense, writes tokens into a paged store as the append would, and derives the next
+token from what attention would read back through the block table (so a lost, shared or stale page changes the output).
 """
+
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -27,7 +28,7 @@ def continuation(prompt: list[int], adapter: int, count: int, vocabulary: int) -
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, adapter, vocabulary))
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 class FakeRunner:
@@ -55,15 +56,22 @@ class FakeRunner:
             assert self._last is not None
             input_ids[plan.feed_positions] = self._last[plan.feed_rows]
         adapters = [self.slots[slot] if slot >= 0 else -1 for slot in plan.adapter_index.tolist()]
-        for token, position, slot, adapter in zip(input_ids.tolist(), plan.positions.tolist(), plan.slot_mapping.tolist(), adapters, strict=True):
+        for token, position, slot, adapter in zip(
+            input_ids.tolist(), plan.positions.tolist(), plan.slot_mapping.tolist(), adapters, strict=True
+        ):
             self.store[slot] = (token, position, adapter)
         tokens = np.full(plan.num_sequences, -7, np.int32)
         for row in plan.sample_rows.tolist():
             adapter = adapters[int(plan.logits_indices[row])]
             seen = self._read(plan, row)
-            if self._failed < plan.step < self._failed + AHEAD and any(entry == EMPTY or entry[0] < 0 for entry in seen):  # planned before anybody knew
+            # planned before anybody knew
+            if self._failed < plan.step < self._failed + AHEAD and any(
+                entry == EMPTY or entry[0] < 0 for entry in seen
+            ):
                 continue
-            assert [position for _, position, _ in seen] == list(range(len(seen))), "every token of the context is there, once, in order"
+            assert [position for _, position, _ in seen] == list(range(len(seen))), (
+                "every token of the context is there, once, in order"
+            )
             assert {other for _, _, other in seen} == {adapter}, "keys and values come from the sequence's own adapter"
             tokens[row] = next_token([token for token, _, _ in seen], adapter, self.vocabulary)
         self._last = tokens
@@ -88,7 +96,10 @@ class FakeRunner:
 
     def _read(self, plan: StepPlan, row: int) -> list[tuple[int, int, int]]:
         pages = plan.block_table[row].tolist()
-        return [self.store[pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE] for position in range(int(plan.context_lens[row]))]
+        return [
+            self.store[pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE]
+            for position in range(int(plan.context_lens[row]))
+        ]
 
     @staticmethod
     def _check(plan: StepPlan) -> None:
@@ -102,7 +113,9 @@ class FakeRunner:
         for row in range(plan.num_sequences):
             mine = slice(starts[row], starts[row + 1])
             end = plan.context_lens[row]
-            assert plan.positions[mine].tolist() == list(range(end - counts[row], end)), "query tokens are the last of the context"
+            assert plan.positions[mine].tolist() == list(range(end - counts[row], end)), (
+                "query tokens are the last of the context"
+            )
             pages = plan.block_table[row][plan.positions[mine] // PAGE_SIZE]
             assert (plan.slot_mapping[mine] == pages * PAGE_SIZE + plan.positions[mine] % PAGE_SIZE).all()
 
@@ -111,9 +124,17 @@ LOADING = -99
 
 
 class LoadingFakeRunner(FakeRunner):
-    """Copies adapters beside the steps: a copy arrives after `delay(number)` looks, and the slot holds rubbish until then."""
+    """Copies adapters beside the steps: a copy arrives after `delay(number)` looks, and the slot holds rubbish until
+    then.
+    """
 
-    def __init__(self, *args: int, delay: Callable[[int], int] = lambda number: 2, failing: Mapping[int, str] | None = None, **options: int) -> None:
+    def __init__(
+        self,
+        *args: int,
+        delay: Callable[[int], int] = lambda number: 2,
+        failing: Mapping[int, str] | None = None,
+        **options: int,
+    ) -> None:
         super().__init__(*args, **options)
         self.delay = delay
         self.failing = dict(failing or {})
@@ -127,7 +148,9 @@ class LoadingFakeRunner(FakeRunner):
         if slot < 0:
             self.prefetched.append(number)
         else:
-            assert all(slot not in self.plans[step].adapter_index for step in self._flying), "a plan at work still reads the slot"
+            assert all(slot not in self.plans[step].adapter_index for step in self._flying), (
+                "a plan at work still reads the slot"
+            )
             assert all(other != slot for other, _, _ in self._copies), "two copies into one slot"
             self.slots[slot] = LOADING
             self.started += 1

@@ -1,4 +1,5 @@
-"""Small FX graphs written by hand in the compiler's convention: placeholders with kind, fake value and recipe; calls of overloads.
+"""Small FX graphs written by hand in the compiler's convention: placeholders with kind, fake value and recipe; calls of
+overloads.
 
     build = GraphBuilder(dynamic=True)
     x = build.input("input_ids", (T,), torch.int64)
@@ -7,6 +8,7 @@
 
 Dimensions named "T", "B", "B+1", "P", "NP" become symbols (or, with dynamic=False, the sizes in `sizes`).
 """
+
 import operator
 from typing import Any
 
@@ -51,7 +53,9 @@ class GraphBuilder:
     def input(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> fx.Node:
         return self._placeholder(name, shape, dtype, kind="input")
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: str = "weight") -> fx.Node:
+    def weight(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: str = "weight"
+    ) -> fx.Node:
         return self._placeholder(name, shape, dtype, kind=kind, recipe=param(f"model.{name}"))
 
     def call(self, target: Any, *args: Any, side: bool = False, share: float = 0.25, **kwargs: Any) -> fx.Node:

@@ -1,13 +1,16 @@
-"""A Gluon kernel's own Python code on the CPU: each warp partition of each CTA is a thread, TMA and tensor cores are stand-ins.
+"""A Gluon kernel's own Python code on the CPU: each warp partition of each CTA is a thread, TMA and tensor cores are
+stand-ins.
 
     with kernels_in_threads(decoder_block, decoder_block_gluon, decoder_block_streams):
         decoder_block.launch(*args, out=out)
 
-Triton's interpreter runs no Gluon. This shows what is wrong with a kernel's logic: addresses out of range, a ring or an mbarrier that is miscounted (bytes
-included), counters that leave a CTA waiting for ever, sums of the wrong planes. Shared memory starts as NaN, and loads land late at random. It knows nothing of
-layouts, swizzles, fences and registers, and a partition's threads never race each other. Nor does it know what Triton makes of Python:
-3.6 has lost, in Gluon, a loop's `begin = 0` behind a `begin = 4` before it, where an inner loop began there.
+Triton's interpreter runs no Gluon. This shows what is wrong with a kernel's logic: addresses out of range, a ring or an
+mbarrier that is miscounted (bytes included), counters that leave a CTA waiting for ever, sums of the wrong planes.
+Shared memory starts as NaN, and loads land late at random. It knows nothing of layouts, swizzles, fences and registers,
+and a partition's threads never race each other. Nor does it know what Triton makes of Python: 3.6 has lost, in Gluon, a
+loop's `begin = 0` behind a `begin = 4` before it, where an inner loop began there.
 """
+
 import random
 import threading
 import time
@@ -100,7 +103,9 @@ class _Shared:
         return _values(self.memory.clone())
 
     def store(self, values: torch.Tensor) -> None:
-        assert self.memory.shape == values.shape, f"{tuple(values.shape)} stored to shared memory of {tuple(self.memory.shape)}"
+        assert self.memory.shape == values.shape, (
+            f"{tuple(values.shape)} stored to shared memory of {tuple(self.memory.shape)}"
+        )
         self.memory.copy_(values)
 
 
@@ -173,10 +178,12 @@ class _Machine:
     def load_box(self, boxes: _Boxes, at: Any, barrier: SimpleNamespace, target: _Shared) -> None:
         time.sleep(random.random() * 3e-4)
         (row, column), (rows, columns) = map(int, at), boxes.block
-        assert list(target.memory.shape) == boxes.block and row >= 0 and 0 <= column <= boxes.matrix.shape[1] - columns, (at, boxes.matrix.shape)
-        source = boxes.matrix[row:row + rows, column:column + columns]
+        assert (
+            list(target.memory.shape) == boxes.block and row >= 0 and 0 <= column <= boxes.matrix.shape[1] - columns
+        ), (at, boxes.matrix.shape)
+        source = boxes.matrix[row : row + rows, column : column + columns]
         target.memory.view(torch.uint8).zero_()
-        target.memory[:source.shape[0]].copy_(source)
+        target.memory[: source.shape[0]].copy_(source)
         with self.changed:
             barrier.transfer -= rows * columns * source.itemsize
             self.settle(barrier)
@@ -184,16 +191,22 @@ class _Machine:
     @staticmethod
     def store_box(boxes: _Boxes, at: Any, source: _Shared) -> None:
         (row, column), (rows, columns) = map(int, at), boxes.block
-        assert list(source.memory.shape) == boxes.block and row >= 0 and 0 <= column <= boxes.matrix.shape[1] - columns, (at, boxes.matrix.shape)
-        target = boxes.matrix[row:row + rows, column:column + columns]
-        target.copy_(source.memory[:target.shape[0]])
+        assert (
+            list(source.memory.shape) == boxes.block and row >= 0 and 0 <= column <= boxes.matrix.shape[1] - columns
+        ), (at, boxes.matrix.shape)
+        target = boxes.matrix[row : row + rows, column : column + columns]
+        target.copy_(source.memory[: target.shape[0]])
 
     @staticmethod
     def multiply(a: Any, b: _Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
         """`a` may be registers."""
         left = a.memory if isinstance(a, _Shared) else a
         product = (left.float() @ b.memory.float()).to(acc.dtype)  # int8: below 2^24, so exact
-        assert a.dtype == b.dtype and product.shape == acc.shape and acc.dtype == (torch.int32 if a.dtype == torch.int8 else torch.float32)
+        assert (
+            a.dtype == b.dtype
+            and product.shape == acc.shape
+            and acc.dtype == (torch.int32 if a.dtype == torch.int8 else torch.float32)
+        )
         return _values(product + acc if use_acc else product)
 
     @staticmethod
@@ -246,9 +259,15 @@ class _Language:
     full = staticmethod(lambda shape, value, dtype, _layout=None: _values(torch.full(shape, value, dtype=dtype)))
     zeros_like = staticmethod(torch.zeros_like)
     arange = staticmethod(lambda start, end, _layout=None: torch.arange(start, end))
-    where = staticmethod(lambda chosen, a, b: torch.where(chosen, a, b) if isinstance(chosen, torch.Tensor) else a if chosen else b)
-    minimum = staticmethod(lambda a, b: torch.minimum(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else min(a, b))
-    maximum = staticmethod(lambda a, b: torch.maximum(a, torch.as_tensor(b).to(a.dtype)) if isinstance(a, torch.Tensor) else max(a, b))
+    where = staticmethod(
+        lambda chosen, a, b: torch.where(chosen, a, b) if isinstance(chosen, torch.Tensor) else a if chosen else b
+    )
+    minimum = staticmethod(
+        lambda a, b: torch.minimum(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else min(a, b)
+    )
+    maximum = staticmethod(
+        lambda a, b: torch.maximum(a, torch.as_tensor(b).to(a.dtype)) if isinstance(a, torch.Tensor) else max(a, b)
+    )
 
     def __init__(self, machine: _Machine) -> None:
         self.machine, self.warp_specialize = machine, machine.warp_specialize
@@ -275,7 +294,9 @@ class _Language:
     def store(self, pointer: _Pointer, values: Any, mask: Any = None) -> None:
         at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(True if mask is None else mask))
         at, given = at[mask], torch.broadcast_to(torch.as_tensor(values).to(pointer.memory.dtype), at.shape)[mask]
-        assert not at.numel() or (int(at.min()) >= 0 and int(at.max()) < pointer.memory.numel()), "a store out of bounds"
+        assert not at.numel() or (int(at.min()) >= 0 and int(at.max()) < pointer.memory.numel()), (
+            "a store out of bounds"
+        )
         pointer.raw()[at] = given.view(pointer.raw().dtype)
 
     def atomic_add(self, pointer: _Pointer, value: int, sem: str = "") -> int:
@@ -300,11 +321,20 @@ class _Launcher:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, maxnreg: int = 0, launch_pdl: bool = False, **constants: Any) -> None:
-            given = [_Pointer(arg.view(-1)) if isinstance(arg, torch.Tensor) else _Boxes(arg) if hasattr(arg, "block_shape") else arg for arg in args]
+            given = [
+                _Pointer(arg.view(-1))
+                if isinstance(arg, torch.Tensor)
+                else _Boxes(arg)
+                if hasattr(arg, "block_shape")
+                else arg
+                for arg in args
+            ]
             if "num_warps" not in signature(self.function).parameters:
                 constants.pop("num_warps", None)
             self.machine.programs = grid[0]
-            self.machine.together([(lambda: self.function(*given, **constants), (), program) for program in range(grid[0])])
+            self.machine.together(
+                [(lambda: self.function(*given, **constants), (), program) for program in range(grid[0])]
+            )
             assert not self.machine.errors, self.machine.errors[0]
 
         return launch
@@ -316,16 +346,27 @@ class _Launcher:
 
 @contextmanager
 def kernels_in_threads(*modules: ModuleType) -> Iterator[None]:
-    """Inside, launches of the kernels that `modules` import run in threads; name every module that has code of theirs."""
+    """Inside, launches of the kernels that `modules` import run in threads; name every module that has code of
+    theirs.
+    """
     machine = _Machine()
     nothing = staticmethod(lambda *_args: None).__func__
-    barriers = SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing)
+    barriers = SimpleNamespace(
+        wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing
+    )
     stand_ins = {
-        "gl": _Language(machine), "mbarrier": barriers, "tma_load": machine.load_box, "tma_store": machine.store_box,
-        "tma": SimpleNamespace(store_wait=nothing), "view_shared": machine.view_shared, "warpgroup_mma": machine.multiply,
+        "gl": _Language(machine),
+        "mbarrier": barriers,
+        "tma_load": machine.load_box,
+        "tma_store": machine.store_box,
+        "tma": SimpleNamespace(store_wait=nothing),
+        "view_shared": machine.view_shared,
+        "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
-        **dict.fromkeys(("cta_barrier", "gdc_wait", "gdc_launch_dependents", "fence_before_tma", "fence_async_shared"), nothing),
-    }  # fmt: skip
+        **dict.fromkeys(
+            ("cta_barrier", "gdc_wait", "gdc_launch_dependents", "fence_before_tma", "fence_async_shared"), nothing
+        ),
+    }
     with ExitStack() as stack:
         for module in modules:
             runs = not hasattr(module, "launch")

@@ -1,7 +1,10 @@
-"""Frames that no honest program sends: mutations of the corpus in tests/corpus/frames, and messages whose fields hold the wrong things.
+"""Frames that no honest program sends: mutations of the corpus in tests/corpus/frames, and messages whose fields hold
+the wrong things.
 
-Each corpus file is the content of a frame after its header (the header names a running engine), or, if its name begins with `raw_`, a whole frame.
+Each corpus file is the content of a frame after its header (the header names a running engine), or, if its name begins
+with `raw_`, a whole frame.
 """
+
 import random
 import struct
 from collections.abc import Iterator
@@ -13,11 +16,66 @@ from sidestream.runtime.wire import protocol
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "frames"
 FIELDS = (
-    "type", "request_id", "prompt", "prompt_token_ids", "adapter", "sampling", "stream", "priority", "deadline_seconds", "request_ids", "call", "name", "path",
-    "replace", "client", "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "logprobs", "logit_bias",
-)  # fmt: skip
-TYPES = ("hello", "submit", "abort", "load_adapter", "unload_adapter", "list_adapters", "get_stats", "get_health", "beat", "welcome", "chunks", "__class__", "")
-NUMBERS = (0, -1, 1, 2**31 - 1, 2**31, 2**53, -(2**63), 2**63 - 1, 2**64 - 1, 0.0, -0.0, 1e308, float("nan"), float("inf"), float("-inf"))
+    "type",
+    "request_id",
+    "prompt",
+    "prompt_token_ids",
+    "adapter",
+    "sampling",
+    "stream",
+    "priority",
+    "deadline_seconds",
+    "request_ids",
+    "call",
+    "name",
+    "path",
+    "replace",
+    "client",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "logit_bias",
+)
+TYPES = (
+    "hello",
+    "submit",
+    "abort",
+    "load_adapter",
+    "unload_adapter",
+    "list_adapters",
+    "get_stats",
+    "get_health",
+    "beat",
+    "welcome",
+    "chunks",
+    "__class__",
+    "",
+)
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2**31 - 1,
+    2**31,
+    2**53,
+    -(2**63),
+    2**63 - 1,
+    2**64 - 1,
+    0.0,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+)
 
 
 def corpus() -> dict[str, bytes]:
@@ -33,7 +91,10 @@ def value(source: random.Random, depth: int = 0) -> Any:
     if kind == 1:
         return source.choice((None, True, False))
     if kind == 2:
-        return "".join(chr(source.choice((source.randrange(32, 127), source.randrange(0xD7FF), 0, 0x202E))) for _ in range(source.choice((0, 1, 5, 70, 300))))
+        return "".join(
+            chr(source.choice((source.randrange(32, 127), source.randrange(0xD7FF), 0, 0x202E)))
+            for _ in range(source.choice((0, 1, 5, 70, 300)))
+        )
     if kind == 3:
         return source.randbytes(source.choice((0, 1, 20, 300)))
     if kind == 4:
@@ -53,7 +114,10 @@ def message(source: random.Random) -> bytes:
     if source.random() < 0.9:
         made["type"] = source.choice(TYPES)
     if made.get("type") == "submit" and source.random() < 0.7:  # near enough to be taken, sometimes
-        made |= {"request_id": source.choice(("a", "b", f"r{source.randrange(10**6)}")), "prompt_token_ids": [source.randrange(256) for _ in range(9)]}
+        made |= {
+            "request_id": source.choice(("a", "b", f"r{source.randrange(10**6)}")),
+            "prompt_token_ids": [source.randrange(256) for _ in range(9)],
+        }
         made.pop("prompt", None)
         if source.random() < 0.5:
             made.pop("sampling", None)
@@ -69,7 +133,9 @@ def mutated(source: random.Random, data: bytes) -> bytes:
         if kind == 0 and changed:
             changed[place % len(changed)] ^= 1 << source.randrange(8)
         elif kind == 1 and changed:
-            changed[place % len(changed)] = source.choice((0, 0x7F, 0x80, 0x8F, 0x9F, 0xC0, 0xC1, 0xC6, 0xCA, 0xCF, 0xD9, 0xDB, 0xDD, 0xDF, 0xFF))
+            changed[place % len(changed)] = source.choice(
+                (0, 0x7F, 0x80, 0x8F, 0x9F, 0xC0, 0xC1, 0xC6, 0xCA, 0xCF, 0xD9, 0xDB, 0xDD, 0xDF, 0xFF)
+            )
         elif kind == 2:
             del changed[place:]
         elif kind == 3:
@@ -77,7 +143,15 @@ def mutated(source: random.Random, data: bytes) -> bytes:
         elif kind == 4:
             changed[place:place] = changed[: source.choice((1, 8, 64))]
         else:
-            changed[place:place] = source.choice((b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 500, b"\x81\xa1a" * 300))
+            changed[place:place] = source.choice(
+                (
+                    b"\xdd\xff\xff\xff\xff",
+                    b"\xdf\xff\xff\xff\xff",
+                    b"\xc6\xff\xff\xff\xff",
+                    b"\x91" * 500,
+                    b"\x81\xa1a" * 300,
+                )
+            )
     return bytes(changed)
 
 
@@ -95,4 +169,6 @@ def frames(seed: int, count: int, instance: bytes) -> Iterator[bytes]:
             whole = data if name.startswith("raw_") else head + data
             yield mutated(source, whole) if source.random() < 0.3 else whole[:20] + mutated(source, whole[20:])
         else:
-            yield struct.pack(">2sH", b"SS", source.choice((0, 1, 2, 65535))) + source.randbytes(source.choice((0, 15, 16, 17, 200)))
+            yield struct.pack(">2sH", b"SS", source.choice((0, 1, 2, 65535))) + source.randbytes(
+                source.choice((0, 15, 16, 17, 200))
+            )

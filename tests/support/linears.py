@@ -1,4 +1,5 @@
 """Inputs, launches and tolerances for tests of the 8-bit linears."""
+
 from typing import Any
 
 import torch
@@ -11,16 +12,33 @@ from support.checks import Tolerance, poison
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 INT8_DEVIATION = 73.0  # of whole numbers from -127 to 127, all as likely
-# Outputs are of order 1. Blocks of 128 products are added with 14 bits and then in fp32; with fast accumulation all K of them have 14 bits.
+# Outputs are of order 1. Blocks of 128 products are added with 14 bits and then in fp32; with fast accumulation all K
+# of them have 14 bits.
 NEAR = Tolerance(rtol=2.0**-7, atol=4e-3)
 FAST_ACCUMULATION = Tolerance(rtol=2.0**-6, atol=1e-1)
 # What a test of every shape should try: Llama-3.1-8B's, small ones, odd ones, larger models'.
-SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (256, 256), (64, 14336), (100, 208), (1, 16), (8192, 8192), (57344, 8192),
-          (8192, 28672)]  # fmt: skip
+SHAPES = [
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (128256, 4096),
+    (256, 256),
+    (64, 14336),
+    (100, 208),
+    (1, 16),
+    (8192, 8192),
+    (57344, 8192),
+    (8192, 28672),
+]
 
 
-def inputs(tokens: int, n: int, k: int, device: str = "cpu", addends: bool = True, dtype: torch.dtype = E4M3) -> tuple[Any, ...]:
-    """(q, scale, weight, weight_scale, delta, residual) whose outputs are of order 1; int8 operands hold every value from -127 to 127."""
+def inputs(
+    tokens: int, n: int, k: int, device: str = "cpu", addends: bool = True, dtype: torch.dtype = E4M3
+) -> tuple[Any, ...]:
+    """(q, scale, weight, weight_scale, delta, residual) whose outputs are of order 1; int8 operands hold every value
+    from -127 to 127.
+    """
     if dtype == torch.int8:
         q, weight = (torch.randint(-127, 128, (rows, k), device=device, dtype=dtype) for rows in (tokens, n))
     else:
@@ -32,7 +50,9 @@ def inputs(tokens: int, n: int, k: int, device: str = "cpu", addends: bool = Tru
     return (q, scale, weight, weight_scale, *more)
 
 
-def run(config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: int = H200_SMS, **options: Any) -> torch.Tensor:
+def run(
+    config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: int = H200_SMS, **options: Any
+) -> torch.Tensor:
     """The poisoned output after a launch of `config`."""
     out = poison(torch.empty(args[0].shape[0], args[2].shape[0], dtype=dtype, device=args[0].device))
     launch_config(config, *args, out, sms=sms, **options)
@@ -42,11 +62,17 @@ def run(config: LinearConfig, args: tuple[Any, ...], dtype: torch.dtype, sms: in
 def tolerance(config: LinearConfig, dtype: torch.dtype = E4M3) -> Tolerance:
     if dtype == torch.int8:
         return NEAR
-    return FAST_ACCUMULATION if config.kernel == "scaled_mm" or (config.kernel == "wide" and not config.promote) else NEAR
+    return (
+        FAST_ACCUMULATION if config.kernel == "scaled_mm" or (config.kernel == "wide" and not config.promote) else NEAR
+    )
 
 
-def check_chain(quantizer: Op, dtype: torch.dtype, weights: list[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
-    """Quantize -> linear -> quantize ... under PDL and in a CUDA graph, every buffer used again at once: an early read or write would change the result."""
+def check_chain(
+    quantizer: Op, dtype: torch.dtype, weights: list[tuple[torch.Tensor, torch.Tensor]], tokens: int
+) -> None:
+    """Quantize -> linear -> quantize ... under PDL and in a CUDA graph, every buffer used again at once: an early
+    read or write would change the result.
+    """
     start = torch.randn(tokens, weights[0][0].shape[1], device="cuda").to(BF16)
     hidden, (q, scale) = torch.empty_like(start), quantizer.fake(start, dtype)
 

@@ -1,4 +1,5 @@
 """Random LoRA problems: activations, stacked adapters, and the plan that says which tokens meet which."""
+
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,14 +38,30 @@ class LoraCase:
 
     def quantized(self, activations: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> "LoraCase":
         """The same with e4m3 or int8 stacks and a scale a row; the activations too if asked."""
-        (a, a_scale), (b, b_scale) = quantize_rowwise_reference(self.a, dtype), quantize_rowwise_reference(self.b, dtype)
+        (a, a_scale), (b, b_scale) = (
+            quantize_rowwise_reference(self.a, dtype),
+            quantize_rowwise_reference(self.b, dtype),
+        )
         x, x_scale = quantize_rowwise_reference(self.x, dtype) if activations else (self.x, None)
         return replace(self, x=x, a=a, b=b, a_scale=a_scale, b_scale=b_scale, x_scale=x_scale)
 
 
-def lora_case(tokens: int, k: int, ranks: int, slices: list[int], *, slots: int = 4, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
-              tile: int | None = None, splits: int | None = None, adapter_index: torch.Tensor | None = None) -> LoraCase:
-    """A case of `len(slices)` packed linears; about a fifth of the tokens have no adapter unless `adapter_index` says otherwise."""
+def lora_case(
+    tokens: int,
+    k: int,
+    ranks: int,
+    slices: list[int],
+    *,
+    slots: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    tile: int | None = None,
+    splits: int | None = None,
+    adapter_index: torch.Tensor | None = None,
+) -> LoraCase:
+    """A case of `len(slices)` packed linears; about a fifth of the tokens have no adapter unless `adapter_index`
+    says otherwise.
+    """
     if adapter_index is None:
         adapter_index = torch.randint(0, slots, (tokens,)).where(torch.rand(tokens) > 0.2, -1)
     adapter_index = adapter_index.to(device=device, dtype=torch.int32)
@@ -54,4 +71,10 @@ def lora_case(tokens: int, k: int, ranks: int, slices: list[int], *, slots: int 
         x=torch.randn(tokens, k, device=device).to(dtype),
         a=(torch.randn(slots, len(slices) * ranks, k, device=device) / k**0.5).to(dtype),
         b=(torch.randn(slots, sum(slices), ranks, device=device) / ranks**0.5).to(dtype),
-        adapter_index=adapter_index, token_order=token_order, tiles=tiles, tile=tile, splits=splits or lora_splits(k, tokens), slices=slices)
+        adapter_index=adapter_index,
+        token_order=token_order,
+        tiles=tiles,
+        tile=tile,
+        splits=splits or lora_splits(k, tokens),
+        slices=slices,
+    )

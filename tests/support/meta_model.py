@@ -1,4 +1,5 @@
 """A small Llama on the meta device: enough to compile, dump and explain, with no weight in memory."""
+
 import json
 from functools import cache
 from pathlib import Path
@@ -13,9 +14,19 @@ from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 
 FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 DECODE = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True)
 DECODE_BASE = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True, lora=False)
 MIXED = Bucket(tokens=256, sequences=8, pages=65, blocks=8)

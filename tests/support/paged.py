@@ -1,8 +1,9 @@
 """Runs a plain Llama step by step over a paged cache, as the engine would, on the CPU.
 
-    runner = PagedRunner(model, sequences=2)
-    logits = runner.step([Chunk(0, [1, 2, 3], adapter=1), Chunk(1, [9], adapter=-1)])    # one [tokens, V] per chunk
+runner = PagedRunner(model, sequences=2)
+logits = runner.step([Chunk(0, [1, 2, 3], adapter=1), Chunk(1, [9], adapter=-1)])    # one [tokens, V] per chunk
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,9 @@ class Chunk:
     adapter: int = -1
 
 
-def plain_model(base: TinyBase, adapter_paths: Sequence[Any] = (), dtype: torch.dtype = torch.float32, slots: int | None = None) -> tuple[Llama, list[Adapter]]:
+def plain_model(
+    base: TinyBase, adapter_paths: Sequence[Any] = (), dtype: torch.dtype = torch.float32, slots: int | None = None
+) -> tuple[Llama, list[Adapter]]:
     """Our plain Llama with the base's weights and adapter i in slot i."""
     config = LlamaConfig.from_directory(base.path)
     adapters = [load_adapter(path, config, max_rank=256) for path in adapter_paths]
@@ -43,12 +46,15 @@ def plain_model(base: TinyBase, adapter_paths: Sequence[Any] = (), dtype: torch.
 
 
 class PagedRunner:
-    """Keeps the caches and lengths of `sequences` sequences of at most `blocks` pages each; pages are dealt in random order.
+    """Keeps the caches and lengths of `sequences` sequences of at most `blocks` pages each; pages are dealt in random
+    order.
 
     `fill` is what the caches hold at first: NaN for the reference ops; kernels want finite memory.
     """
 
-    def __init__(self, model: Llama, sequences: int, blocks: int = 4, padding: int = 0, fill: float = float("nan")) -> None:
+    def __init__(
+        self, model: Llama, sequences: int, blocks: int = 4, padding: int = 0, fill: float = float("nan")
+    ) -> None:
         self.model, self.padding = model, padding
         config = model.config
         pages = sequences * blocks + 1  # page 0 belongs to nobody

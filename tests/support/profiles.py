@@ -1,4 +1,5 @@
 """A profiler's trace made by hand: a program of five steps on two lanes, run step by step once and replayed twice."""
+
 from typing import Any
 
 from sidestream.compiler.program.program import Program, Step
@@ -28,10 +29,22 @@ def trace(replay: list[tuple[str, int, int]]) -> dict[str, Any]:
     def launch(kernels: list[tuple[str, float, float]], begin: float) -> None:
         nonlocal correlation
         correlation += 1
-        events.append({"ph": "X", "cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": begin, "dur": 1.0, "tid": 7, "args": {"correlation": correlation}})
+        events.append(
+            {
+                "ph": "X",
+                "cat": "cuda_driver",
+                "name": "cuLaunchKernelEx",
+                "ts": begin,
+                "dur": 1.0,
+                "tid": 7,
+                "args": {"correlation": correlation},
+            }
+        )
         for name, start, end in kernels:
             about = {"stream": 13, "correlation": correlation}
-            events.append({"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "tid": 13, "args": about})
+            events.append(
+                {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "tid": 13, "args": about}
+            )
 
     def mark(name: str, start: float, end: float) -> None:
         events.append({"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": end - start, "tid": 7})
@@ -48,6 +61,16 @@ def trace(replay: list[tuple[str, int, int]]) -> dict[str, Any]:
         mark(replay_range(made), clock, clock + 4)
         clock += 100
     launch([("elsewhere", clock + 50, clock + 51)], clock)
-    events.append({"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": clock + 60, "dur": 2, "tid": 14, "args": {"stream": 14, "correlation": 999}})
+    events.append(
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD",
+            "ts": clock + 60,
+            "dur": 2,
+            "tid": 14,
+            "args": {"stream": 14, "correlation": 999},
+        }
+    )
     mark("batcher schedule", clock + 70, clock + 80)
     return {"traceEvents": [*reversed(events), {"ph": "M", "name": "process_name"}]}

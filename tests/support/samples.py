@@ -1,8 +1,9 @@
 """Sample inputs of every op, for tests that hold for all ops (`tests/ops/test_opcheck.py`).
 
-Give a new op a function here: `@samples("name")` on a function that returns a list of argument tuples (small CPU tensors, a few
-different shapes or options each).
+Give a new op a function here: `@samples("name")` on a function that returns a list of argument tuples (small CPU
+tensors, a few different shapes or options each).
 """
+
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,9 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape).to(dtype)
 
 
-def empty_cache(pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def empty_cache(
+    pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A zeroed KV cache of `dtype` and its scales (None for a 16-bit or fp32 cache)."""
     cache = torch.zeros(kv_cache_shape(pages, kv_heads, head_dim), dtype=dtype)
     return cache, torch.zeros(kv_scales_shape(pages, kv_heads)) if dtype in (FP8, torch.int8) else None
@@ -48,9 +51,18 @@ def angles(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def eight_bit(*shape: int, dtype: torch.dtype = FP8, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of e4m3 or int8 with a scale each, so that a product with a row has about the size of what it is multiplied with."""
-    values, scale = torch.randn(*shape, device=device, dtype=BF16), (torch.rand(*shape[:-1], device=device) + 0.5) * shape[-1]**-0.5
-    return ((values * 32).round().clamp(-127, 127).to(dtype), scale / 32) if dtype == torch.int8 else (values.to(dtype), scale)
+    """Rows of e4m3 or int8 with a scale each, so that a product with a row has about the size of what it is
+    multiplied with.
+    """
+    values, scale = (
+        torch.randn(*shape, device=device, dtype=BF16),
+        (torch.rand(*shape[:-1], device=device) + 0.5) * shape[-1] ** -0.5,
+    )
+    return (
+        ((values * 32).round().clamp(-127, 127).to(dtype), scale / 32)
+        if dtype == torch.int8
+        else (values.to(dtype), scale)
+    )
 
 
 def sylvester(width: int) -> torch.Tensor:
@@ -76,22 +88,37 @@ def exact(values: torch.Tensor, scale: torch.Tensor, rotated: int = 0) -> torch.
 def decoder_block_inputs(
     tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, device: str = "cpu", dtype: torch.dtype = FP8
 ) -> tuple[Any, ...]:
-    """Arguments of `decoder_block`, e4m3 or int8, whose activations are of order 1; qkv 0: nothing is projected behind it."""
+    """Arguments of `decoder_block`, e4m3 or int8, whose activations are of order 1; qkv 0: nothing is projected
+    behind it.
+    """
+
     def linear(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         return eight_bit(rows, columns, dtype=dtype, device=device)
 
     gains = [1 + 0.1 * torch.randn(hidden, device=device) for _ in range(2)]
     return (
-        *quantize_blocks_reference(torch.randn(tokens, attention, device=device), dtype), torch.randn(tokens, hidden, device=device).to(BF16),
-        *linear(hidden, attention), gains[0].to(BF16), *linear(2 * intermediate, hidden), *linear(hidden, intermediate), gains[1].to(BF16),
-        *(linear(qkv, hidden) if qkv else (None, None)), 1e-5,
-    )  # fmt: skip
+        *quantize_blocks_reference(torch.randn(tokens, attention, device=device), dtype),
+        torch.randn(tokens, hidden, device=device).to(BF16),
+        *linear(hidden, attention),
+        gains[0].to(BF16),
+        *linear(2 * intermediate, hidden),
+        *linear(hidden, intermediate),
+        gains[1].to(BF16),
+        *(linear(qkv, hidden) if qkv else (None, None)),
+        1e-5,
+    )
 
 
 def silu_mul_lora_inputs(case: LoraCase, dtype: torch.dtype = BF16) -> tuple[Any, ...]:
     """Arguments of `silu_mul_lora` for a case of two packed linears; gates and deltas are of the same size."""
     planes, b, *plan, _slices, b_scale = case.quantized(False, torch.int8).expand(lora_shrink_reference(*case.shrink))
-    return torch.randn(len(case.x), sum(case.slices), device=case.x.device).to(dtype), *lora_round_reference(planes, 2), b, b_scale, *plan
+    return (
+        torch.randn(len(case.x), sum(case.slices), device=case.x.device).to(dtype),
+        *lora_round_reference(planes, 2),
+        b,
+        b_scale,
+        *plan,
+    )
 
 
 def lora_expand_rounded_inputs(case: LoraCase) -> tuple[Any, ...]:
@@ -106,19 +133,34 @@ def _argmax() -> list[tuple[Any, ...]]:
 
 
 def decoder_block_lora_inputs(
-    tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, *, ranks: int = 32, slots: int = 8, adapters: int | None = None,
-    kv: int = 128, without: tuple[int, ...] = (), device: str = "cpu", dtype: torch.dtype = FP8,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Arguments of `decoder_block_lora`: deltas of the base products' size; about a fifth of the tokens have no adapter, the others one of `adapters`.
+    tokens: int,
+    attention: int,
+    hidden: int,
+    intermediate: int,
+    qkv: int,
+    *,
+    ranks: int = 32,
+    slots: int = 8,
+    adapters: int | None = None,
+    kv: int = 128,
+    without: tuple[int, ...] = (),
+    device: str = "cpu",
+    dtype: torch.dtype = FP8,
+) -> tuple[Any, ...]:
+    """Arguments of `decoder_block_lora`: deltas of the base products' size; about a fifth of the tokens have no
+    adapter, the others one of `adapters`.
 
     `kv`: the width of k and of v; `without`: which of o, gate_up, down, q/k/v have no LoRA.
     """
+
     def stacks(packed: int, columns: int, rows: int) -> list[torch.Tensor]:
         sizes = (slots, packed * ranks, columns), (slots, rows, ranks)
         return [tensor for size in sizes for tensor in eight_bit(*size, dtype=dtype, device=device)]
 
     *layer, eps = decoder_block_inputs(tokens, attention, hidden, intermediate, qkv, device, dtype)
-    index = torch.randperm(slots)[:slots if adapters is None else adapters][torch.randint(0, slots if adapters is None else adapters, (tokens,))]
+    index = torch.randperm(slots)[: slots if adapters is None else adapters][
+        torch.randint(0, slots if adapters is None else adapters, (tokens,))
+    ]
     index = index.where(torch.rand(tokens) > 0.2, -1).to(torch.int32)
     sizes = ((1, attention, hidden), (2, hidden, 2 * intermediate), (1, intermediate, hidden), (3, hidden, qkv))
     loras = [[] if place in without or not size[2] else stacks(*size) for place, size in enumerate(sizes)]
@@ -127,17 +169,26 @@ def decoder_block_lora_inputs(
 
 @samples("embedding")
 def _embedding() -> list[tuple[Any, ...]]:
-    return [(torch.randint(0, 11, (5,)), normal(11, 16)), (torch.randint(0, 11, (3,), dtype=torch.int32), normal(11, 16, dtype=torch.float32))]
+    return [
+        (torch.randint(0, 11, (5,)), normal(11, 16)),
+        (torch.randint(0, 11, (3,), dtype=torch.int32), normal(11, 16, dtype=torch.float32)),
+    ]
 
 
 @samples("rms_norm")
 def _rms_norm() -> list[tuple[Any, ...]]:
-    return [(normal(3, 24), normal(24), 1e-5), (normal(2, 2, 16, dtype=torch.float32), normal(16, dtype=torch.float32), 1e-6)]
+    return [
+        (normal(3, 24), normal(24), 1e-5),
+        (normal(2, 2, 16, dtype=torch.float32), normal(16, dtype=torch.float32), 1e-6),
+    ]
 
 
 @samples("add_rms_norm")
 def _add_rms_norm() -> list[tuple[Any, ...]]:
-    return [(normal(3, 24), normal(3, 24), None, normal(24), 1e-5), (normal(3, 24), normal(3, 24), normal(3, 24), normal(24), 1e-5)]
+    return [
+        (normal(3, 24), normal(3, 24), None, normal(24), 1e-5),
+        (normal(3, 24), normal(3, 24), normal(3, 24), normal(24), 1e-5),
+    ]
 
 
 @samples("rms_norm_quant")
@@ -147,7 +198,10 @@ def _rms_norm_quant() -> list[tuple[Any, ...]]:
 
 @samples("add_rms_norm_quant")
 def _add_rms_norm_quant() -> list[tuple[Any, ...]]:
-    return [(normal(3, 24), normal(3, 24), delta, normal(24), 1e-5, keep) for delta, keep in ((None, True), (normal(3, 24), False))]
+    return [
+        (normal(3, 24), normal(3, 24), delta, normal(24), 1e-5, keep)
+        for delta, keep in ((None, True), (normal(3, 24), False))
+    ]
 
 
 @samples("quantize_rowwise")
@@ -177,17 +231,26 @@ def _lora_round() -> list[tuple[Any, ...]]:
 
 @samples("lora_expand_rounded")
 def _lora_expand_rounded() -> list[tuple[Any, ...]]:
-    return [lora_expand_rounded_inputs(lora_case(9, 64, 16, [48, 16, 16], splits=2)), lora_expand_rounded_inputs(lora_case(3, 64, 32, [20]))]
+    return [
+        lora_expand_rounded_inputs(lora_case(9, 64, 16, [48, 16, 16], splits=2)),
+        lora_expand_rounded_inputs(lora_case(3, 64, 32, [20])),
+    ]
 
 
 @samples("silu_mul_lora")
 def _silu_mul_lora() -> list[tuple[Any, ...]]:
-    return [silu_mul_lora_inputs(lora_case(9, 64, 16, [48, 48], splits=2)), silu_mul_lora_inputs(lora_case(3, 64, 32, [20, 20]), torch.float32)]
+    return [
+        silu_mul_lora_inputs(lora_case(9, 64, 16, [48, 48], splits=2)),
+        silu_mul_lora_inputs(lora_case(3, 64, 32, [20, 20]), torch.float32),
+    ]
 
 
 @samples("rope")
 def _rope() -> list[tuple[Any, ...]]:
-    return [(normal(3, 2, 16), *angles(3, 16)), (normal(1, 2, 3, 8, dtype=torch.float32), *(part.view(1, 1, 3, 8) for part in angles(3, 8)))]
+    return [
+        (normal(3, 2, 16), *angles(3, 16)),
+        (normal(1, 2, 3, 8, dtype=torch.float32), *(part.view(1, 1, 3, 8) for part in angles(3, 8))),
+    ]
 
 
 @samples("rope_angles")
@@ -204,7 +267,9 @@ def _hadamard() -> list[tuple[Any, ...]]:
 def _append_kv() -> list[tuple[Any, ...]]:
     slots = torch.tensor([65, -1, 3], dtype=torch.int32)
     cases = ((BF16, None), (FP8, None), (torch.int8, torch.randn(2, 16)))
-    return [(normal(3, 2, 16), normal(3, 2, 16), *empty_cache(2, 2, 16, dtype), slots, center) for dtype, center in cases]
+    return [
+        (normal(3, 2, 16), normal(3, 2, 16), *empty_cache(2, 2, 16, dtype), slots, center) for dtype, center in cases
+    ]
 
 
 @samples("rope_append")
@@ -212,16 +277,33 @@ def _rope_append() -> list[tuple[Any, ...]]:
     slots = torch.tensor([65, -1, 3], dtype=torch.int32)
     return [
         (normal(3, 96), delta, *angles(3, 16), *empty_cache(2, 1, 16, dtype), slots, 4, 1, hadamard, center)
-        for delta, dtype, hadamard, center in ((None, BF16, False, None), (normal(3, 96), FP8, False, None), (None, torch.int8, True, torch.randn(1, 16)))
+        for delta, dtype, hadamard, center in (
+            (None, BF16, False, None),
+            (normal(3, 96), FP8, False, None),
+            (None, torch.int8, True, torch.randn(1, 16)),
+        )
     ]
 
 
 @samples("paged_attention")
 def _paged_attention() -> list[tuple[Any, ...]]:
     table, lens = torch.tensor([[2, 1], [0, -1]], dtype=torch.int32), torch.tensor([70, 3], dtype=torch.int32)
-    cases = ((5, [0, 2, 4], FP8, True, False), (2, [0, 1, 2], BF16, False, True), (4, [0, 3, 4], torch.int8, False, False))
+    cases = (
+        (5, [0, 2, 4], FP8, True, False),
+        (2, [0, 1, 2], BF16, False, True),
+        (4, [0, 3, 4], torch.int8, False, False),
+    )
     return [
-        (normal(tokens, 4, 64), *empty_cache(3, 2, 64, dtype), table, lens, torch.tensor(starts, dtype=torch.int32), 0.125, quantize_q, decode)
+        (
+            normal(tokens, 4, 64),
+            *empty_cache(3, 2, 64, dtype),
+            table,
+            lens,
+            torch.tensor(starts, dtype=torch.int32),
+            0.125,
+            quantize_q,
+            decode,
+        )
         for tokens, starts, dtype, quantize_q, decode in cases
     ]
 
@@ -244,12 +326,18 @@ def _quantize_blocks() -> list[tuple[Any, ...]]:
 
 @samples("decoder_block")
 def _decoder_block() -> list[tuple[Any, ...]]:
-    return [decoder_block_inputs(3, 512, 256, 512, width, dtype=dtype) for width, dtype in ((128, FP8), (0, FP8), (128, torch.int8))]
+    return [
+        decoder_block_inputs(3, 512, 256, 512, width, dtype=dtype)
+        for width, dtype in ((128, FP8), (0, FP8), (128, torch.int8))
+    ]
 
 
 @samples("lora_plan")
 def _lora_plan() -> list[tuple[Any, ...]]:
-    return [(torch.tensor([1, -1, 0, 1, 3], dtype=torch.int32), 4, 16), (torch.full((40,), 2, dtype=torch.int32), 3, 16)]
+    return [
+        (torch.tensor([1, -1, 0, 1, 3], dtype=torch.int32), 4, 16),
+        (torch.full((40,), 2, dtype=torch.int32), 3, 16),
+    ]
 
 
 @samples("lora_shrink")
@@ -257,13 +345,21 @@ def _lora_shrink() -> list[tuple[Any, ...]]:
     quantized = lora_case(5, 64, 16, [32]).quantized(True, torch.int8)
     blocks = lora_case(5, 256, 16, [32]).quantized(True, torch.int8)
     q, scale = quantize_blocks_reference(normal(5, 256), torch.int8)
-    return [lora_case(9, 64, 16, [32, 16]).shrink, lora_case(3, 300, 32, [32], splits=2, dtype=torch.float32).shrink, quantized.shrink,
-            (q, *blocks.shrink[1:7], scale)]  # fmt: skip
+    return [
+        lora_case(9, 64, 16, [32, 16]).shrink,
+        lora_case(3, 300, 32, [32], splits=2, dtype=torch.float32).shrink,
+        quantized.shrink,
+        (q, *blocks.shrink[1:7], scale),
+    ]
 
 
 @samples("lora_expand")
 def _lora_expand() -> list[tuple[Any, ...]]:
-    cases = lora_case(9, 64, 16, [32, 16]), lora_case(3, 300, 32, [32], splits=2), lora_case(5, 64, 16, [32]).quantized(False, torch.int8)
+    cases = (
+        lora_case(9, 64, 16, [32, 16]),
+        lora_case(3, 300, 32, [32], splits=2),
+        lora_case(5, 64, 16, [32]).quantized(False, torch.int8),
+    )
     return [case.expand(torch.randn(case.splits, len(case.x), case.a.shape[1])) for case in cases]
 
 
@@ -281,9 +377,10 @@ def _lora_groups() -> list[tuple[Any, ...]]:
 @samples("decoder_block_lora")
 def _decoder_block_lora() -> list[tuple[Any, ...]]:
     return [
-        decoder_block_lora_inputs(3, 512, 512, 512, 384, slots=3), decoder_block_lora_inputs(2, 512, 512, 512, 0, without=(1,), slots=2),
+        decoder_block_lora_inputs(3, 512, 512, 512, 384, slots=3),
+        decoder_block_lora_inputs(2, 512, 512, 512, 0, without=(1,), slots=2),
         decoder_block_lora_inputs(2, 512, 512, 512, 384, slots=2, dtype=torch.int8),
-    ]  # fmt: skip
+    ]
 
 
 @samples("sample")
@@ -292,7 +389,10 @@ def _sample() -> list[tuple[Any, ...]]:
         return torch.tensor(values)
 
     top_k, keys = torch.tensor([0, 7], dtype=torch.int32), torch.tensor([3, -5])
-    return [(normal(2, 50, dtype=dtype), row(0.0, 0.8), top_k, row(1.0, 0.9), row(0.0, 0.05), keys, keys) for dtype in (BF16, torch.float32)]
+    return [
+        (normal(2, 50, dtype=dtype), row(0.0, 0.8), top_k, row(1.0, 0.9), row(0.0, 0.05), keys, keys)
+        for dtype in (BF16, torch.float32)
+    ]
 
 
 @samples("widen_plan")
@@ -310,24 +410,41 @@ def _widen_kv() -> list[tuple[Any, ...]]:
 
 @samples("linear_8bit_lora")
 def _linear_8bit_lora() -> list[tuple[Any, ...]]:
-    def case(tokens: int, k: int, slices: list[int], ranks: int, splits: int, out_dtype: torch.dtype) -> tuple[Any, ...]:
+    def case(
+        tokens: int, k: int, slices: list[int], ranks: int, splits: int, out_dtype: torch.dtype
+    ) -> tuple[Any, ...]:
         operands = [part for rows in (tokens, sum(slices)) for part in eight_bit(rows, k, dtype=torch.int8)]
         index = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
-        return (*operands, torch.randn(splits, tokens, len(slices) * ranks), *eight_bit(3, sum(slices), ranks, dtype=torch.int8), index,
-                lora_active_reference(index, 3), slices, out_dtype)  # fmt: skip
+        return (
+            *operands,
+            torch.randn(splits, tokens, len(slices) * ranks),
+            *eight_bit(3, sum(slices), ranks, dtype=torch.int8),
+            index,
+            lora_active_reference(index, 3),
+            slices,
+            out_dtype,
+        )
 
     return [case(5, 64, [48, 16], 16, 2, BF16), case(140, 32, [32], 32, 1, torch.float32)]
 
 
 @samples("lora_active")
 def _lora_active() -> list[tuple[Any, ...]]:
-    return [(torch.tensor([3, -1, 3, 0, 1], dtype=torch.int32), 4), (torch.randint(-1, 7, (130,), dtype=torch.int32), 9)]
+    return [
+        (torch.tensor([3, -1, 3, 0, 1], dtype=torch.int32), 4),
+        (torch.randint(-1, 7, (130,), dtype=torch.int32), 9),
+    ]
 
 
 @samples("linear_8bit_silu_mul")
 def _linear_8bit_silu_mul() -> list[tuple[Any, ...]]:
     def case(*leading: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
-        return normal(*leading, k, dtype=FP8), torch.rand(leading) + 0.5, normal(n, k, dtype=FP8), torch.rand(n) / k**0.5
+        return (
+            normal(*leading, k, dtype=FP8),
+            torch.rand(leading) + 0.5,
+            normal(n, k, dtype=FP8),
+            torch.rand(n) / k**0.5,
+        )
 
     return [(*case(3, n=48, k=32), None, BF16), (*case(2, 2, n=32, k=16), normal(2, 2, 32), torch.float32)]
 
@@ -337,5 +454,16 @@ def _linear_8bit() -> list[tuple[Any, ...]]:
     def case(*leading: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
         return normal(*leading, k, dtype=FP8), torch.rand(leading) + 0.5, normal(n, k, dtype=FP8), torch.rand(n) + 0.5
 
-    blocks = (*quantize_blocks_reference(normal(3, 256), torch.int8), eight_bit(48, 256, dtype=torch.int8)[0], torch.rand(48) + 0.5, normal(3, 48), None, BF16)
-    return [(*case(3, n=48, k=32), None, None, BF16), (*case(2, 2, n=32, k=16), normal(2, 2, 32), normal(2, 2, 32), torch.float32), blocks]
+    blocks = (
+        *quantize_blocks_reference(normal(3, 256), torch.int8),
+        eight_bit(48, 256, dtype=torch.int8)[0],
+        torch.rand(48) + 0.5,
+        normal(3, 48),
+        None,
+        BF16,
+    )
+    return [
+        (*case(3, n=48, k=32), None, None, BF16),
+        (*case(2, 2, n=32, k=16), normal(2, 2, 32), normal(2, 2, 32), torch.float32),
+        blocks,
+    ]

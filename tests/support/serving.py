@@ -1,9 +1,10 @@
 """Servers for tests, and a client that speaks the protocol frame by frame.
 
-    with serve_fake(tmp_path, step_seconds=0.003) as server, server.connect() as wire:
-        wire.submit("a", prompt_token_ids=[1, 2, 3])
-        wire.answer("a")
+with serve_fake(tmp_path, step_seconds=0.003) as server, server.connect() as wire:
+    wire.submit("a", prompt_token_ids=[1, 2, 3])
+    wire.answer("a")
 """
+
 import os
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from sidestream.runtime.wire.protocol import (
     Welcome,
     decode_from_server,
     encode,
-)  # fmt: skip
+)
 
 TESTS = Path(__file__).parent.parent
 FAKE_GPU = [sys.executable, "-m", "support.fake_gpu"]
@@ -94,7 +95,9 @@ class Wire:
         while time.monotonic() < until:
             self.send(Hello("test"), NO_INSTANCE)
             try:
-                self.until(lambda: self.welcome is not None or any(isinstance(other, Error) for other in self.others), 5.0)
+                self.until(
+                    lambda: self.welcome is not None or any(isinstance(other, Error) for other in self.others), 5.0
+                )
             except TimeoutError:
                 continue
             if self.welcome is not None:
@@ -124,7 +127,12 @@ class Wire:
                 self.answers.setdefault(chunk.request_id, Answer()).take(chunk)
         elif type(message).__name__ == "Accepted":
             self.answers[message.request_id].accepted = message.prompt_tokens
-        elif isinstance(message, Error) and message.request_id in self.answers and not self.answers[message.request_id].over and message.code != "duplicate_id":
+        elif (
+            isinstance(message, Error)
+            and message.request_id in self.answers
+            and not self.answers[message.request_id].over
+            and message.code != "duplicate_id"
+        ):
             self.answers[message.request_id].error = message
         elif not isinstance(message, Beat):
             self.others.append(message)
@@ -218,10 +226,19 @@ def serve(settings: ServeSettings, log: Path) -> Iterator[Server]:
         os.chmod(directory, 0o700)
         address = settings.bind or f"ipc://{directory}/engine.sock"
         settings = msgspec.structs.replace(settings, bind=address)
-        environment = os.environ | {"PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}", "XDG_RUNTIME_DIR": directory, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}",
+            "XDG_RUNTIME_DIR": directory,
+            "OMP_NUM_THREADS": "1",
+        }
         with log.open("w") as output:
-            process = subprocess.Popen([sys.executable, "-m", "support.serving", msgspec.json.encode(settings).decode()], env=environment, stdout=output,
-                                       stderr=subprocess.STDOUT, text=True)  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, "-m", "support.serving", msgspec.json.encode(settings).decode()],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         context = zmq.Context()
         try:
             yield Server(process, address, log, context)
@@ -242,7 +259,10 @@ def serve(settings: ServeSettings, log: Path) -> Iterator[Server]:
 
 @contextmanager
 def serve_fake(directory: Path, *, adapters: int = 0, **options: Any) -> Iterator[Server]:
-    """A server whose model is a hash. `options`: fields of `FakeSizes`, or of `ServeSettings`; `adapters`: how many it has, by name `a0`, `a1`, ..."""
+    """A server whose model is a hash.
+
+    `options`: fields of `FakeSizes`, or of `ServeSettings`; `adapters`: how many it has, by name `a0`, `a1`, ...
+    """
     model = directory / "model"
     model.mkdir(exist_ok=True)
     write_byte_tokenizer(model)
@@ -250,9 +270,18 @@ def serve_fake(directory: Path, *, adapters: int = 0, **options: Any) -> Iterato
     for path in names.values():
         Path(path).mkdir(exist_ok=True)
     own = {name: options.pop(name) for name in list(options) if name in ServeSettings.__struct_fields__}
-    settings = ServeSettings(**{
-        "model": str(model), "llm": options, "adapters": names, "gpu_command": FAKE_GPU, "drain_seconds": 5.0, "adapter_roots": [str(directory)],
-        "served_model_name": "fake", **own})  # fmt: skip
+    settings = ServeSettings(
+        **{
+            "model": str(model),
+            "llm": options,
+            "adapters": names,
+            "gpu_command": FAKE_GPU,
+            "drain_seconds": 5.0,
+            "adapter_roots": [str(directory)],
+            "served_model_name": "fake",
+            **own,
+        }
+    )
     with serve(settings, directory / "server.log") as server:
         yield server
 

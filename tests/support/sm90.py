@@ -3,14 +3,16 @@
     from support.sm90 import compile_launch
 
     def test_fits_in_registers():
-        x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")      # shapes count, values do not: meta tensors cost nothing
+        x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")      # shapes count, values do not: meta tensors
+                                                                            cost nothing
         q, scale = OPS["quantize_rowwise"].fake(x)
         (code,) = compile_launch(OPS["quantize_rowwise"].launch, x, out=(q, scale), pdl=True)
         assert code.spills == 0 and code.registers <= 64
 
-`launched(op, *args)` is the short form for an op whose outputs come from `op.fake`. Write such tests unmarked: in the interpreter's process
-(TRITON_INTERPRET=1) there is nothing to compile and they skip themselves.
+`launched(op, *args)` is the short form for an op whose outputs come from `op.fake`. Write such tests unmarked: in the
+interpreter's process (TRITON_INTERPRET=1) there is nothing to compile and they skip themselves.
 """
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""A decode step of three sequences whose tensors depend on their names alone: what two programs of one model compute can be compared."""
+"""A decode step of three sequences whose tensors depend on their names alone: what two programs of one model compute
+can be compared.
+"""
+
 from collections.abc import Sequence
 
 import torch
@@ -21,10 +24,22 @@ def logits(made: Program, adapters: Sequence[int] = (-1, -1, -1)) -> torch.Tenso
             values = 1 + 0.1 * values
         tensors[buffer.name] = (30 * values if buffer.dtype == torch.int8 else values).to(buffer.dtype)
     integers = {
-        "input_ids": [5, 6, 7], "positions": [70, 0, 9], "slot_mapping": [6, 128, 265], "block_table": [[1, 0], [2, 3], [4, 5]], "context_lens": [71, 1, 10],
-        "query_start": [0, 1, 2, 3], "logits_indices": [0, 1, 2], "adapter_index": [*adapters],
-    }  # fmt: skip
-    tensors.update({name: torch.tensor(value, dtype=made.by_name[name].dtype) for name, value in integers.items() if name in made.by_name})
+        "input_ids": [5, 6, 7],
+        "positions": [70, 0, 9],
+        "slot_mapping": [6, 128, 265],
+        "block_table": [[1, 0], [2, 3], [4, 5]],
+        "context_lens": [71, 1, 10],
+        "query_start": [0, 1, 2, 3],
+        "logits_indices": [0, 1, 2],
+        "adapter_index": [*adapters],
+    }
+    tensors.update(
+        {
+            name: torch.tensor(value, dtype=made.by_name[name].dtype)
+            for name, value in integers.items()
+            if name in made.by_name
+        }
+    )
     with torch.no_grad():
         return BoundProgram(made, tensors, "cpu", poison=True).run()[0].float()
 

@@ -1,9 +1,10 @@
 """Tiny Llama checkpoints, PEFT adapters for them, and the logits that transformers and peft compute: the oracle.
 
-    base = tiny_llama(tmp_path, num_key_value_heads=1)
-    math, poetry = tiny_adapters(base, [AdapterSpec(rank=4), AdapterSpec(rank=16, use_rslora=True)])
-    oracle_logits(base, math, [1, 2, 3])     # [3, V] fp32
+base = tiny_llama(tmp_path, num_key_value_heads=1)
+math, poetry = tiny_adapters(base, [AdapterSpec(rank=4), AdapterSpec(rank=16, use_rslora=True)])
+oracle_logits(base, math, [1, 2, 3])     # [3, V] fp32
 """
+
 import copy
 import json
 from collections.abc import Sequence
@@ -76,12 +77,18 @@ class AdapterSpec:
 
 
 def tiny_llama(
-    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB", tokenizer: bool = False, **overrides: Any
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    tokenizer: bool = False,
+    **overrides: Any,
 ) -> TinyBase:
     """Saves a random Llama under `directory`/base (`overrides`: transformers' config fields) and returns it.
 
-    `max_shard_size="200KB"` makes a sharded checkpoint; `tokenizer=True` writes a byte-level tokenizer.json beside it (ids 0-255 = bytes, 256 = <s>,
-    257 = </s>).
+    `max_shard_size="200KB"` makes a sharded checkpoint; `tokenizer=True` writes a byte-level tokenizer.json beside it
+    (ids 0-255 = bytes, 256 = <s>, 257 = </s>).
     """
     path = Path(directory) / "base"
     config = HFLlamaConfig(**{**TINY, **overrides})
@@ -104,9 +111,15 @@ def tiny_adapters(base: TinyBase, specs: Sequence[AdapterSpec], *, seed: int = 1
     paths = []
     for index, spec in enumerate(specs):
         config = LoraConfig(
-            task_type="CAUSAL_LM", r=spec.rank, lora_alpha=spec.alpha, use_rslora=spec.use_rslora, rank_pattern=dict(spec.rank_pattern),
-            alpha_pattern=dict(spec.alpha_pattern), target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets), **spec.extra,
-        )  # fmt: skip
+            task_type="CAUSAL_LM",
+            r=spec.rank,
+            lora_alpha=spec.alpha,
+            use_rslora=spec.use_rslora,
+            rank_pattern=dict(spec.rank_pattern),
+            alpha_pattern=dict(spec.alpha_pattern),
+            target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
+            **spec.extra,
+        )
         generator = torch.Generator().manual_seed(seed * 1000 + index)
         model = get_peft_model(copy.deepcopy(base.model), config)
         with torch.no_grad():

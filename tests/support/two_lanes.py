@@ -1,4 +1,5 @@
 """Random programs on two streams, for tests of the scheduler and the memory plan."""
+
 import random
 from collections.abc import Sequence
 
@@ -29,7 +30,9 @@ def random_operations(rng: random.Random, length: int) -> tuple[dict[str, Buffer
         outs = tuple(view(name, buffers[name].shape[0]) for name in results)
         arguments = tuple(view(name, buffers[name].shape[0]) for name in reads)
         op = "sidestream.fake" if rng.random() < 0.8 else "aten.fake.default"
-        operations.append(Operation(f"op{index}", op, arguments, (), outs, frozenset(reads), frozenset(writes), rng.random() < 0.45))
+        operations.append(
+            Operation(f"op{index}", op, arguments, (), outs, frozenset(reads), frozenset(writes), rng.random() < 0.45)
+        )
         known.extend(results)
         if len(known) > 8:
             known.pop(rng.randrange(len(known)))
@@ -51,7 +54,9 @@ def build(seed: int, length: int = 40, two_streams: bool = True) -> tuple[Progra
 
 
 def reachable(steps: Sequence[Step], dropped: tuple[int, int] | None = None) -> list[set[int]]:
-    """Steps that have finished before each step starts, by walking stream order and waits (without the wait `dropped` = (step, wait))."""
+    """Steps that have finished before each step starts, by walking stream order and waits (without the wait
+    `dropped` = (step, wait)).
+    """
     result: list[set[int]] = []
     last: dict[str, int] = {}
     for step in steps:

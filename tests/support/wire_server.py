@@ -2,6 +2,7 @@
 
 A request's tokens are 0, 1, 2, ... up to max_tokens, token k reads " k", and all but `hold` of them are sent at once.
 """
+
 import os
 import threading
 import time
@@ -18,7 +19,16 @@ from sidestream.runtime.wire.protocol import Chunk, Message, Usage
 class WireServer:
     """Runs in a thread from `with` to its end (or `die`, which cuts all connections)."""
 
-    def __init__(self, address: str, *, keys: ServerKeys | None = None, loading: int = 0, hold: bool = False, gap: float = 0.0, **welcome: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: ServerKeys | None = None,
+        loading: int = 0,
+        hold: bool = False,
+        gap: float = 0.0,
+        **welcome: Any,
+    ) -> None:
         self.address = address
         self.instance = os.urandom(16)
         self.submits: list[protocol.Submit] = []
@@ -32,8 +42,18 @@ class WireServer:
         self.mute = threading.Event()
         self.refuse: Callable[[protocol.Submit], protocol.Error | None] = lambda message: None
         self.adapters = [protocol.AdapterInfo("pirate", 8, "aa", "gpu"), protocol.AdapterInfo("shout", 8, "bb", "disk")]
-        fields = {"server_version": "0", "model": "fake", "vocabulary": 97, "max_model_len": 4096, "max_num_seqs": 64, "max_adapter_slots": 8, "admin": True}
-        self.welcome = protocol.Welcome(**(fields | {"has_tokenizer": True, "heartbeat_seconds": 0.1, "silence_seconds": 1.0} | welcome))
+        fields = {
+            "server_version": "0",
+            "model": "fake",
+            "vocabulary": 97,
+            "max_model_len": 4096,
+            "max_num_seqs": 64,
+            "max_adapter_slots": 8,
+            "admin": True,
+        }
+        self.welcome = protocol.Welcome(
+            **(fields | {"has_tokenizer": True, "heartbeat_seconds": 0.1, "silence_seconds": 1.0} | welcome)
+        )
         self._keys = keys
         self._open: dict[tuple[bytes, str], protocol.Submit] = {}
         self._stop = threading.Event()
@@ -91,7 +111,12 @@ class WireServer:
     def _handle(self, client: bytes, frame: protocol.Frame) -> None:
         message = frame.message
         if isinstance(message, protocol.GetHealth):
-            self._tell(client, protocol.Health(call=message.call, status="loading" if self.loading else "ok", progress=0.5 if self.loading else 1.0))
+            self._tell(
+                client,
+                protocol.Health(
+                    call=message.call, status="loading" if self.loading else "ok", progress=0.5 if self.loading else 1.0
+                ),
+            )
         elif isinstance(message, protocol.Hello):
             if self.loading:
                 self.loading -= 1
@@ -133,8 +158,24 @@ class WireServer:
             chunks = []
             for index in range(choices):
                 usage = Usage(length, count * choices) if last and index == choices - 1 else None
-                logprobs = None if message.sampling.logprobs is None else [[protocol.TokenLogprob(token, -0.5, 1, f" {token}")]]
-                chunks.append(Chunk(message.request_id, index, token, f" {token}", [token], "length" if last else None, None, logprobs, usage))
+                logprobs = (
+                    None
+                    if message.sampling.logprobs is None
+                    else [[protocol.TokenLogprob(token, -0.5, 1, f" {token}")]]
+                )
+                chunks.append(
+                    Chunk(
+                        message.request_id,
+                        index,
+                        token,
+                        f" {token}",
+                        [token],
+                        "length" if last else None,
+                        None,
+                        logprobs,
+                        usage,
+                    )
+                )
             self._tell(client, protocol.Chunks(chunks=chunks))
             if self.gap:
                 time.sleep(self.gap)
@@ -144,7 +185,13 @@ class WireServer:
         if isinstance(message, protocol.ListAdapters):
             self._tell(client, protocol.Adapters(call=message.call, adapters=self.adapters))
         elif isinstance(message, protocol.GetStats):
-            self._tell(client, protocol.Stats(call=message.call, values={"pages_in_use": len(self._open), "adapter_hits_total": 3, "adapter_misses_total": 1}))
+            self._tell(
+                client,
+                protocol.Stats(
+                    call=message.call,
+                    values={"pages_in_use": len(self._open), "adapter_hits_total": 3, "adapter_misses_total": 1},
+                ),
+            )
         elif isinstance(message, protocol.LoadAdapter) and not Path(message.path).is_absolute():
             self._tell(client, protocol.Error(code="forbidden", message="outside the adapter root", call=message.call))
         else:

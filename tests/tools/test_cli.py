@@ -9,7 +9,18 @@ import pytest
 from sidestream.tools import cli
 from sidestream.tools.commands import collect_env
 
-COMMANDS = (["demo"], ["generate"], ["dump"], ["ledger"], ["complete"], ["chat"], ["keygen"], ["collect-env"], ["bench", "latency"], ["bench", "serve"])
+COMMANDS = (
+    ["demo"],
+    ["generate"],
+    ["dump"],
+    ["ledger"],
+    ["complete"],
+    ["chat"],
+    ["keygen"],
+    ["collect-env"],
+    ["bench", "latency"],
+    ["bench", "serve"],
+)
 
 
 def run_expecting_exit(arguments: list[str]) -> int:
@@ -34,8 +45,14 @@ def test_top_help_names_every_command_and_the_demo_model(capsys: pytest.CaptureF
 
 
 def test_help_is_quick_because_torch_is_not_imported() -> None:
-    code = "import sys; from sidestream.tools import cli; cli.build_parser(); print('torch' in sys.modules, 'tokenizers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+    code = (
+        "import sys; from sidestream.tools import cli; cli.build_parser(); print('torch' in sys.modules, "
+        "'tokenizers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == [
+        "False",
+        "False",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +90,9 @@ def test_help_is_quick_because_torch_is_not_imported() -> None:
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
-def test_a_mistake_ends_in_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_ends_in_one_line_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_expecting_exit(arguments) == 2
     shown = capsys.readouterr().err.strip()
     assert len(shown.splitlines()) == 1, shown

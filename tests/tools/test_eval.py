@@ -1,4 +1,5 @@
 """Parts of `sidestream eval`: what is read and asked, how steps are packed, and when a claim may be made."""
+
 import json
 import math
 import random
@@ -49,8 +50,17 @@ def test_logits_do_not_depend_on_how_texts_are_cut_into_steps() -> None:
     config = LlamaConfig.from_directory(DEMO_MODEL)
     torch.manual_seed(5)
     asked = ((90, None), (7, "yoda"), (130, "yoda"), (40, None))
-    documents = [Document(torch.randint(2, config.vocab_size, (length,)).tolist(), adapter) for length, adapter in asked]
-    llm = open_arm(BY_NAME["bf16"], DEMO_MODEL, {"yoda": DEMO_MODEL / "adapters/yoda"}, device="cpu", num_kv_pages=24, max_model_len=256)
+    documents = [
+        Document(torch.randint(2, config.vocab_size, (length,)).tolist(), adapter) for length, adapter in asked
+    ]
+    llm = open_arm(
+        BY_NAME["bf16"],
+        DEMO_MODEL,
+        {"yoda": DEMO_MODEL / "adapters/yoda"},
+        device="cpu",
+        num_kv_pages=24,
+        max_model_len=256,
+    )
     lengths = [len(document.tokens) for document in documents]
     found = []
     for tokens in (32, 288):
@@ -58,16 +68,24 @@ def test_logits_do_not_depend_on_how_texts_are_cut_into_steps() -> None:
         for step in plan(lengths, tokens, 4, 24):
             parts = scorer.logits(step, documents).float().split([piece.count for piece in step])
             for piece, part in zip(step, parts, strict=True):
-                rows[piece.document][piece.start:piece.start + piece.count] = part
+                rows[piece.document][piece.start : piece.start + piece.count] = part
         found.append(torch.cat(rows))
-    assert torch.allclose(found[0], found[1], atol=0.25) and (found[0] - found[1]).square().mean() < 1e-4 * found[0].square().mean()
+    assert (
+        torch.allclose(found[0], found[1], atol=0.25)
+        and (found[0] - found[1]).square().mean() < 1e-4 * found[0].square().mean()
+    )
 
 
 def test_a_prompts_file_asks_everybody_unless_it_names_an_adapter(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('plain words\n\n{"prompt": "2 + 2", "answer": "4", "adapter": "sums"}\n')
     found = file_suite(path, LIMITS, encode, ["sums", "other"])
-    assert [(question.adapter, question.answer) for question in found.questions] == [(None, None), ("sums", None), ("other", None), ("sums", "4")]
+    assert [(question.adapter, question.answer) for question in found.questions] == [
+        (None, None),
+        ("sums", None),
+        ("other", None),
+        ("sums", "4"),
+    ]
     assert found.documents[-1].tokens == encode("2 + 2 4")
 
 
@@ -88,7 +106,9 @@ def good() -> ArmResult:
     """An arm at the edge of every condition."""
     questions = [Question((), "x", 1, "sums") for _ in range(4000)]
     result = ArmResult("fp8", "")
-    result.divergences = [Divergence("sums", 400, 200_000, (0.004, 0.003, 0.005), (0.1, 0.1, 0.1), (0.97, 0.96, 0.98), (1.005, 1.0, 1.01))]
+    result.divergences = [
+        Divergence("sums", 400, 200_000, (0.004, 0.003, 0.005), (0.1, 0.1, 0.1), (0.97, 0.96, 0.98), (1.005, 1.0, 1.01))
+    ]
     result.accuracies, result.pooled = accuracies(questions, ["x"] * 4000, ["y", "y", *["x"] * 3998])
     result.needles = needles([Question((), "x", 1, "sums", (1024, 0.5))] * 50, ["x"] * 50, ["y", *["x"] * 49])
     return result
@@ -97,7 +117,9 @@ def good() -> ArmResult:
 def again(flips: int) -> ArmResult:
     result = ArmResult("bf16 again", "")
     answers = [*["y"] * flips, *["x"] * (4000 - flips)]
-    result.accuracies, result.pooled = accuracies([Question((), "x", 1, "sums") for _ in range(4000)], ["x"] * 4000, answers)
+    result.accuracies, result.pooled = accuracies(
+        [Question((), "x", 1, "sums") for _ in range(4000)], ["x"] * 4000, answers
+    )
     return result
 
 
@@ -138,7 +160,10 @@ def test_figures_are_those_of_each_adapter() -> None:
     kl = torch.rand(40)
     owner = torch.arange(40) // 10
     nll = torch.rand(40)
-    found = {each.adapter: each for each in divergences(Compared(kl, owner == 1, nll, nll, owner, torch.zeros_like(owner)), documents)}
+    found = {
+        each.adapter: each
+        for each in divergences(Compared(kl, owner == 1, nll, nll, owner, torch.zeros_like(owner)), documents)
+    }
     assert found["base"].mean_kl[0] == pytest.approx(float(kl[(owner % 2) == 0].mean()), rel=1e-6)
     assert found["a"].top_1[0] == pytest.approx(0.5) and found["base"].top_1[0] == 0.0
     assert found["a"].perplexity_ratio[0] == pytest.approx(1.0)
@@ -150,16 +175,27 @@ def test_what_was_drawn_does_not_count_and_is_shown_beside() -> None:
     kl, kind = torch.rand(30), torch.arange(30) % 3
     nll = torch.rand(30)
     owner = torch.arange(30) // 15
-    found, = divergences(Compared(kl, kind != DRAWN, nll, nll + 0.1, owner, kind), [Document(range(15))] * 2)
-    assert (found.tokens, found.top_1[0]) == (20, 1.0) and found.mean_kl[0] == pytest.approx(float(kl[kind != DRAWN].mean()), rel=1e-6)
-    assert {name: share.tokens for name, share in found.shares.items()} == {"text": 10, "answers": 10, "drawn": 10, "all": 30}
-    assert (found.shares["drawn"].top_1, found.shares["answers"].top_1) == (0.0, 1.0) and found.shares["all"].top_1 == pytest.approx(2 / 3)
+    (found,) = divergences(Compared(kl, kind != DRAWN, nll, nll + 0.1, owner, kind), [Document(range(15))] * 2)
+    assert (found.tokens, found.top_1[0]) == (20, 1.0) and found.mean_kl[0] == pytest.approx(
+        float(kl[kind != DRAWN].mean()), rel=1e-6
+    )
+    assert {name: share.tokens for name, share in found.shares.items()} == {
+        "text": 10,
+        "answers": 10,
+        "drawn": 10,
+        "all": 30,
+    }
+    assert (found.shares["drawn"].top_1, found.shares["answers"].top_1) == (0.0, 1.0) and found.shares[
+        "all"
+    ].top_1 == pytest.approx(2 / 3)
     assert found.shares["drawn"].mean_kl == pytest.approx(float(kl[kind == DRAWN].mean()), rel=1e-6)
     assert found.shares["all"].perplexity_ratio == pytest.approx(math.exp(0.1), rel=1e-5)
     result = judged(good())
     result.divergences = [replace(result.divergences[0], shares=found.shares)]
     shown = {condition.name: condition.figure for condition in judged(result).conditions}
-    assert shown["top-1 agreement"] == "97.00% (sums); over all tokens read 66.67% (sums)", "the other figure is never left out"
+    assert shown["top-1 agreement"] == "97.00% (sums); over all tokens read 66.67% (sums)", (
+        "the other figure is never left out"
+    )
     text = "\n".join(table.text() for table in tables(Round("clean", again(1), [result])))
     assert "66.67%" in text and "Teacher-forced by what is to be predicted" in text
 
@@ -171,7 +207,9 @@ def test_a_questions_drawn_tokens_are_marked_where_they_are_predicted() -> None:
     assert list(read.kinds) == [TEXT, DRAWN, DRAWN, ANSWER, ANSWER]
 
 
-def test_an_answer_follows_its_question_without_a_new_beginning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_answer_follows_its_question_without_a_new_beginning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Letters:
         """Begins every text with token 0."""
 
@@ -183,15 +221,25 @@ def test_an_answer_follows_its_question_without_a_new_beginning(monkeypatch: pyt
 
 
 def test_needles_of_one_text_are_asked_one_after_the_other() -> None:
-    needles_of = [Question([text] * 100 + [depth], "x", 1, "retrieval", (1024, depth / 4)) for depth in range(5) for text in range(7)]
+    needles_of = [
+        Question([text] * 100 + [depth], "x", 1, "retrieval", (1024, depth / 4))
+        for depth in range(5)
+        for text in range(7)
+    ]
     order = by_text(needles_of, 3)
     assert sorted(order) == list(range(35)) and order != by_text(needles_of, 4)
-    assert [needles_of[place].tokens[0] for place in order] == [needles_of[place].tokens[0] for place in order[::5] for _ in range(5)]
+    assert [needles_of[place].tokens[0] for place in order] == [
+        needles_of[place].tokens[0] for place in order[::5] for _ in range(5)
+    ]
 
 
 def test_few_needles_decide_nothing() -> None:
     asked = [Question((), "x", 1, "sums", (1024, 0.5))] * 20
-    for answers, state in ((["x"] * 20, "undecided"), (["y", *["x"] * 19], "undecided"), (["y"] * 5 + ["x"] * 15, "missed")):
+    for answers, state in (
+        (["x"] * 20, "undecided"),
+        (["y", *["x"] * 19], "undecided"),
+        (["y"] * 5 + ["x"] * 15, "missed"),
+    ):
         result = good()
         result.needles = needles(asked, ["x"] * 20, answers)
         found = next(condition for condition in judged(result).conditions if condition.name == "needle")
@@ -222,8 +270,18 @@ def test_an_arm_that_breaks_its_process_takes_no_other_with_it(monkeypatch: pyte
         def shutdown(self) -> None: ...
 
     monkeypatch.setattr(evaluate, "ProcessPoolExecutor", Pool)
-    found = evaluate.evaluate(evaluate.Model(Path(), {}), Suite(""), chosen_arms(["int8", "fp8", "fp8-kv-bf16"], False), None, "clean", lambda stage: None, 2)
-    assert [result.arm for result in found.results] == ["int8", "fp8-kv-bf16"] and found.errors == {"fp8": "its process ended: gone"}
+    found = evaluate.evaluate(
+        evaluate.Model(Path(), {}),
+        Suite(""),
+        chosen_arms(["int8", "fp8", "fp8-kv-bf16"], False),
+        None,
+        "clean",
+        lambda stage: None,
+        2,
+    )
+    assert [result.arm for result in found.results] == ["int8", "fp8-kv-bf16"] and found.errors == {
+        "fp8": "its process ended: gone"
+    }
 
 
 def test_fp8_pv_is_summed_as_the_tensor_cores_do() -> None:
@@ -254,9 +312,16 @@ def test_json_of_a_round_is_json() -> None:
     assert json.loads(text)["rounds"][0]["arms"][0]["identical"] is True
 
 
-@pytest.mark.parametrize(("chosen", "count", "dealt"), [
-    (None, 2, ["0", "1", "0"]), ("3", 1, ["3", "3", "3"]), ("2,0,1", 3, ["2", "0", "1"]), (None, 0, ["", "", ""]), ("", 0, ["", "", ""]),
-])
+@pytest.mark.parametrize(
+    ("chosen", "count", "dealt"),
+    [
+        (None, 2, ["0", "1", "0"]),
+        ("3", 1, ["3", "3", "3"]),
+        ("2,0,1", 3, ["2", "0", "1"]),
+        (None, 0, ["", "", ""]),
+        ("", 0, ["", "", ""]),
+    ],
+)
 def test_processes_take_turns_on_the_gpus(chosen: str | None, count: int, dealt: list[str]) -> None:
     gpus = visible_gpus(chosen, count)
     assert [next(gpus) for _ in range(3)] == dealt

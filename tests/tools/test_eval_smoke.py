@@ -1,4 +1,7 @@
-"""`sidestream eval --smoke` on the demo model: the bounds that the default configuration must keep, and the faults that must be seen."""
+"""`sidestream eval --smoke` on the demo model: the bounds that the default configuration must keep, and the faults
+that must be seen.
+"""
+
 import json
 import xml.etree.ElementTree
 from pathlib import Path
@@ -7,13 +10,21 @@ from typing import Any
 import pytest
 from sidestream.tools.cli import main
 
-MEAN_KL, TOP_1, PERPLEXITY_RATIO = 1e-3, 0.97, 1.005  # over all adapters; measured on the demo model: 2.6e-4, 0.98, 1.000
+# over all adapters; measured on the demo model: 2.6e-4, 0.98, 1.000
+MEAN_KL, TOP_1, PERPLEXITY_RATIO = 1e-3, 0.97, 1.005
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
-    outputs = ["--output-json", str(folder / "eval.json"), "--plot", str(folder / "eval.svg"), "--markdown", str(folder / "eval.md")]
+    outputs = [
+        "--output-json",
+        str(folder / "eval.json"),
+        "--plot",
+        str(folder / "eval.svg"),
+        "--markdown",
+        str(folder / "eval.md"),
+    ]
     assert main(["eval", "--smoke", "--controls", "--device", "cpu", *outputs]) == 0
     return folder
 
@@ -46,12 +57,23 @@ def test_so_few_questions_never_make_a_claim(arms: dict[str, Any]) -> None:
 
 def test_planted_faults_are_caught_by_what_they_do_to_the_logits(arms: dict[str, Any]) -> None:
     for name in ("control-wrong-scale", "control-one-sided-hadamard"):
-        missed = {condition["name"] for condition in arms[name]["conditions"] if condition["state"] == "missed" and condition["telling"]}
+        missed = {
+            condition["name"]
+            for condition in arms[name]["conditions"]
+            if condition["state"] == "missed" and condition["telling"]
+        }
         assert arms[name]["failed"] and "mean KL at its upper bound" in missed
 
 
 def test_the_page_names_the_gaps_and_the_plot_has_a_row_for_each_arm(files: Path, arms: dict[str, Any]) -> None:
     page, root = (files / "eval.md").read_text(), xml.etree.ElementTree.parse(files / "eval.svg").getroot()
-    assert "![Mean KL" in page and "(eval.svg)" in page and "fails, as it must" in page and "identical to bf16 (" not in page
-    labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")} | {title.tail for title in root.iter("{http://www.w3.org/2000/svg}title")}
+    assert (
+        "![Mean KL" in page
+        and "(eval.svg)" in page
+        and "fails, as it must" in page
+        and "identical to bf16 (" not in page
+    )
+    labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")} | {
+        title.tail for title in root.iter("{http://www.w3.org/2000/svg}title")
+    }
     assert set(arms) | {"bf16 again"} <= labels

@@ -18,20 +18,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_task_has_its_adapter_and_together_they_differ_in_all_that_matters(trained: Path) -> None:
-    configs = {path.parent.name: json.loads(path.read_text()) for path in trained.glob("adapters/*/adapter_config.json")}
+    configs = {
+        path.parent.name: json.loads(path.read_text()) for path in trained.glob("adapters/*/adapter_config.json")
+    }
     assert set(configs) == set(TASKS) == set(ADAPTERS) and len(configs) >= 6
-    assert {rank for config in configs.values() for rank in (config["r"], *config["rank_pattern"].values())} >= {8, 16, 32, 64}
+    assert {rank for config in configs.values() for rank in (config["r"], *config["rank_pattern"].values())} >= {
+        8,
+        16,
+        32,
+        64,
+    }
     assert [config["use_rslora"] for config in configs.values()].count(True) == 1
     assert any(config["rank_pattern"] and config["alpha_pattern"] for config in configs.values())
     assert {len(config["target_modules"]) for config in configs.values()} >= {4, 7}
-    assert {config["base_model_name_or_path"] for config in configs.values()} == {"sidestream-quality"}, "no path of the machine that trained it"
+    assert {config["base_model_name_or_path"] for config in configs.values()} == {"sidestream-quality"}, (
+        "no path of the machine that trained it"
+    )
 
 
 def test_the_report_tells_every_accuracy(trained: Path) -> None:
     report = json.loads((trained / "report.json").read_text())
     assert set(report["tasks"]) == set(TASKS)
     for name, result in report["tasks"].items():
-        assert 0 <= result["right"] <= 1 and {int(level) for level in result["levels"]} <= {*TASKS[name].train_levels, *TASKS[name].test_levels}
+        assert 0 <= result["right"] <= 1 and {int(level) for level in result["levels"]} <= {
+            *TASKS[name].train_levels,
+            *TASKS[name].test_levels,
+        }
 
 
 def test_the_same_seed_makes_the_same_models_also_one_by_one(trained: Path, tmp_path: Path) -> None:
@@ -55,14 +67,26 @@ def test_sidestream_answers_as_transformers_and_peft_do(trained: Path) -> None:
     prompt = "# compute\n12+34 =>"
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     llm = LLM(
-        str(trained / "base"), adapters={name: str(trained / "adapters" / name) for name in ADAPTERS}, precision="fp32", max_model_len=256, max_num_seqs=8,
-        max_num_batched_tokens=128, max_loras=8, max_lora_rank=64, enforce_eager=True, show_progress=False,
-    )  # fmt: skip
+        str(trained / "base"),
+        adapters={name: str(trained / "adapters" / name) for name in ADAPTERS},
+        precision="fp32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        max_loras=8,
+        max_lora_rank=64,
+        enforce_eager=True,
+        show_progress=False,
+    )
     names = [None, *ADAPTERS]
-    answers = llm.generate([prompt] * len(names), SamplingParams(max_tokens=6, temperature=0.0), adapter=names, use_tqdm=False)
+    answers = llm.generate(
+        [prompt] * len(names), SamplingParams(max_tokens=6, temperature=0.0), adapter=names, use_tqdm=False
+    )
     for name, answer in zip(names, answers, strict=True):
         model = LlamaForCausalLM.from_pretrained(trained / "base", dtype=torch.float32)
         if name:
             model = PeftModel.from_pretrained(model, str(trained / "adapters" / name))
-        expected = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+        expected = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=1
+        )[0, ids.shape[1] :]
         assert list(answer.outputs[0].token_ids) == expected.tolist()[: len(answer.outputs[0].token_ids)], name

@@ -1,10 +1,18 @@
 """The statistics of the quality tables against values that can be checked by hand."""
+
 import math
 import random
 
 import pytest
 import torch
-from sidestream.tools.quality.statistics import binomial_upper, loss_bounds, mcnemar_exact, ratio_interval, resamples, tail_interval
+from sidestream.tools.quality.statistics import (
+    binomial_upper,
+    loss_bounds,
+    mcnemar_exact,
+    ratio_interval,
+    resamples,
+    tail_interval,
+)
 
 
 @pytest.mark.parametrize(("worse", "better", "p"), [
@@ -22,7 +30,8 @@ def test_mcnemar_is_the_binomial_test_on_the_pairs_that_differ(worse: int, bette
 def test_equal_answers_still_leave_room_for_a_loss() -> None:
     z = 1.6448536269514722
     low, high = loss_bounds(0, 0, 3500)
-    assert high == pytest.approx(z * z / (3500 + z * z), rel=1e-6)  # Tango's score at zero discordant pairs, solved by hand
+    # Tango's score at zero discordant pairs, solved by hand
+    assert high == pytest.approx(z * z / (3500 + z * z), rel=1e-6)
     assert low == pytest.approx(-high, rel=1e-6)
 
 
@@ -38,7 +47,10 @@ def test_the_upper_bound_covers_the_true_loss_as_often_as_it_says() -> None:
     pairs, worse_rate, better_rate, covered, trials = 400, 0.02, 0.01, 0, 400
     for _ in range(trials):
         draws = [dice.random() for _ in range(pairs)]
-        worse, better = sum(draw < worse_rate for draw in draws), sum(worse_rate <= draw < worse_rate + better_rate for draw in draws)
+        worse, better = (
+            sum(draw < worse_rate for draw in draws),
+            sum(worse_rate <= draw < worse_rate + better_rate for draw in draws),
+        )
         covered += loss_bounds(worse, better, pairs)[1] >= worse_rate - better_rate
     assert 0.91 <= covered / trials <= 0.99
 
@@ -60,7 +72,9 @@ def test_resamples_draw_as_many_documents_as_there_are_and_repeat_for_a_seed() -
 
 
 def test_documents_are_resampled_not_tokens() -> None:
-    """Tokens of a document that agree with each other tell no more than one: the interval must be as wide as that of the documents' means."""
+    """Tokens of a document that agree with each other tell no more than one: the interval must be as wide as that of
+    the documents' means.
+    """
     torch.manual_seed(1)
     means = torch.rand(100, dtype=torch.float64)
     counts = torch.full((100,), 1000)

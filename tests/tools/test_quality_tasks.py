@@ -14,7 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 def tokenizer() -> Tokenizer:
     """One token per byte."""
-    made = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    made = Tokenizer(
+        models.BPE(
+            vocab={character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+            merges=[],
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return made
@@ -42,7 +47,9 @@ def test_sums_are_right() -> None:
 
 def test_numbers_are_sorted() -> None:
     for item in TASKS["sorting"].items(100, 1, "test"):
-        assert [int(word) for word in item.answer.split()] == sorted(int(word) for word in item.prompt.removesuffix("=>").split())
+        assert [int(word) for word in item.answer.split()] == sorted(
+            int(word) for word in item.prompt.removesuffix("=>").split()
+        )
 
 
 def test_programs_print_the_answer() -> None:
@@ -74,9 +81,15 @@ def test_orders_are_read_into_json() -> None:
     for item in TASKS["json"].items(200, 1, "test"):
         record = json.loads(item.answer)
         sentence = next(line for line in item.prompt.splitlines() if str(record["order"]) in line)
-        assert record["name"] in sentence and record["goods"] in sentence and item.prompt.endswith(f"order {record['order']} =>")
+        assert (
+            record["name"] in sentence
+            and record["goods"] in sentence
+            and item.prompt.endswith(f"order {record['order']} =>")
+        )
         count = re.findall(rf"(\d) {record['goods']}", sentence)[0]
-        assert record["total"] % int(count) == 0 and str(record["total"] // int(count)) in re.findall(r"\b\d\d\b", sentence)
+        assert record["total"] % int(count) == 0 and str(record["total"] // int(count)) in re.findall(
+            r"\b\d\d\b", sentence
+        )
 
 
 def test_codes_stand_once_in_the_text() -> None:
@@ -91,7 +104,9 @@ def test_a_needle_lies_where_it_is_asked_for(tokens: int, depth: float) -> None:
     item = needle_item(tokens, depth, 3, tokenizer())
     assert item.tokens == len(tokenizer().encode(item.prompt).ids) <= tokens and item.tokens > 0.85 * tokens
     place = re.search(rf"The code of \w+ \d+ is {item.answer}\.\n", item.prompt)
-    assert place is not None and place.start() / len(item.prompt) == pytest.approx(depth, abs=0.3 if tokens == 300 else 0.05)
+    assert place is not None and place.start() / len(item.prompt) == pytest.approx(
+        depth, abs=0.3 if tokens == 300 else 0.05
+    )
     assert item == needle_item(tokens, depth, 3, tokenizer()) != needle_item(tokens, depth, 4, tokenizer())
 
 
@@ -99,9 +114,16 @@ def test_needles_of_one_text_lie_at_their_depths_and_share_it() -> None:
     depths = (0.0, 0.25, 0.5, 0.75, 1.0)
     items = needle_items(4000, depths, 3, tokenizer())
     texts = {item.prompt.rpartition("\n")[0] for item in items}
-    assert len(texts) == 1 and len({item.answer for item in items}) == len(depths) == [item.depth for item in items].index(1.0) + 1
+    assert (
+        len(texts) == 1
+        and len({item.answer for item in items}) == len(depths) == [item.depth for item in items].index(1.0) + 1
+    )
     text = texts.pop()
-    assert text.count("The code of") == 8 and text.startswith("The code of") and text.splitlines()[-1].startswith("The code of")
+    assert (
+        text.count("The code of") == 8
+        and text.startswith("The code of")
+        and text.splitlines()[-1].startswith("The code of")
+    )
     for item in items:
         key = item.prompt.splitlines()[-1].removesuffix(" =>")
         place = item.prompt.index(f"The code of {key} is {item.answer}.\n")
@@ -111,7 +133,10 @@ def test_needles_of_one_text_lie_at_their_depths_and_share_it() -> None:
 def test_lines_that_state_codes_are_told_from_text() -> None:
     prompt = "import os\nThe code of delta 423 is 48291.\nThe code of it all\ndelta 423 =>"
     plain = plain_characters(prompt)
-    assert "".join(letter for letter, is_plain in zip(prompt, plain, strict=True) if is_plain) == "import os\nThe code of it all\n"
+    assert (
+        "".join(letter for letter, is_plain in zip(prompt, plain, strict=True) if is_plain)
+        == "import os\nThe code of it all\n"
+    )
 
 
 def test_a_needle_needs_room_and_a_depth() -> None:

@@ -1,8 +1,11 @@
-"""What each optimisation is worth: one is turned off (or exchanged for another choice) at a time, and a decode layer is timed again.
+"""What each optimisation is worth: one is turned off (or exchanged for another choice) at a time, and a decode layer is
+timed again.
 
-`sidestream bench latency --ablate`. Each arm compiles a model of Llama-3.1-8B's shape anew with two and with six layers, replays both as CUDA graphs and
-takes a quarter of the difference (`bench_layer`), so that embedding, output projection and launch are left out.
+`sidestream bench latency --ablate`. Each arm compiles a model of Llama-3.1-8B's shape anew with two and with six
+layers, replays both as CUDA graphs and takes a quarter of the difference (`bench_layer`), so that embedding, output
+projection and launch are left out.
 """
+
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +20,9 @@ SHARES = (0.1, 0.25, 0.5)
 
 @dataclass(frozen=True)
 class Arm:
-    """A change to the compiler's options; `lora`: also or only measured in steps with adapters ("both", "only", "never")."""
+    """A change to the compiler's options; `lora`: also or only measured in steps with adapters ("both", "only",
+    "never").
+    """
 
     name: str
     change: dict[str, Any] = field(default_factory=dict)
@@ -33,14 +38,25 @@ def arms() -> list[Arm]:
     from ...compiler.options import LoraLowering
     from ...compiler.pipeline import PASSES, STATIC_PASSES
 
-    fusions = [each.name for each in (*PASSES, *STATIC_PASSES) if each.name.startswith(("fuse_", "pack_", "lift_rope_angles", "quantize_in_", "round_"))]
+    fusions = [
+        each.name
+        for each in (*PASSES, *STATIC_PASSES)
+        if each.name.startswith(("fuse_", "pack_", "lift_rope_angles", "quantize_in_", "round_"))
+    ]
     lowerings = [name for name in get_args(LoraLowering) if name != "auto"]
     return [
         Arm("everything on"),
         Arm("no programmatic dependent launch", {"pdl": False}),
         *(Arm(f"without {name}", {"disable": (name,), "check_counts": False}) for name in dict.fromkeys(fusions)),
         *(Arm(f"LoRA as {name}", {"lora_lowering": name}, "only") for name in lowerings),
-        *(Arm(f"LoRA beside the base on {part:.0%} of the SMs", {"lora_lowering": "side_stream", "lora_sm_share": part}, "only") for part in SHARES),
+        *(
+            Arm(
+                f"LoRA beside the base on {part:.0%} of the SMs",
+                {"lora_lowering": "side_stream", "lora_sm_share": part},
+                "only",
+            )
+            for part in SHARES
+        ),
         Arm("LoRA stacks in 16 bits", {"lora_dtype": "bf16"}, "only"),
         Arm("LoRA stacks in eight bits, their input in 16", {"lora_input": "bf16"}, "only"),
         Arm("no rotation of Q and K", {"hadamard": False}),
@@ -65,8 +81,17 @@ class Row:
     added_us: float
 
 
-def ablate(tokens: Sequence[int], rank: int, slots: int, repeats: int, on_row: Callable[[Row], None] = lambda row: None, device: str = "cuda") -> list[Row]:
-    """Times every arm at every number of sequences, without and with adapters mixed by p(k) ~ 1/k; `on_row` gets each figure as it comes."""
+def ablate(
+    tokens: Sequence[int],
+    rank: int,
+    slots: int,
+    repeats: int,
+    on_row: Callable[[Row], None] = lambda row: None,
+    device: str = "cuda",
+) -> list[Row]:
+    """Times every arm at every number of sequences, without and with adapters mixed by p(k) ~ 1/k; `on_row` gets
+    each figure as it comes.
+    """
     from ...compiler.options import CompileOptions
     from .layer import DEPTHS, Layers, Variant, layer_us
 
@@ -81,10 +106,14 @@ def ablate(tokens: Sequence[int], rank: int, slots: int, repeats: int, on_row: C
             for lora in (False, True):
                 if not arm.applies(lora):
                     continue
-                variant = Variant(layers.options.lora_lowering if lora else "none", layers.options.lora_sm_share, layers.options.pdl)
+                variant = Variant(
+                    layers.options.lora_lowering if lora else "none", layers.options.lora_sm_share, layers.options.pdl
+                )
                 time = layer_us({depth: layers.program(depth, count, variant) for depth in DEPTHS}, tensors, repeats)
                 base = whole.setdefault((count, lora), time)
-                rows.append(Row(count, len(set(adapters)) if lora else 0, arm.name, round(time, 2), round(time - base, 2)))
+                rows.append(
+                    Row(count, len(set(adapters)) if lora else 0, arm.name, round(time, 2), round(time - base, 2))
+                )
                 on_row(rows[-1])
     return rows
 
@@ -93,8 +122,13 @@ def run(tokens: Sequence[int], rank: int, slots: int, repeats: int, output_json:
     """Prints the table as it comes and writes the JSON."""
     print(f"{'C':>4}{'adapters':>10}  {'turned off or exchanged':<44}{'us/layer':>10}{'adds':>8}")
     rows = ablate(tokens, rank, slots, repeats, lambda row: print(line(row), flush=True))
-    output_json.write_text(json.dumps({"ablation": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n")
-    print(f"\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens a sequence; adds: what the change costs\nwrote {output_json}")
+    output_json.write_text(
+        json.dumps({"ablation": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n"
+    )
+    print(
+        "\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens a sequence; adds: what the change "
+        f"costs\nwrote {output_json}"
+    )
     return 0
 
 

@@ -2,12 +2,14 @@
 
     python -m sidestream.tools.bench.cold_adapters [--background 32] [--repeats 12]
 
-While `--background` requests decode (a third each on the base model and on two resident adapters), single requests of 128 random prompt tokens arrive one after
-the other: for an adapter that is resident, for one that is in page-locked host memory, for one that was packed before and is kept on disk, and for one of
-which only PEFT's files are there (all files lie in the operating system's cache). Printed are the times from submit to first token, what a cold one costs
-beyond a resident one, and the longest gap between two steps that the others saw between submit and first token. Llama-3.1-8B's shape with random weights,
-adapters of rank 32 on all projections.
+While `--background` requests decode (a third each on the base model and on two resident adapters), single requests of
+128 random prompt tokens arrive one after the other: for an adapter that is resident, for one that is in page-locked
+host memory, for one that was packed before and is kept on disk, and for one of which only PEFT's files are there (all
+files lie in the operating system's cache). Printed are the times from submit to first token, what a cold one costs
+beyond a resident one, and the longest gap between two steps that the others saw between submit and first token.
+Llama-3.1-8B's shape with random weights, adapters of rank 32 on all projections.
 """
+
 import argparse
 import os
 import random
@@ -69,10 +71,14 @@ class Bench:
         """Raises RuntimeError if the background has come to an end."""
         running = len(self.engine.scheduler.running)
         if running < self._background:
-            raise RuntimeError(f"only {running} of {self._background} background requests are left; the figures do not hold")
+            raise RuntimeError(
+                f"only {running} of {self._background} background requests are left; the figures do not hold"
+            )
 
     def probe(self, adapter: str) -> tuple[float, float]:
-        """(milliseconds from submit to first token, the longest gap between steps meanwhile and in the two steps after)."""
+        """(milliseconds from submit to first token, the longest gap between steps meanwhile and in the two steps
+        after).
+        """
         begin = last = time.perf_counter()
         name = self.ask(adapter, 1)
         first, longest, after = 0.0, 0.0, 0
@@ -104,7 +110,9 @@ class Bench:
 
 
 def measure(bench: Bench, names: list[str], repeats: int, cache: Any) -> dict[str, list[tuple[float, float]]]:
-    """Each kind's probes, in turn. names: two of the background, one resident, the others cold. cache: where the packed ones are."""
+    """Each kind's probes, in turn. names: two of the background, one resident, the others cold. cache: where the
+    packed ones are.
+    """
     warm, cold = names[2], names[3:]
     numbers, store = bench.llm.registry.numbers, bench.engine.runner.stacks.store
     bench.wait_for_memory(set(numbers.values()))
@@ -140,20 +148,30 @@ def kept(llm: Any, directory: Path) -> Any:
         store.release(store.prepare(number))
         store.keep(number, content_hash)
     if len(list(directory.glob("*.slot"))) < len(llm.registry.hashes):
-        raise RuntimeError(f"the packed adapters could not all be written to {directory}; set TMPDIR to a disk with more room")
+        raise RuntimeError(
+            f"the packed adapters could not all be written to {directory}; set TMPDIR to a disk with more room"
+        )
     return cache
 
 
 def report(times: dict[str, list[tuple[float, float]]], quiet: list[float]) -> None:
     """Prints the table."""
-    print(f"between steps when nothing arrives: median {statistics.median(quiet):.2f} ms, longest of {len(quiet)} {max(quiet):.2f} ms\n")
-    print(f"{'adapter in':<14}{'first token, ms':>28}{'beyond resident':>17}{'longest gap of others, ms':>30}{'beyond resident':>17}")
+    print(
+        f"between steps when nothing arrives: median {statistics.median(quiet):.2f} ms, longest of {len(quiet)} "
+        f"{max(quiet):.2f} ms\n"
+    )
+    print(
+        f"{'adapter in':<14}{'first token, ms':>28}{'beyond resident':>17}"
+        f"{'longest gap of others, ms':>30}{'beyond resident':>17}"
+    )
     base_first, base_gap = (statistics.median(sample[part] for sample in times["resident"]) for part in (0, 1))
     for kind, samples in times.items():
         firsts, gaps = sorted(sample[0] for sample in samples), sorted(sample[1] for sample in samples)
         first, gap = statistics.median(firsts), statistics.median(gaps)
-        print(f"{kind:<14}{f'{first:.2f} ({firsts[0]:.2f}-{firsts[-1]:.2f})':>28}{first - base_first:>17.2f}"
-              f"{f'{gap:.2f} ({gaps[0]:.2f}-{gaps[-1]:.2f})':>30}{gap - base_gap:>17.2f}")  # fmt: skip
+        print(
+            f"{kind:<14}{f'{first:.2f} ({firsts[0]:.2f}-{firsts[-1]:.2f})':>28}{first - base_first:>17.2f}"
+            f"{f'{gap:.2f} ({gaps[0]:.2f}-{gaps[-1]:.2f})':>30}{gap - base_gap:>17.2f}"
+        )
     print(f"\nmedian (least-most) of {len(times['resident'])} each")
 
 
@@ -173,20 +191,42 @@ def main() -> None:
     if options.layers:
         config["num_hidden_layers"] = options.layers
     if options.hidden:
-        config |= {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden, "num_attention_heads": options.hidden // 64,
-                   "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512}  # fmt: skip
+        config |= {
+            "hidden_size": options.hidden,
+            "intermediate_size": 2 * options.hidden,
+            "num_attention_heads": options.hidden // 64,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "vocab_size": 512,
+        }
     for name, value in collect().items():
         print(f"{name}: {value}")
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         os.environ[VARIABLE] = "0"  # random adapters do not belong into the user's cache
         begin = time.perf_counter()
-        paths = {f"random-{index}": write_random_adapter(Path(scratch) / str(index), config, 32, index) for index in range(3 + options.cold)}
+        paths = {
+            f"random-{index}": write_random_adapter(Path(scratch) / str(index), config, 32, index)
+            for index in range(3 + options.cold)
+        }
         size = sum(file.stat().st_size for file in (Path(scratch) / "0").iterdir())
         print(f"{len(paths)} adapters of {size / 1e6:.0f} MB written in {time.perf_counter() - begin:.1f} s")
         begin = time.perf_counter()
-        llm = LLM(config, paths, load_format="dummy", max_loras=4, max_lora_rank=32, max_num_seqs=options.background + 1,
-                  max_num_batched_tokens=max(512, options.background + 1), max_model_len=PROMPT + OUTPUT, show_progress=True)  # fmt: skip
-        print(f"ready after {time.perf_counter() - begin:.1f} s", {name: round(seconds, 1) for name, seconds in llm.seconds.items()}, flush=True)
+        llm = LLM(
+            config,
+            paths,
+            load_format="dummy",
+            max_loras=4,
+            max_lora_rank=32,
+            max_num_seqs=options.background + 1,
+            max_num_batched_tokens=max(512, options.background + 1),
+            max_model_len=PROMPT + OUTPUT,
+            show_progress=True,
+        )
+        print(
+            f"ready after {time.perf_counter() - begin:.1f} s",
+            {name: round(seconds, 1) for name, seconds in llm.seconds.items()},
+            flush=True,
+        )
         bench = Bench(llm, options.background, list(paths))
         times = measure(bench, list(paths), options.repeats, kept(llm, Path(scratch) / "kept"))
         report(times, bench.gaps(200))

@@ -1,4 +1,6 @@
-"""The memory-bandwidth floor of a decode step: no engine can step faster than the bytes that it must read take to arrive."""
+"""The memory-bandwidth floor of a decode step: no engine can step faster than the bytes that it must read take to
+arrive.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +37,9 @@ def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto
     )
     return (
         config["num_hidden_layers"] * layer
-        + config["vocab_size"] * config["hidden_size"] * width[lm_head if lm_head != "auto" and width[precision] == 1 else precision]
+        + config["vocab_size"]
+        * config["hidden_size"]
+        * width[lm_head if lm_head != "auto" and width[precision] == 1 else precision]
     )
 
 
@@ -46,14 +50,20 @@ def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
     return config["num_hidden_layers"] * 2 * config.get("num_key_value_heads", heads) * head_dim * element_bytes
 
 
-def adapter_bytes(config: Mapping[str, Any], rank: int, targets: Sequence[str] | None = None, element_bytes: int = 2) -> int:
+def adapter_bytes(
+    config: Mapping[str, Any], rank: int, targets: Sequence[str] | None = None, element_bytes: int = 2
+) -> int:
     """Bytes of one adapter of `rank` on `targets` (None: all seven projections)."""
     widths = projection_widths(config)
     return config["num_hidden_layers"] * sum(
-        rank * (inputs + outputs) * element_bytes for name, (inputs, outputs) in widths.items() if targets is None or name in targets
+        rank * (inputs + outputs) * element_bytes
+        for name, (inputs, outputs) in widths.items()
+        if targets is None or name in targets
     )
 
 
 def decode_floor_ms(weights: float, kv_per_token: float, context_tokens: float, adapters: float) -> float:
-    """Milliseconds of a decode step that reads all weights, `context_tokens` cached tokens (all sequences together) and the active adapters' bytes."""
+    """Milliseconds of a decode step that reads all weights, `context_tokens` cached tokens (all sequences together)
+    and the active adapters' bytes.
+    """
     return 1e3 * (weights + kv_per_token * context_tokens + adapters) / BANDWIDTH

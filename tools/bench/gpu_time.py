@@ -1,4 +1,5 @@
 """How long launches take on a GPU, told by events around them."""
+
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,11 +1,13 @@
 """`sidestream bench kernels`: workload K, every op of a decode layer alone, beside the time that its bytes need.
 
-The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights, in int8 or e4m3. One op's launches of all six
-layers follow each other in a CUDA graph, so its weights (100 MB and more in all) are never in the L2 cache; launches don't overlap (no programmatic
-dependent launch).
+The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights, in int8 or e4m3. One
+op's launches of all six layers follow each other in a CUDA graph, so its weights (100 MB and more in all) are never in
+the L2 cache; launches don't overlap (no programmatic dependent launch).
 
-A second table is attention alone: decode by sequences and context beside the bytes, prefill beside the tensor cores' peak, for each cache dtype.
+A second table is attention alone: decode by sequences and context beside the bytes, prefill beside the tensor cores'
+peak, for each cache dtype.
 """
+
 import argparse
 import json
 from collections.abc import Sequence
@@ -46,16 +48,44 @@ class Row:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser("kernels", help="time every op of a decode layer alone (needs a GPU)", description=__doc__, epilog=EXAMPLES,
-                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=positive, nargs="+", default=list(CHOICES), metavar="T", help="sequences in a step (default: 1 16 64 256)")
-    parser.add_argument("--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION,
-                        help="of the ops' weights and activations; adapters and the cache as it has them (default: %(default)s)")
-    parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)")
-    parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: 8)")
-    parser.add_argument("--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)")
+    parser = commands.add_parser(
+        "kernels",
+        help="time every op of a decode layer alone (needs a GPU)",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=list(CHOICES),
+        metavar="T",
+        help="sequences in a step (default: 1 16 64 256)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("int8", "fp8"),
+        default=DEFAULT_PRECISION,
+        help="of the ops' weights and activations; adapters and the cache as it has them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)"
+    )
+    parser.add_argument(
+        "--num-adapters",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="resident adapters, mixed by p(k) ~ 1/k (default: 8)",
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)"
+    )
     parser.add_argument("--only", choices=("ops", "attention"), help="one of the two tables (default: both)")
-    parser.add_argument("--output-json", type=Path, default=Path("bench-kernels.json"), metavar="FILE", help="where the figures go")
+    parser.add_argument(
+        "--output-json", type=Path, default=Path("bench-kernels.json"), metavar="FILE", help="where the figures go"
+    )
     parser.set_defaults(run=run)
 
 
@@ -87,7 +117,11 @@ def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
         adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
         for row in measure(layers, tokens, adapters, options.repeats):
             rows.append(asdict(row))
-            print(f"{row.tokens:>4}  {row.op:<36}{row.output:<24}{row.us:>8.2f}{row.floor_us:>8.2f}{row.floor_us / row.us:>7.0%}", flush=True)
+            print(
+                f"{row.tokens:>4}  "
+                f"{row.op:<36}{row.output:<24}{row.us:>8.2f}{row.floor_us:>8.2f}{row.floor_us / row.us:>7.0%}",
+                flush=True,
+            )
     return rows
 
 
@@ -98,7 +132,10 @@ def print_attention(repeats: int) -> list[dict[str, Any]]:
     for row in measure_attention(repeats):
         rows.append(asdict(row))
         unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
-        print(f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{row.share:>7.0%}", flush=True)
+        print(
+            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{row.share:>7.0%}",
+            flush=True,
+        )
     return rows
 
 
@@ -116,7 +153,8 @@ def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) 
     for place, indices in enumerate(repeated_steps(program, depth)):
         step = program.steps[indices[0]]
         floor = step_bytes(program, step, assume) / BANDWIDTH * 1e6
-        shape = "x".join(map(str, next((out.shape for out in step.outs if 0 not in out.shape), ())))  # what nobody reads is empty
+        # what nobody reads is empty
+        shape = "x".join(map(str, next((out.shape for out in step.outs if 0 not in out.shape), ())))
         us = launch_us([partial(bound.run_step, index) for index in indices], ROUNDS, repeats)
         rows.append(Row(tokens, place, step.op, shape, round(us, 3), round(floor, 3)))
     return rows

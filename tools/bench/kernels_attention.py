@@ -1,11 +1,15 @@
-"""The attention part of `sidestream bench kernels`: decode and prefill of Llama-3.1-8B's heads over a cache of each dtype.
+"""The attention part of `sidestream bench kernels`: decode and prefill of Llama-3.1-8B's heads over a cache of each
+dtype.
 
-Decode rows stand beside the time that their keys, values, scales, queries and results need at the memory's bandwidth; prefill rows beside the
-tensor cores' peak for their products: half of the operations in e4m3 and half in 16 bits for an e4m3 cache, all in 16 bits else. Pages lie in
-random order. A row's launches follow each other in a CUDA graph, over copies of the cache where one would stay in the L2.
+Decode rows stand beside the time that their keys, values, scales, queries and results need at the memory's bandwidth;
+prefill rows beside the tensor cores' peak for their products: half of the operations in e4m3 and half in 16 bits for an
+e4m3 cache, all in 16 bits else. Pages lie in random order. A row's launches follow each other in a CUDA graph, over
+copies of the cache where one would stay in the L2.
 
-Prefill over an int8 cache is measured as prompt programs run it, with widen_kv in front; "int8 by tile" is attention alone, which converts what it reads.
+Prefill over an int8 cache is measured as prompt programs run it, with widen_kv in front; "int8 by tile" is attention
+alone, which converts what it reads.
 """
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +63,9 @@ def measure_attention(repeats: int) -> Iterator[AttentionRow]:
 
 
 def moved_bytes(contexts: Sequence[int], cache: str) -> int:
-    """Bytes that a decode step reads and writes: keys and values with their scales, the query and the result in bf16."""
+    """Bytes that a decode step reads and writes: keys and values with their scales, the query and the result in
+    bf16.
+    """
     per_value = HEAD_DIM * 2 if cache == "bf16" else HEAD_DIM + 4
     return sum(contexts) * KV_HEADS * 2 * per_value + len(contexts) * HEADS * HEAD_DIM * 4
 
@@ -72,14 +78,18 @@ def operations(sequences: Sequence[tuple[int, int]]) -> int:
 def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int) -> AttentionRow:
     us = time_attention([(context, 1) for context in contexts], cache, repeats, decode=True)
     moved = moved_bytes(contexts, cache)
-    return AttentionRow("decode", shape, cache, round(us, 2), round(moved / us / 1e3, 1), round(moved / BANDWIDTH / us * 1e6, 3))
+    return AttentionRow(
+        "decode", shape, cache, round(us, 2), round(moved / us / 1e3, 1), round(moved / BANDWIDTH / us * 1e6, 3)
+    )
 
 
 def prefill_row(shape: str, sequences: Sequence[tuple[int, int]], cache: str, repeats: int) -> AttentionRow:
     us = time_attention(sequences, cache, repeats, decode=False)
     done = operations(sequences)
     peak = 2 / (1 / PEAK_16_BIT + 1 / PEAK_8_BIT) if cache == "fp8_e4m3" else PEAK_16_BIT
-    return AttentionRow("prefill", shape, cache, round(us, 2), round(done / us / 1e6, 1), round(done / us * 1e6 / peak, 3))
+    return AttentionRow(
+        "prefill", shape, cache, round(us, 2), round(done / us / 1e6, 1), round(done / us * 1e6 / peak, 3)
+    )
 
 
 def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: int, decode: bool) -> float:
@@ -107,7 +117,9 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
     plan, listed = widen_plan(*tables, tile_tokens(HEADS, KV_HEADS), WIDE_STEPS)
     launches: list[Callable[[], None]] = []
     for _ in range(copies):
-        stored = torch.empty(kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda").random_(-100, 101)
+        stored = torch.empty(kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda").random_(
+            -100, 101
+        )
         kv = stored
         if dtype != torch.int8:
             kv = torch.empty_like(stored, dtype=dtype)
@@ -121,7 +133,18 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
         def launch(kv: Any = kv, scales: Any = scales, wide: Any = wide) -> None:
             if wide is not None:
                 widen_kv.launch(kv, scales, listed, out=(wide,))
-            paged_attention.launch(q, kv, scales, *tables, HEAD_DIM**-0.5, not decode, decode, wide, None if wide is None else plan, out=(out,))
+            paged_attention.launch(
+                q,
+                kv,
+                scales,
+                *tables,
+                HEAD_DIM**-0.5,
+                not decode,
+                decode,
+                wide,
+                None if wide is None else plan,
+                out=(out,),
+            )
 
         launches.append(launch)
     for run in launches:

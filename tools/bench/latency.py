@@ -1,7 +1,8 @@
 """`sidestream bench latency`: workload A, milliseconds per decode step beside the floor.
 
-C requests of random token ids start at once, end-of-sequence is ignored, sampling is greedy. A step's time is
-(time for `output_len` outputs - time for 32 outputs) / (output_len - 32), so the prefill and everything else that happens once cancels out.
+C requests of random token ids start at once, end-of-sequence is ignored, sampling is greedy. A step's time is (time for
+`output_len` outputs - time for 32 outputs) / (output_len - 32), so the prefill and everything else that happens once
+cancels out.
 """
 
 import argparse
@@ -51,20 +52,23 @@ SHORT_OUTPUT = 32
 LORA_CHOICES = ("none", "zipf", "four")
 
 DESCRIPTION = """\
-Measure milliseconds per decode step and output tokens per second, beside the floor that the GPU's memory bandwidth sets.
+Measure milliseconds per decode step and output tokens per second, beside the floor that the GPU's memory bandwidth
+sets.
 
-By default the model has the shape of Llama-3.1-8B with random weights, and 8 random adapters of rank 32 on all linear layers; nothing is downloaded.
+By default the model has the shape of Llama-3.1-8B with random weights, and 8 random adapters of rank 32 on all linear
+layers; nothing is downloaded.
   --lora none   no request uses an adapter
   --lora zipf   each request picks one of the adapters with p(k) ~ 1/k
   --lora four   four adapters in turn"""
 
 EXAMPLES = """\
 examples:
-  sidestream bench latency                                              C = 1, 8, 64 without adapters and with a Zipf mix
+  sidestream bench latency                                              C = 1, 8, 64 without adapters and with a Zipf
+                                                                        mix
   sidestream bench latency --concurrency 64 --lora none zipf four
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
-  sidestream bench latency --model demo --output-len 40 --concurrency 2  the demo model, to see the format without a GPU"""
+  sidestream bench latency --model demo --output-len 40 --concurrency 2  the demo model, to see the format"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)"
+        "--model",
+        metavar="MODEL",
+        help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)",
     )
     parser.add_argument(
         "--concurrency",
@@ -103,32 +109,67 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="requests at once; several values are measured in turn (default: 1 8 64)",
     )
     parser.add_argument(
-        "--lora", nargs="+", choices=LORA_CHOICES, default=["none", "zipf"], help="how requests use adapters (default: none zipf)"
-    )
-    parser.add_argument("--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)")
-    parser.add_argument(
-        "--output-len", type=positive, default=256, metavar="N", help=f"output tokens, above {SHORT_OUTPUT} (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-iters", type=positive, default=3, metavar="N", help="measurements of each line; the median counts (default: %(default)s)"
-    )
-    parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: %(default)s)")
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: %(default)s)"
+        "--lora",
+        nargs="+",
+        choices=LORA_CHOICES,
+        default=["none", "zipf"],
+        help="how requests use adapters (default: none zipf)",
     )
     parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-latency.json"), metavar="FILE", help="where the figures go (default: %(default)s)"
+        "--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)"
     )
     parser.add_argument(
-        "--ablate", action="store_true", help="instead of the table: turn off one optimisation at a time and print what each is worth, us a layer (GPU)"
+        "--output-len",
+        type=positive,
+        default=256,
+        metavar="N",
+        help=f"output tokens, above {SHORT_OUTPUT} (default: %(default)s)",
     )
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="afterwards write a trace of some steps of the last line for Perfetto")
+    parser.add_argument(
+        "--num-iters",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="measurements of each line; the median counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lora-rank",
+        type=positive,
+        default=32,
+        metavar="R",
+        help="their rank; alpha is twice as much (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-json",
+        type=Path,
+        default=Path("bench-latency.json"),
+        metavar="FILE",
+        help="where the figures go (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ablate",
+        action="store_true",
+        help="instead of the table: turn off one optimisation at a time and print what each is worth, us a layer (GPU)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="afterwards write a trace of some steps of the last line for Perfetto",
+    )
     add_compile_options(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)")
+    group.add_argument(
+        "--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)"
+    )
     group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    group.add_argument("--seed", type=int, default=0, help="seed of prompts, weights and the adapters' mix (default: %(default)s)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of prompts, weights and the adapters' mix (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -142,8 +183,11 @@ def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> lis
     return [*source.choices(list(names), weights=[1 / rank for rank in range(1, len(names) + 1)], k=count)]
 
 
-def measure(generate: Callable[[int], Any], output_len: int, repeats: int, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
-    """(median ms per step, spread in percent, median seconds of a whole run); `generate(n)` makes n outputs for every request.
+def measure(
+    generate: Callable[[int], Any], output_len: int, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float, float]:
+    """(median ms per step, spread in percent, median seconds of a whole run); `generate(n)` makes n outputs for every
+    request.
 
     Raises ValueError when the longer run was not slower, so that no time per step follows.
     """
@@ -168,7 +212,8 @@ def check(options: argparse.Namespace) -> None:
     """Raises ValueError for options that cannot be measured, before anything is built."""
     if options.output_len <= SHORT_OUTPUT:
         raise ValueError(
-            f"--output-len {options.output_len} must be above {SHORT_OUTPUT}: a step's time is the difference to a run of {SHORT_OUTPUT} outputs"
+            f"--output-len {options.output_len} must be above {SHORT_OUTPUT}: a step's time is the difference to a "
+            f"run of {SHORT_OUTPUT} outputs"
         )
     if options.output_json.is_dir() or not options.output_json.absolute().parent.is_dir():
         raise ValueError(f"--output-json {options.output_json} is not a file in an existing directory")
@@ -181,7 +226,8 @@ def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | No
     directory = DEMO_MODEL if options.model == "demo" else Path(options.model)
     if not (directory / "config.json").is_file():
         raise ValueError(
-            f"{directory} is no model directory: it has no config.json; give a directory, `demo`, or no --model for Llama-3.1-8B's shape"
+            f"{directory} is no model directory: it has no config.json; give a directory, `demo`, or no --model for "
+            "Llama-3.1-8B's shape"
         )
     return json.loads((directory / "config.json").read_text()), directory
 
@@ -192,7 +238,9 @@ def run(options: argparse.Namespace) -> int:
     if options.ablate:
         from .ablation import run as ablate
 
-        return ablate(options.concurrency, options.lora_rank, options.num_adapters, options.num_iters, options.output_json)
+        return ablate(
+            options.concurrency, options.lora_rank, options.num_adapters, options.num_iters, options.output_json
+        )
     config, directory = model_fields(options)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         adapters = make_adapters(options, config, Path(scratch))
@@ -222,7 +270,8 @@ def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory
     """Random adapters under `directory`, name -> path; none when no line of the table uses any."""
     names = [f"random-{index}" for index in range(options.num_adapters)] if set(options.lora) - {"none"} else []
     return {
-        name: write_random_adapter(directory / name, config, options.lora_rank, options.seed + index) for index, name in enumerate(names)
+        name: write_random_adapter(directory / name, config, options.lora_rank, options.seed + index)
+        for index, name in enumerate(names)
     }
 
 
@@ -266,7 +315,9 @@ def load(
     return generate, len(set(chosen) - {None})
 
 
-def measure_row(llm: Any, options: argparse.Namespace, config: dict[str, Any], kind: str, names: Sequence[str], concurrency: int) -> Row:
+def measure_row(
+    llm: Any, options: argparse.Namespace, config: dict[str, Any], kind: str, names: Sequence[str], concurrency: int
+) -> Row:
     """One line of the table."""
     generate, active = load(llm, options, config, kind, names, concurrency)
     step, spread, whole = measure(generate, options.output_len, options.num_iters)
@@ -289,7 +340,9 @@ def kv_element_bytes(options: argparse.Namespace) -> int:
 
 def header() -> str:
     """The table's head."""
-    return f"{'lora':<6}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
+    return (
+        f"{'lora':<6}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
+    )
 
 
 def line(row: Row) -> str:
@@ -302,10 +355,14 @@ def line(row: Row) -> str:
 
 def write(options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Row], start_up: float) -> None:
     """Writes everything that is needed to read the figures later."""
-    asked = {name: value for name, value in vars(options).items() if name not in ("run", "output_json", "profile", "model")}
+    asked = {
+        name: value for name, value in vars(options).items() if name not in ("run", "output_json", "profile", "model")
+    }
     content = {
         "workload": "A",
-        "model": {None: "llama-3.1-8b shape, random weights", "demo": "demo"}.get(options.model, Path(options.model or "").name),
+        "model": {None: "llama-3.1-8b shape, random weights", "demo": "demo"}.get(
+            options.model, Path(options.model or "").name
+        ),
         "config": config,
         "options": asked,
         "start_up_seconds": round(start_up, 2),

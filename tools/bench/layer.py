@@ -1,8 +1,9 @@
-"""One decode layer of a compiled program, in microseconds: what LoRA, its lowering, its share of the SMs and PDL each cost or bring.
+"""One decode layer of a compiled program, in microseconds: what LoRA, its lowering, its share of the SMs and PDL each
+cost or bring.
 
-A model of Llama-3.1-8B's shape with random weights is compiled with two and with six layers and replayed as a CUDA graph; a quarter of the difference
-is a layer's time, so embedding, output projection and launch are left out. Sequences hold 256 tokens, adapters are mixed as in `bench latency`.
-Run as `python -m sidestream.tools.bench.layer`; needs a GPU.
+A model of Llama-3.1-8B's shape with random weights is compiled with two and with six layers and replayed as a CUDA
+graph; a quarter of the difference is a layer's time, so embedding, output projection and launch are left out. Sequences
+hold 256 tokens, adapters are mixed as in `bench latency`. Run as `python -m sidestream.tools.bench.layer`; needs a GPU.
 """
 
 import argparse
@@ -35,7 +36,11 @@ class Variant:
     @property
     def name(self) -> str:
         """As the table has it."""
-        return self.lowering + ("" if self.sm_share is None else f" {self.sm_share:.0%}") + ("" if self.pdl else ", no PDL")
+        return (
+            self.lowering
+            + ("" if self.sm_share is None else f" {self.sm_share:.0%}")
+            + ("" if self.pdl else ", no PDL")
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class Row:
 class Layers:
     """The compiled models of both depths and their tensors, shared by every program."""
 
-    def __init__(self, rank: int, slots: int, device: str = "cuda", options: Any = None, config: Mapping[str, Any] = LLAMA_8B) -> None:
+    def __init__(
+        self, rank: int, slots: int, device: str = "cuda", options: Any = None, config: Mapping[str, Any] = LLAMA_8B
+    ) -> None:
         import torch
 
         from ...compiler.api import compile_model
@@ -67,7 +74,9 @@ class Layers:
         self.models = {}
         for depth in DEPTHS:
             fields = LlamaConfig.from_dict({**config, "vocab_size": VOCABULARY, "num_hidden_layers": depth})
-            self.models[depth] = compile_model(Llama(fields, LoraShape(slots, rank), torch.bfloat16, "meta"), self.options)
+            self.models[depth] = compile_model(
+                Llama(fields, LoraShape(slots, rank), torch.bfloat16, "meta"), self.options
+            )
         self._constant: dict[str, Any] = {}
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -88,7 +97,11 @@ class Layers:
             chosen["lora_lowering"] = variant.lowering
         if variant.sm_share is not None:
             chosen["lora_sm_share"] = variant.sm_share
-        return build_program(self.models[depth].graph_module, self.bucket(tokens, variant.lowering != "none"), replace(self.options, **chosen))
+        return build_program(
+            self.models[depth].graph_module,
+            self.bucket(tokens, variant.lowering != "none"),
+            replace(self.options, **chosen),
+        )
 
     def tensors(self, depth: int, tokens: int, adapters: Sequence[int]) -> dict[str, Any]:
         """Every tensor that the programs of `tokens` sequences bind; weights are made once."""
@@ -132,7 +145,8 @@ class Layers:
         elif "lora" in name or dtype == torch.bfloat16:
             values = values / shape[-1] ** 0.5
         if dtype == torch.int8:
-            values = (values * 36).round().clamp(-127, 127)  # as rows of a normal distribution are stored: small numbers would draw less power
+            # as rows of a normal distribution are stored: small numbers would draw less power
+            values = (values * 36).round().clamp(-127, 127)
         return values.to(dtype)
 
 
@@ -145,7 +159,9 @@ def layer_us(programs: Mapping[int, Any], tensors: Mapping[int, Mapping[str, Any
     """Microseconds of a layer from the programs of both depths."""
     from ...compiler.run.emit import BoundProgram
 
-    few, many = (replay_us(BoundProgram(programs[depth], tensors[depth], "cuda").capture(), repeats) for depth in DEPTHS)
+    few, many = (
+        replay_us(BoundProgram(programs[depth], tensors[depth], "cuda").capture(), repeats) for depth in DEPTHS
+    )
     return (many - few) / (DEPTHS[1] - DEPTHS[0])
 
 
@@ -159,15 +175,55 @@ def variants(lowerings: Sequence[str], shares: Sequence[float], without_pdl: boo
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m sidestream.tools.bench.layer", description=__doc__)
-    made.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 16, 64, 128, 256], metavar="T", help="sequences in a step (default: %(default)s)")
-    made.add_argument("--lowering", nargs="+", choices=LOWERINGS, default=["none", "serial", "side_stream", "auto"], help="how LoRA is lowered (default: all)")
-    made.add_argument("--sm-share", type=share, nargs="*", default=[], metavar="S", help="also the side stream with these shares of the SMs")
+    made.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=[1, 8, 16, 64, 128, 256],
+        metavar="T",
+        help="sequences in a step (default: %(default)s)",
+    )
+    made.add_argument(
+        "--lowering",
+        nargs="+",
+        choices=LOWERINGS,
+        default=["none", "serial", "side_stream", "auto"],
+        help="how LoRA is lowered (default: all)",
+    )
+    made.add_argument(
+        "--sm-share",
+        type=share,
+        nargs="*",
+        default=[],
+        metavar="S",
+        help="also the side stream with these shares of the SMs",
+    )
     made.add_argument("--no-pdl", action="store_true", help="also everything without programmatic dependent launch")
-    made.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: %(default)s)")
-    made.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="resident adapters, mixed by p(k) ~ 1/k (default: %(default)s)")
-    made.add_argument("--precision", choices=("int8", "fp8", "bf16"), default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)")
-    made.add_argument("--lora-dtype", choices=("auto", "bf16", "int8", "fp8"), default="auto", help="of the adapters; one_launch needs eight bits")
-    made.add_argument("--repeats", type=positive, default=7, metavar="N", help="timed rows; the median counts (default: %(default)s)")
+    made.add_argument(
+        "--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: %(default)s)"
+    )
+    made.add_argument(
+        "--num-adapters",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="resident adapters, mixed by p(k) ~ 1/k (default: %(default)s)",
+    )
+    made.add_argument(
+        "--precision",
+        choices=("int8", "fp8", "bf16"),
+        default=DEFAULT_PRECISION,
+        help="of weights and activations (default: %(default)s)",
+    )
+    made.add_argument(
+        "--lora-dtype",
+        choices=("auto", "bf16", "int8", "fp8"),
+        default="auto",
+        help="of the adapters; one_launch needs eight bits",
+    )
+    made.add_argument(
+        "--repeats", type=positive, default=7, metavar="N", help="timed rows; the median counts (default: %(default)s)"
+    )
     made.add_argument("--output-json", type=Path, metavar="FILE", help="also write the figures here")
     return made
 
@@ -177,7 +233,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ...compiler.options import CompileOptions
 
     options = parser().parse_args(arguments)
-    layers = Layers(options.lora_rank, options.num_adapters, options=CompileOptions(precision=options.precision, lora_dtype=options.lora_dtype))
+    layers = Layers(
+        options.lora_rank,
+        options.num_adapters,
+        options=CompileOptions(precision=options.precision, lora_dtype=options.lora_dtype),
+    )
     names = [str(slot) for slot in range(options.num_adapters)]
     rows = []
     print(f"{'tokens':>6}{'adapters':>10}  {'LoRA':<24}{'us/layer':>10}{'of none':>9}")
@@ -186,12 +246,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tensors = {depth: layers.tensors(depth, tokens, adapters) for depth in DEPTHS}
         base = None
         for variant in variants(options.lowering, options.sm_share, options.no_pdl):
-            time = layer_us({depth: layers.program(depth, tokens, variant) for depth in DEPTHS}, tensors, options.repeats)
+            time = layer_us(
+                {depth: layers.program(depth, tokens, variant) for depth in DEPTHS}, tensors, options.repeats
+            )
             base = time if variant == Variant("none") else base
-            rows.append(Row(tokens, len(set(adapters)), options.lora_rank, variant.name, round(time, 2), round((base or time) / time, 3)))
-            print(f"{tokens:>6}{rows[-1].active_adapters:>10}  {variant.name:<24}{time:>10.1f}{rows[-1].base_share:>9.0%}", flush=True)
+            rows.append(
+                Row(
+                    tokens,
+                    len(set(adapters)),
+                    options.lora_rank,
+                    variant.name,
+                    round(time, 2),
+                    round((base or time) / time, 3),
+                )
+            )
+            print(
+                f"{tokens:>6}{rows[-1].active_adapters:>10}  "
+                f"{variant.name:<24}{time:>10.1f}{rows[-1].base_share:>9.0%}",
+                flush=True,
+            )
     if options.output_json is not None:
-        options.output_json.write_text(json.dumps({"rows": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n")
+        options.output_json.write_text(
+            json.dumps({"rows": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n"
+        )
     return 0
 
 

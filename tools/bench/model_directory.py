@@ -1,10 +1,13 @@
-"""A model directory without weights, for measuring servers: config.json, a tokenizer of the vocabulary's size, and random adapters.
+"""A model directory without weights, for measuring servers: config.json, a tokenizer of the vocabulary's size, and
+random adapters.
 
     python -m sidestream.tools.bench.model_directory DIR --adapters 8
-    sidestream serve DIR --load-format dummy --lora-modules $(for i in 0 1 2 3 4 5 6 7; do echo random-$i=DIR/adapters/random-$i; done)
+    sidestream serve DIR --load-format dummy --lora-modules $(for i in 0 1 2 3 4 5 6 7; do echo
+    random-$i=DIR/adapters/random-$i; done)
 
-By default the shape is that of Llama-3.1-8B. `--tiny` makes a model of two small layers, whose adapters take 50 kB each, so that hundreds are written in
-seconds; `--like MODEL` takes another directory's config. Adapters get rank `--rank` and alpha 2 * rank on all seven projections. Nothing is downloaded.
+By default the shape is that of Llama-3.1-8B. `--tiny` makes a model of two small layers, whose adapters take 50 kB
+each, so that hundreds are written in seconds; `--like MODEL` takes another directory's config. Adapters get rank
+`--rank` and alpha 2 * rank on all seven projections. Nothing is downloaded.
 """
 
 import argparse
@@ -18,12 +21,20 @@ from .latency import LLAMA_8B
 from .random_adapters import write_random_adapter
 
 TINY = LLAMA_8B | {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
 
 
 def write_tokenizer(file: Path, vocabulary: int) -> None:
-    """A byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then pairs and triples of letters, which only output can hold."""
+    """A byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then pairs and triples of letters, which
+    only output can hold.
+    """
     alphabet = letters()
     names = {letter: byte for byte, letter in enumerate(alphabet[:vocabulary])}
     small = [letter for letter in alphabet if letter.isalpha() and letter.isascii()]
@@ -32,9 +43,16 @@ def write_tokenizer(file: Path, vocabulary: int) -> None:
         names[next(words)] = number
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     content: dict[str, Any] = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
-        "decoder": byte_level, "model": {"type": "BPE", "vocab": names, "merges": []},
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": names, "merges": []},
+    }
     file.write_text(json.dumps(content))
 
 
@@ -43,20 +61,33 @@ def write_model(directory: Path, config: Mapping[str, Any], adapters: int, rank:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     write_tokenizer(directory / "tokenizer.json", config["vocab_size"])
-    return {f"random-{index}": write_random_adapter(directory / "adapters" / f"random-{index}", config, rank, index) for index in range(adapters)}
+    return {
+        f"random-{index}": write_random_adapter(directory / "adapters" / f"random-{index}", config, rank, index)
+        for index in range(adapters)
+    }
 
 
 def main() -> int:
     """Writes what was asked for."""
-    parser = argparse.ArgumentParser(prog="bench_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--adapters", type=int, default=0, metavar="N", help="random adapters, in DIR/adapters/random-0 ... (default: none)")
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        default=0,
+        metavar="N",
+        help="random adapters, in DIR/adapters/random-0 ... (default: none)",
+    )
     parser.add_argument("--rank", type=int, default=32)
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--tiny", action="store_true", help="two small layers")
     shape.add_argument("--like", type=Path, metavar="MODEL", help="the shape of another model directory")
     options = parser.parse_args()
-    config = json.loads((options.like / "config.json").read_text()) if options.like else TINY if options.tiny else LLAMA_8B
+    config = (
+        json.loads((options.like / "config.json").read_text()) if options.like else TINY if options.tiny else LLAMA_8B
+    )
     write_model(options.directory, config, options.adapters, options.rank)
     print(f"wrote {options.directory} with {options.adapters} adapters of rank {options.rank}")
     return 0

@@ -1,4 +1,6 @@
-"""A profile of an engine at work, for Perfetto: its programs' steps by name with their real kernels, copies, and the batcher's work, in four lanes."""
+"""A profile of an engine at work, for Perfetto: its programs' steps by name with their real kernels, copies, and the
+batcher's work, in four lanes.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,7 +11,8 @@ PROFILED_OUTPUTS = 6
 
 
 def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
-    """Runs `generate(PROFILED_OUTPUTS)` under torch's profiler and writes the lanes to `path`; returns how many steps of programs it shows.
+    """Runs `generate(PROFILED_OUTPUTS)` under torch's profiler and writes the lanes to `path`; returns how many steps
+    of programs it shows.
 
     Raises ProfileError when the profiler saw none of the engine's programs.
     """

@@ -11,7 +11,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, seed: int) -> str:
-    """Writes an adapter of `rank` and alpha 2 * rank on all seven projections, bfloat16, in PEFT's format; returns the directory.
+    """Writes an adapter of `rank` and alpha 2 * rank on all seven projections, bfloat16, in PEFT's format; returns the
+    directory.
 
     `config` holds the fields of the base model's config.json.
     """

@@ -1,11 +1,16 @@
-"""Tensors for a program that is run to be measured: random weights, inputs of sequences that are in the middle of an answer."""
+"""Tensors for a program that is run to be measured: random weights, inputs of sequences that are in the middle of an
+answer.
+"""
+
 import torch
 
 from ...compiler.cost.cost import Assumptions
 from ...compiler.program.program import Program
 
 
-def random_tensors(program: Program, device: torch.device, assume: Assumptions, known: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
+def random_tensors(
+    program: Program, device: torch.device, assume: Assumptions, known: dict[str, torch.Tensor], seed: int = 0
+) -> dict[str, torch.Tensor]:
     """A tensor for each input, weight and adapter; weights and adapters are taken from `known` and added to it."""
     source = torch.Generator(device).manual_seed(seed)
     result = {}
@@ -19,16 +24,21 @@ def random_tensors(program: Program, device: torch.device, assume: Assumptions, 
             if buffer.dtype == torch.float32:
                 tensor.fill_(1.0 if buffer.name.startswith("key_balance") else 0.002)
             else:
-                int8 = buffer.dtype == torch.int8  # as rows of a normal distribution are stored: small numbers would draw less power
+                # as rows of a normal distribution are stored: small numbers would draw less power
+                int8 = buffer.dtype == torch.int8
                 spread = 36.0 if int8 else 1.0 if buffer.dtype.itemsize == 1 else 0.05
-                values = torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(0.0, spread, generator=source)
+                values = torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(
+                    0.0, spread, generator=source
+                )
                 tensor.copy_(values.round_().clamp_(-127, 127) if int8 else values)
             known[buffer.name] = tensor
         result[buffer.name] = tensor
     return result
 
 
-def _input(program: Program, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, assume: Assumptions) -> torch.Tensor:
+def _input(
+    program: Program, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, assume: Assumptions
+) -> torch.Tensor:
     context, bucket = assume.context_of(program), program.bucket
     count = shape[0] if shape else 1
     rows = torch.arange(count, device=device)
@@ -41,5 +51,9 @@ def _input(program: Program, name: str, shape: tuple[int, ...], dtype: torch.dty
         slots = max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=1)
         value = rows % max(1, assume.adapters_of(program, slots))
     else:
-        value = {"context_lens": torch.full_like(rows, context), "positions": torch.full_like(rows, context - 1), "input_ids": rows % 251}.get(name, rows)
+        value = {
+            "context_lens": torch.full_like(rows, context),
+            "positions": torch.full_like(rows, context - 1),
+            "input_ids": rows % 251,
+        }.get(name, rows)
     return value.to(dtype)

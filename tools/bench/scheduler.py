@@ -1,11 +1,14 @@
-"""What planning costs on the CPU: milliseconds per step of `schedule` and `commit`, and of the text behind them, for many streams.
+"""What planning costs on the CPU: milliseconds per step of `schedule` and `commit`, and of the text behind them, for
+many streams.
 
     python -m sidestream.tools.bench.scheduler [--streams 256] [--steps 400]
 
-No device and no model: tokens are made up. Every stream decodes; as each ends, a new one with a prompt takes its place, so admission, the
-prefix cache and page allocation are in the figures. With adapters, each request picks one with p(k) ~ 1/k; copies take no time. `streams` is
-how many sequences got a token in a step: when many adapters share few slots, the others wait for a slot.
+No device and no model: tokens are made up. Every stream decodes; as each ends, a new one with a prompt takes its place,
+so admission, the prefix cache and page allocation are in the figures. With adapters, each request picks one with p(k) ~
+1/k; copies take no time. `streams` is how many sequences got a token in a step: when many adapters share few slots, the
+others wait for a slot.
 """
+
 import argparse
 import platform
 import random
@@ -69,8 +72,12 @@ def measure(streams: int, steps: int, adapters: int, stream_text: bool) -> dict[
     def add(count: int) -> None:
         nonlocal made
         for _ in range(count):
-            ids = beginning[:source.choice((0, 256))] + [source.randrange(VOCABULARY) for _ in range(source.randrange(*PROMPT_LENGTHS))]
-            params = SamplingParams(temperature=0.0, max_tokens=source.randrange(*OUTPUT_LENGTHS), ignore_eos=True, detokenize=False)
+            ids = beginning[: source.choice((0, 256))] + [
+                source.randrange(VOCABULARY) for _ in range(source.randrange(*PROMPT_LENGTHS))
+            ]
+            params = SamplingParams(
+                temperature=0.0, max_tokens=source.randrange(*OUTPUT_LENGTHS), ignore_eos=True, detokenize=False
+            )
             adapter = source.choices(names, weights)[0] if names else None
             engine.add(Request(str(made), None, ids, params, adapter), stream_text)
             made += 1
@@ -109,7 +116,10 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--adapters", type=positive, default=200)
     options = parser.parse_args()
-    print(f"{options.streams} streams, {options.steps} steps; {platform.processor() or platform.machine()}, Python {platform.python_version()}")
+    print(
+        f"{options.streams} streams, {options.steps} steps; {platform.processor() or platform.machine()}, Python "
+        f"{platform.python_version()}"
+    )
     print("CPU milliseconds per step: median (99th percentile); `whole` = plan + commit + text\n")
     print(f"{'':<30}{'streams':>9}{'plan':>16}{'commit':>16}{'text':>16}{'whole':>16}")
     cases = (

@@ -2,6 +2,7 @@
 
 Each start is a process of its own. Cold: empty caches for programs and kernels. Warm: the same start again.
 """
+
 import argparse
 import json
 import os
@@ -18,7 +19,8 @@ from .latency import build, make_adapters, model_fields
 DESCRIPTION = """\
 Time the start of the engine, split into capture and passes, loading, kernels and CUDA graphs.
 
-By default the model has the shape of Llama-3.1-8B with random weights; nothing is downloaded. Reading a checkpoint from disk comes on top."""
+By default the model has the shape of Llama-3.1-8B with random weights; nothing is downloaded. Reading a checkpoint from
+disk comes on top."""
 
 KEEPING_SECONDS = 60.0  # that a start may take to put its packed adapters into the cache
 
@@ -30,17 +32,43 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser("startup", help="time a cold and a warm start", description=DESCRIPTION, epilog=EXAMPLES,
-                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="MODEL", help="model directory, or `demo` (default: Llama-3.1-8B's shape with random weights)")
-    parser.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", dest="concurrency_limit", help="requests at once (default: 256)")
-    parser.add_argument("--num-adapters", type=int, default=8, metavar="N", help="random adapters to make, 0 for none (default: 8)")
-    parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)")
-    parser.add_argument("--output-json", type=Path, default=Path("bench-startup.json"), metavar="FILE", help="where the figures go")
-    parser.add_argument("--once", action="store_true", help="start once, with the caches as they are, and print the figures as JSON")
+    parser = commands.add_parser(
+        "startup",
+        help="time a cold and a warm start",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="model directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=positive,
+        default=256,
+        metavar="N",
+        dest="concurrency_limit",
+        help="requests at once (default: 256)",
+    )
+    parser.add_argument(
+        "--num-adapters", type=int, default=8, metavar="N", help="random adapters to make, 0 for none (default: 8)"
+    )
+    parser.add_argument(
+        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)"
+    )
+    parser.add_argument(
+        "--output-json", type=Path, default=Path("bench-startup.json"), metavar="FILE", help="where the figures go"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="start once, with the caches as they are, and print the figures as JSON"
+    )
     add_compile_options(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)")
+    group.add_argument(
+        "--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)"
+    )
     group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     group.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
@@ -58,15 +86,27 @@ def run(options: argparse.Namespace) -> int:
     print(f"{'seconds':<24}{'cold':>10}{'warm':>10}")
     for part in parts:
         print(f"{part.replace('_', ' '):<24}{rows['cold'][part]:>10.2f}{rows['warm'].get(part, 0.0):>10.2f}")
-    options.output_json.write_text(json.dumps({"workload": "T", "seconds": rows, "environment": collect_env.collect()}, indent=2) + "\n")
+    options.output_json.write_text(
+        json.dumps({"workload": "T", "seconds": rows, "environment": collect_env.collect()}, indent=2) + "\n"
+    )
     print(f"wrote {options.output_json}")
     return 0
 
 
 def start_in_a_process(caches: Path) -> dict[str, float]:
     """The figures of one start with the same arguments. Raises RuntimeError with what it said when it fails."""
-    environment = {**os.environ, "SIDESTREAM_CACHE": str(caches / "sidestream"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    done = subprocess.run([sys.executable, "-m", "sidestream.tools.cli", *sys.argv[1:], "--once"], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "SIDESTREAM_CACHE": str(caches / "sidestream"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "sidestream.tools.cli", *sys.argv[1:], "--once"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"the start failed: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,8 +1,10 @@
 """`sidestream bench throughput`: workloads B (balanced) and P (prefill).
 
-B(C): C requests of 1024 prompt tokens and 128 outputs start at once: output tokens per second, and the time to each request's first token.
-P: 16 requests of 2048 prompt tokens and one output: prompt tokens per second, and the share of the tensor cores' FP8 peak.
+B(C): C requests of 1024 prompt tokens and 128 outputs start at once: output tokens per second, and the time to each
+request's first token. P: 16 requests of 2048 prompt tokens and one output: prompt tokens per second, and the share of
+the tensor cores' FP8 peak.
 """
+
 import argparse
 import json
 import random
@@ -25,11 +27,13 @@ PREFILL = (2048, 1, 16)
 DESCRIPTION = """\
 Measure prompts and answers together (B) and prompts alone (P).
 
-By default the model has the shape of Llama-3.1-8B with random weights, and 8 random adapters of rank 32 on all linear layers; nothing is downloaded."""
+By default the model has the shape of Llama-3.1-8B with random weights, and 8 random adapters of rank 32 on all linear
+layers; nothing is downloaded."""
 
 EXAMPLES = """\
 examples:
-  sidestream bench throughput                                    B at 32 and 128 requests, and P, without adapters and with a Zipf mix
+  sidestream bench throughput                                    B at 32 and 128 requests, and P, without adapters and
+                                                                 with a Zipf mix
   sidestream bench throughput --workloads P --lora none
   sidestream bench throughput --model demo --concurrency 2       the demo model, to see the format without a GPU"""
 
@@ -50,23 +54,69 @@ class Row:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser("throughput", help="time whole requests: prompts with answers, and prompts alone", description=DESCRIPTION,
-                                 epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="MODEL", help="model directory, or `demo` (default: Llama-3.1-8B's shape with random weights)")
-    parser.add_argument("--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)")
-    parser.add_argument("--concurrency", type=positive, nargs="+", default=[32, 128], metavar="C", help="requests at once in B (default: 32 128)")
-    parser.add_argument("--lora", nargs="+", choices=LORA_CHOICES, default=["none", "zipf"], help="how requests use adapters (default: none zipf)")
-    parser.add_argument("--scale", type=positive, default=1, metavar="N", help="divide prompt and output lengths by N, for a quick look (default: 1)")
-    parser.add_argument("--num-iters", type=positive, default=2, metavar="N", help="measurements of each line; the median counts (default: 2)")
-    parser.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: 8)")
-    parser.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)")
-    parser.add_argument("--output-json", type=Path, default=Path("bench-throughput.json"), metavar="FILE", help="where the figures go")
+    parser = commands.add_parser(
+        "throughput",
+        help="time whole requests: prompts with answers, and prompts alone",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="model directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive,
+        nargs="+",
+        default=[32, 128],
+        metavar="C",
+        help="requests at once in B (default: 32 128)",
+    )
+    parser.add_argument(
+        "--lora",
+        nargs="+",
+        choices=LORA_CHOICES,
+        default=["none", "zipf"],
+        help="how requests use adapters (default: none zipf)",
+    )
+    parser.add_argument(
+        "--scale",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="divide prompt and output lengths by N, for a quick look (default: 1)",
+    )
+    parser.add_argument(
+        "--num-iters",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="measurements of each line; the median counts (default: 2)",
+    )
+    parser.add_argument(
+        "--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: 8)"
+    )
+    parser.add_argument(
+        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)"
+    )
+    parser.add_argument(
+        "--output-json", type=Path, default=Path("bench-throughput.json"), metavar="FILE", help="where the figures go"
+    )
     add_compile_options(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)")
+    group.add_argument(
+        "--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)"
+    )
     group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    group.add_argument("--seed", type=int, default=0, help="seed of prompts, weights and the adapters' mix (default: 0)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of prompts, weights and the adapters' mix (default: 0)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -76,28 +126,52 @@ def run(options: argparse.Namespace) -> int:
     jobs = [("B", count, BALANCED[0], BALANCED[1]) for count in options.concurrency] if "B" in options.workloads else []
     if "P" in options.workloads:
         jobs.append(("P", PREFILL[2], PREFILL[0], PREFILL[1]))
-    jobs = [(name, count, max(prompt // options.scale, 1), max(output // options.scale, 1)) for name, count, prompt, output in jobs]
+    jobs = [
+        (name, count, max(prompt // options.scale, 1), max(output // options.scale, 1))
+        for name, count, prompt, output in jobs
+    ]
     options.input_len, options.output_len = max((job[2:] for job in jobs), key=sum)
     options.concurrency = [job[1] for job in jobs]
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         adapters = make_adapters(options, config, Path(scratch))
         llm = build(options, config, directory, adapters)
-        print(f"{'load':<5}{'C':>5} {'lora':<6}{'out tok/s':>11}{'prompt tok/s':>14}{'TTFT p50':>10}{'p99 ms':>9}{'FP8 peak':>10}")
+        print(
+            f"{'load':<5}{'C':>5} "
+            f"{'lora':<6}{'out tok/s':>11}{'prompt tok/s':>14}{'TTFT p50':>10}{'p99 ms':>9}{'FP8 peak':>10}"
+        )
         rows = []
         for kind in options.lora:
             for name, count, prompt, output in jobs:
                 row = measure_row(llm, options, config, name, kind, list(adapters), count, prompt, output)
                 rows.append(row)
-                print(f"{name:<5}{count:>5} {kind:<6}{row.output_tokens_per_second:>11.0f}{row.prompt_tokens_per_second:>14.0f}"
-                      f"{row.ttft_p50_ms:>10.1f}{row.ttft_p99_ms:>9.1f}{row.share_of_fp8_peak:>10.0%}", flush=True)
-    content = {"workloads": "B, P", "config": config, "rows": [asdict(row) for row in rows], "environment": collect_env.collect()}
+                print(
+                    f"{name:<5}{count:>5} "
+                    f"{kind:<6}{row.output_tokens_per_second:>11.0f}{row.prompt_tokens_per_second:>14.0f}"
+                    f"{row.ttft_p50_ms:>10.1f}{row.ttft_p99_ms:>9.1f}{row.share_of_fp8_peak:>10.0%}",
+                    flush=True,
+                )
+    content = {
+        "workloads": "B, P",
+        "config": config,
+        "rows": [asdict(row) for row in rows],
+        "environment": collect_env.collect(),
+    }
     options.output_json.write_text(json.dumps(content, indent=2) + "\n")
     print(f"wrote {options.output_json}")
     return 0
 
 
-def measure_row(llm: Any, options: argparse.Namespace, config: dict[str, Any], name: str, kind: str, names: Sequence[str], count: int, prompt: int,
-                output: int) -> Row:
+def measure_row(
+    llm: Any,
+    options: argparse.Namespace,
+    config: dict[str, Any],
+    name: str,
+    kind: str,
+    names: Sequence[str],
+    count: int,
+    prompt: int,
+    output: int,
+) -> Row:
     """One line of the table: the median run, after one that warms up."""
     from ...runtime.requests.sampling_params import SamplingParams
 
@@ -112,11 +186,21 @@ def measure_row(llm: Any, options: argparse.Namespace, config: dict[str, Any], n
         runs.append(timed(llm, prompts, params, chosen))
     seconds, first = sorted(runs[1:], key=lambda run: run[0])[(options.num_iters - 1) // 2]
     tokens = count * prompt
-    return Row(name, count, kind, count * output / seconds, tokens / seconds, 1e3 * statistics.median(first), 1e3 * percentile(first, 0.99),
-               prompt_flops(config, count, prompt) / seconds / FP8_PEAK if name == "P" else 0.0)
+    return Row(
+        name,
+        count,
+        kind,
+        count * output / seconds,
+        tokens / seconds,
+        1e3 * statistics.median(first),
+        1e3 * percentile(first, 0.99),
+        prompt_flops(config, count, prompt) / seconds / FP8_PEAK if name == "P" else 0.0,
+    )
 
 
-def timed(llm: Any, prompts: Sequence[Sequence[int]], params: Any, adapters: Sequence[str | None]) -> tuple[float, list[float]]:
+def timed(
+    llm: Any, prompts: Sequence[Sequence[int]], params: Any, adapters: Sequence[str | None]
+) -> tuple[float, list[float]]:
     """(seconds of the whole run, seconds to the first token of each prompt)."""
     first: dict[int, float] = {}
     begin = time.perf_counter()
@@ -133,7 +217,9 @@ def percentile(values: Sequence[float], share_below: float) -> float:
 
 
 def prompt_flops(config: dict[str, Any], count: int, prompt: int) -> float:
-    """Floating-point operations of `count` prompts: two per weight and token (embedding and unread logits apart), and causal attention."""
+    """Floating-point operations of `count` prompts: two per weight and token (embedding and unread logits apart),
+    and causal attention.
+    """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     width = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads = config["num_attention_heads"] * width

@@ -11,16 +11,20 @@ from ..options.engine import adapters_of, add_lora_options, add_model, model_dir
 from .ledger import batch_inputs, load_model
 
 DESCRIPTION = """\
-Run a short text through the unquantized model, with the base and with each adapter, and look at every layer's queries, keys and values:
+Run a short text through the unquantized model, with the base and with each adapter, and look at every layer's queries,
+keys and values:
   K amax, outliers   largest key, and how far it stands out in its head (1: flat, sqrt(head dim): one channel alone)
   K bias             share of the keys' energy that is the same in all tokens, which centring removes
-  int8, e4m3         error of the attention scores in nats with a cache of that type: with Hadamard (the default), and with the best treatment
-  V int8, V e4m3     relative error of attention's output for a value cache of that type, and with V rotated (--rotate-values)
+  int8, e4m3         error of the attention scores in nats with a cache of that type: with Hadamard (the default), and
+                     with the best treatment
+  V int8, V e4m3     relative error of attention's output for a value cache of that type, and with V rotated
+                     (--rotate-values)
   K treated          what is chosen for the layer in the mode that --precision names: Hadamard, centring
   gain               error of the scores with that mode's own cache and Hadamard over that of what is chosen
-The file holds the keys' means and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE) and --calibration FILE then decide what kv_dtype
-"auto" means (the mode's own type, int8 or e4m3, unless the other one's error is far smaller), and where keys are transformed and centred; as
-sidestream_calibration.safetensors in the model's directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard."""
+The file holds the keys' means and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE) and
+--calibration FILE then decide what kv_dtype "auto" means (the mode's own type, int8 or e4m3, unless the other one's
+error is far smaller), and where keys are transformed and centred; as sidestream_calibration.safetensors in the model's
+directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard."""
 
 EXAMPLES = """\
 examples:
@@ -34,7 +38,18 @@ CPU_TOKENS, CPU_LENGTH = 1024, 256
 ADAPTER_DOCUMENTS = 2
 CHARACTERS_A_TOKEN = 8
 PRECISIONS = ("int8", "fp8")  # those that quantize, the default first; spelt out, since help must not import torch
-STANDARD_LIBRARY = ("textwrap", "argparse", "statistics", "json.decoder", "difflib", "calendar", "tokenize", "fractions", "heapq", "shlex")
+STANDARD_LIBRARY = (
+    "textwrap",
+    "argparse",
+    "statistics",
+    "json.decoder",
+    "difflib",
+    "calendar",
+    "tokenize",
+    "fractions",
+    "heapq",
+    "shlex",
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -48,19 +63,36 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument("-o", "--output", type=Path, default=Path("sidestream_calibration.safetensors"), metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="UTF-8 text to run (default: sources of Python's standard library)")
     parser.add_argument(
-        "--tokens", type=positive, metavar="N",
-        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {DEFAULT_TOKENS}, on a CPU {CPU_TOKENS})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--length", type=positive, metavar="N", help=f"tokens of a piece, at most the model's limit (default: {DEFAULT_LENGTH}, on a CPU {CPU_LENGTH})"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("sidestream_calibration.safetensors"),
+        metavar="FILE",
+        help="default: %(default)s",
     )
     parser.add_argument(
-        "--precision", choices=PRECISIONS, default=PRECISIONS[0],
+        "--prompts", type=Path, metavar="FILE", help="UTF-8 text to run (default: sources of Python's standard library)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {DEFAULT_TOKENS}, on a CPU "
+        f"{CPU_TOKENS})",
+    )
+    parser.add_argument(
+        "--length",
+        type=positive,
+        metavar="N",
+        help=f"tokens of a piece, at most the model's limit (default: {DEFAULT_LENGTH}, on a CPU {CPU_LENGTH})",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=PRECISIONS[0],
         help="the mode whose choices the table shows by layer; the file serves all of them (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -89,11 +121,13 @@ def run(options: argparse.Namespace) -> int:
     tokens, length = (CPU_TOKENS, CPU_LENGTH) if device.type == "cpu" else (DEFAULT_TOKENS, DEFAULT_LENGTH)
     tokens, length = options.tokens or tokens, options.length or length
     text = standard_text() if options.prompts is None else options.prompts.read_text(encoding="utf-8")
-    ids = tokenizer.encode(text[:tokens * CHARACTERS_A_TOKEN])[:tokens]
+    ids = tokenizer.encode(text[: tokens * CHARACTERS_A_TOKEN])[:tokens]
     jobs = list(documents(ids, min(length, model.config.max_position_embeddings), len(names)))
     if not jobs:
         raise ValueError(f"{options.prompts} has less than two tokens; give it some text")
-    calibration = calibrate(model, jobs, device, fingerprint(model.config, Checkpoint(directory)), names, progress=sys.stderr.isatty())
+    calibration = calibrate(
+        model, jobs, device, fingerprint(model.config, Checkpoint(directory)), names, progress=sys.stderr.isatty()
+    )
     print(f"{directory.name}: {calibration.tokens} tokens, adapters: {', '.join(names) or 'none'}\n")
     print(as_text(calibration, options.precision))
     calibration.save(options.output)
@@ -106,12 +140,16 @@ def standard_text() -> str:
     import importlib.util
 
     found = (importlib.util.find_spec(name) for name in STANDARD_LIBRARY)
-    return "\n".join(Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec is not None and spec.origin is not None)
+    return "\n".join(
+        Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec is not None and spec.origin is not None
+    )
 
 
 def documents(ids: Sequence[int], length: int, adapters: int) -> Iterator[tuple[list[int], int]]:
-    """(token ids, adapter slot or -1): every piece of the text for the base, and two pieces for each adapter in turn."""
-    pieces = [list(ids[first:first + length]) for first in range(0, len(ids), length)]
+    """(token ids, adapter slot or -1): every piece of the text for the base, and two pieces for each adapter in
+    turn.
+    """
+    pieces = [list(ids[first : first + length]) for first in range(0, len(ids), length)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     yield from ((piece, -1) for piece in pieces)
     for slot in range(adapters):
@@ -146,7 +184,10 @@ class Sums:
         self.tokens += len(k)
         self.key = self.key + k.double().sum(0)
         self.key_square += float(k.double().square().sum())
-        self.key_amax, self.value_amax = max(self.key_amax, float(k.abs().max())), max(self.value_amax, float(v.abs().max()))
+        self.key_amax, self.value_amax = (
+            max(self.key_amax, float(k.abs().max())),
+            max(self.value_amax, float(v.abs().max())),
+        )
         self.key_outliers += outliers(k) * len(k)
         self.value_outliers += outliers(v) * len(v)
 
@@ -160,7 +201,9 @@ class Sums:
         for kv_dtype in KV_DTYPES:
             for hadamard, centered in TREATMENTS:
                 center = self.center() if centered else None
-                variance = score_variance(q, k, softmax_scale, kv_dtype, hadamard=hadamard, center=center, weights=weights)
+                variance = score_variance(
+                    q, k, softmax_scale, kv_dtype, hadamard=hadamard, center=center, weights=weights
+                )
                 key = (kv_dtype, hadamard, centered)
                 self.score[key] = self.score.get(key, 0.0) + variance * len(q)
             for rotated in (False, True):
@@ -176,12 +219,26 @@ class Sums:
         return LayerFigures(
             {key: (total / self.queries) ** 0.5 for key, total in self.score.items()},
             {key: (total / max(self.output_square, 1e-30)) ** 0.5 for key, total in self.value.items()},
-            self.key_amax, self.value_amax, self.key_outliers / self.tokens, self.value_outliers / self.tokens, bias,
-        )  # fmt: skip
+            self.key_amax,
+            self.value_amax,
+            self.key_outliers / self.tokens,
+            self.value_outliers / self.tokens,
+            bias,
+        )
 
 
-def calibrate(model: Any, jobs: Sequence[tuple[Sequence[int], int]], device: Any, mark: str, names: Sequence[str], progress: bool = False) -> Any:
-    """The `Calibration` of our plain Llama (with adapter i in slot i) from (token ids, slot) pairs. `mark`: the model's fingerprint."""
+def calibrate(
+    model: Any,
+    jobs: Sequence[tuple[Sequence[int], int]],
+    device: Any,
+    mark: str,
+    names: Sequence[str],
+    progress: bool = False,
+) -> Any:
+    """The `Calibration` of our plain Llama (with adapter i in slot i) from (token ids, slot) pairs.
+
+    `mark`: the model's fingerprint.
+    """
     from tqdm import tqdm
 
     from ...runtime.engine.calibration import Calibration
@@ -192,14 +249,17 @@ def calibrate(model: Any, jobs: Sequence[tuple[Sequence[int], int]], device: Any
     with tqdm(total=2 * len(jobs), desc="Calibrating", unit="run", disable=not progress, leave=False) as bar:
         for second in (False, True):
             for ids, slot in jobs:
-                for layer, factor, (q, k, v) in zip(layers, factors, attention_inputs(model, ids, slot, device), strict=True):
+                for layer, factor, (q, k, v) in zip(
+                    layers, factors, attention_inputs(model, ids, slot, device), strict=True
+                ):
                     k, q = k * factor, q / factor.repeat_interleave(q.shape[1] // k.shape[1], dim=0)
                     if second:
                         layer.simulate(q, k, v, softmax_scale)
                     else:
                         layer.look(k, v)
                 bar.update()
-    centers = [(layer.center() / factor).cpu() for layer, factor in zip(layers, factors, strict=True)]  # of keys as the model makes them
+    # of keys as the model makes them
+    centers = [(layer.center() / factor).cpu() for layer, factor in zip(layers, factors, strict=True)]
     return Calibration(mark, [layer.figures() for layer in layers], centers, layers[0].tokens, tuple(names))
 
 
@@ -255,21 +315,39 @@ def as_text(calibration: Any, precision: str) -> str:
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]
     short = {kv_dtype: kv_dtype.removeprefix("fp8_") for kv_dtype in KV_DTYPES}
-    table: list[tuple[str, ...]] = [(
-        "layer", "K amax", "outliers", "bias", *(word for kv_dtype in KV_DTYPES for word in (short[kv_dtype], "best")),
-        *(word for kv_dtype in KV_DTYPES for word in (f"V {short[kv_dtype]}", "rotated")), "K treated", "gain")]  # fmt: skip
+    table: list[tuple[str, ...]] = [
+        (
+            "layer",
+            "K amax",
+            "outliers",
+            "bias",
+            *(word for kv_dtype in KV_DTYPES for word in (short[kv_dtype], "best")),
+            *(word for kv_dtype in KV_DTYPES for word in (f"V {short[kv_dtype]}", "rotated")),
+            "K treated",
+            "gain",
+        )
+    ]
     for number, layer in enumerate(calibration.layers):
         row = [str(number), f"{layer.key_amax:.1f}", f"{layer.key_outliers:.1f}", f"{layer.bias:.0%}"]
         for kv_dtype in KV_DTYPES:
-            row += [f"{layer.key_errors[(kv_dtype, *TREATMENTS[0])]:.1e}", f"{layer.key_errors[(kv_dtype, *layer.treatment(kv_dtype))]:.1e}"]
+            row += [
+                f"{layer.key_errors[(kv_dtype, *TREATMENTS[0])]:.1e}",
+                f"{layer.key_errors[(kv_dtype, *layer.treatment(kv_dtype))]:.1e}",
+            ]
         row += [f"{layer.value_errors[kv_dtype, rotated]:.1e}" for kv_dtype in KV_DTYPES for rotated in (False, True)]
         treatment = layer.treatment(chosen)
         words = [word for word, on in zip(("Hadamard", "centred"), treatment, strict=True) if on]
         gain = layer.key_errors[(own, *TREATMENTS[0])] / max(layer.key_errors[(chosen, *treatment)], 1e-30)
         table.append((*row, ", ".join(words) or "as it is", f"{gain:.2f}x"))
     errors = ", ".join(f"{kv_dtype} {calibration.error(kv_dtype):.1e}" for kv_dtype in KV_DTYPES)
-    modes = "\n".join(f"precision {each}: {_choice(calibration, each)}" for each in sorted(PRECISIONS, key=lambda name: name != precision))
-    return f"{columns(table, right=range(1, 12))}\nerror of attention, scores and values, each dtype at its best: {errors}\n{modes}"
+    modes = "\n".join(
+        f"precision {each}: {_choice(calibration, each)}"
+        for each in sorted(PRECISIONS, key=lambda name: name != precision)
+    )
+    return (
+        f"{columns(table, right=range(1, 12))}\nerror of attention, scores and values, each dtype at its best: "
+        f"{errors}\n{modes}"
+    )
 
 
 def _choice(calibration: Any, precision: str) -> str:
@@ -284,5 +362,9 @@ def _choice(calibration: Any, precision: str) -> str:
         where = "all layers" if len(layers) == len(treated) else f"layers {', '.join(layers)}" if layers else "no layer"
         words.append(f"{name} in {where}")
     plain, rotated = calibration.value_error(kv_dtype, False), calibration.value_error(kv_dtype, True)
-    advice = f"; --rotate-values on brings the values' error from {plain:.1e} to {rotated:.1e}" if rotated < WORTH_DTYPE * plain else ""
+    advice = (
+        f"; --rotate-values on brings the values' error from {plain:.1e} to {rotated:.1e}"
+        if rotated < WORTH_DTYPE * plain
+        else ""
+    )
     return ", ".join(words) + advice

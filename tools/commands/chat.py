@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ...runtime.text.chat_template import ChatTemplate
 
 DESCRIPTION = """\
-Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each line is answered by itself.
+Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each
+line is answered by itself.
 
 Ctrl-C ends an answer, a second one (or Ctrl-D) the chat. Lines that begin with a slash:
   /adapter NAME   go on with this adapter (`none`: the base model)
@@ -27,7 +28,8 @@ examples:
   sidestream chat
   sidestream chat --adapter pirate --system "Answer in one sentence."
   sidestream chat -m "What is the capital of France?"                    one question, then the end
-  sidestream chat --chat-template models/llama                           the template of a model directory, or a .jinja file
+  sidestream chat --chat-template models/llama                           the template of a model directory, or a .jinja
+                                                                         file
   sidestream chat --address tcp://gpu-host:5757 --keys keys/client-alice"""
 
 
@@ -45,7 +47,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group.add_argument("-a", "--adapter", metavar="NAME", help="adapter to begin with (default: the base model)")
     group.add_argument("-m", "--message", metavar="TEXT", help="say this, show the answer, and end")
     group.add_argument("--system", metavar="TEXT", help="system message")
-    group.add_argument("--chat-template", type=Path, metavar="PATH", help="a template file, or a model directory (default: the server's)")
+    group.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="PATH",
+        help="a template file, or a model directory (default: the server's)",
+    )
     add_sampling_options(parser, temperature=0.7, max_tokens=512)
     add_connection_options(parser)
     parser.set_defaults(run=run)
@@ -61,7 +68,9 @@ def load_template(path: Path | None, client: "Client") -> "ChatTemplate | None":
     if path.is_dir():
         found = template_of(path)
         if found is None:
-            raise ChatTemplateError(f"{path} has no chat template: neither chat_template.jinja nor the field in tokenizer_config.json")
+            raise ChatTemplateError(
+                f"{path} has no chat template: neither chat_template.jinja nor the field in tokenizer_config.json"
+            )
         return ChatTemplate(*found)
     return ChatTemplate(path.read_text(encoding="utf-8"), server.bos_token, server.eos_token)
 
@@ -69,7 +78,14 @@ def load_template(path: Path | None, client: "Client") -> "ChatTemplate | None":
 class Conversation:
     """What was said, and what is said next. `turn` streams an answer to `output`."""
 
-    def __init__(self, client: "Client", template: "ChatTemplate | None", params: "SamplingParams", adapter: str | None, system: str | None) -> None:
+    def __init__(
+        self,
+        client: "Client",
+        template: "ChatTemplate | None",
+        params: "SamplingParams",
+        adapter: str | None,
+        system: str | None,
+    ) -> None:
         self.client, self.template, self.params = client, template, params
         self.adapter = None if adapter == "none" else adapter
         self.system = system
@@ -83,7 +99,10 @@ class Conversation:
         return self.template.render(system + self.messages)
 
     def turn(self, text: str) -> str:
-        """Say something and show the answer as it grows; an interruption ends the answer and keeps what came. A failed turn leaves no trace."""
+        """Say something and show the answer as it grows; an interruption ends the answer and keeps what came.
+
+        A failed turn leaves no trace.
+        """
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
@@ -149,7 +168,10 @@ def talk(conversation: Conversation) -> int:
     if terminal:
         import readline  # noqa: F401  (line editing for input())
 
-        print(f"Talking with {harmless(conversation.client.connect().model)}. /help lists commands, Ctrl-D ends.", file=sys.stderr)
+        print(
+            f"Talking with {harmless(conversation.client.connect().model)}. /help lists commands, Ctrl-D ends.",
+            file=sys.stderr,
+        )
     failed = 0
     while True:
         try:

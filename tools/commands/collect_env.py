@@ -15,7 +15,18 @@ examples:
   sidestream collect-env            paste this into a bug report
   sidestream collect-env --json     the same for a program"""
 
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "sentencepiece", "msgspec", "pyzmq", "transformers", "peft")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "sentencepiece",
+    "msgspec",
+    "pyzmq",
+    "transformers",
+    "peft",
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -23,7 +34,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "collect-env",
         help="print versions and hardware for a bug report",
-        description="Print versions and hardware for a bug report; no user names, paths or environment variables are shown.",
+        description="Print versions and hardware for a bug report; no user names, paths or environment variables are "
+        "shown.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,7 +47,11 @@ def driver_version() -> str | None:
     """The NVIDIA driver's version, or None where nvidia-smi is missing or says nothing."""
     try:
         found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=True
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -89,7 +105,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name.replace('_', ' '):<14} {found[name] if found[name] is not None else 'none'}")
     for gpu in found["gpus"]:
         suits = "" if gpu["capability"] == "9.0" else "  (kernels are written for Hopper, 9.0)"
-        print(f"{'gpu':<14} {gpu['name']}, {gpu['memory_gib']} GiB, {gpu['sms']} SMs, capability {gpu['capability']}{suits}")
+        print(
+            f"{'gpu':<14} {gpu['name']}, {gpu['memory_gib']} GiB, {gpu['sms']} SMs, capability "
+            f"{gpu['capability']}{suits}"
+        )
     if not found["gpus"]:
         print(f"{'gpu':<14} none: everything runs on the CPU with reference ops")
     for name, version in found["packages"].items():

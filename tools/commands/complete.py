@@ -11,7 +11,8 @@ from .generate import prompts_of, token_ids
 DESCRIPTION = """\
 Let a running server complete prompts; each may use another adapter.
 
-Without -p, prompts are read from standard input, one a line. With one prompt the answer is shown as it grows; Ctrl-C ends it on the server, too."""
+Without -p, prompts are read from standard input, one a line. With one prompt the answer is shown as it grows; Ctrl-C
+ends it on the server, too."""
 
 EXAMPLES = """\
 examples:
@@ -34,10 +35,20 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     group.add_argument(
-        "--prompt-ids", action="append", default=[], type=token_ids, metavar="IDS", help="a prompt as comma-separated token ids; may be repeated"
+        "--prompt-ids",
+        action="append",
+        default=[],
+        type=token_ids,
+        metavar="IDS",
+        help="a prompt as comma-separated token ids; may be repeated",
     )
     group.add_argument(
-        "-a", "--adapter", action="append", default=[], metavar="NAME", help="adapter of all prompts, or one for each in turn; `none` is the base model"
+        "-a",
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="adapter of all prompts, or one for each in turn; `none` is the base model",
     )
     group.add_argument("--json", action="store_true", help="print a JSON object per prompt")
     add_sampling_options(parser, temperature=0.0, max_tokens=64)
@@ -52,7 +63,10 @@ def adapters_for(names: list[str], prompts: int) -> list[str | None]:
     """The adapter of each prompt. Raises ValueError for a number of names that fits no reading."""
     chosen = [None if name == "none" else name for name in names] or [None]
     if len(chosen) not in (1, prompts):
-        raise ValueError(f"{len(chosen)} adapters for {prompts} prompts; give one for all, or one for each (`none` for the base model)")
+        raise ValueError(
+            f"{len(chosen)} adapters for {prompts} prompts; give one for all, or one for each (`none` for the base "
+            "model)"
+        )
     return chosen * prompts if len(chosen) == 1 else chosen
 
 
@@ -79,10 +93,18 @@ def show(prompt: str | list[int], output: Any, options: argparse.Namespace) -> N
     answer = output.outputs[0]
     if options.json:
         asked = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        fields = {"adapter": output.adapter, "text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+        fields = {
+            "adapter": output.adapter,
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+        }
         print(json.dumps(asked | fields, ensure_ascii=False), flush=True)
         return
     shown = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
     text = answer.text or ",".join(map(str, answer.token_ids))
-    sys.stdout.write(f"[{output.adapter or 'base'}] {harmless(shown)}\n{harmless(shown) if options.echo else ''}{harmless(text).strip()}\n\n")
+    sys.stdout.write(
+        f"[{output.adapter or 'base'}] "
+        f"{harmless(shown)}\n{harmless(shown) if options.echo else ''}{harmless(text).strip()}\n\n"
+    )
     sys.stdout.flush()

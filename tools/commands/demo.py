@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from ...compiler.records import PassRecord
 
 DESCRIPTION = """\
-Compile the demo model, answer one batch in which every prompt has another adapter (and one has none), and show what each compiler pass did.
-Needs no GPU, no network and no files: the model and its four adapters are inside the package."""
+Compile the demo model, answer one batch in which every prompt has another adapter (and one has none), and show what
+each compiler pass did. Needs no GPU, no network and no files: the model and its four adapters are inside the
+package."""
 
 EXAMPLES = """\
 examples:
@@ -35,7 +36,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("sidestream_dump"), metavar="DIR", help="where the dump goes (default: %(default)s)"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("sidestream_dump"),
+        metavar="DIR",
+        help="where the dump goes (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add_compile_options(parser)
@@ -49,7 +55,11 @@ def run(options: argparse.Namespace) -> int:
     from .streaming import stream_answers
 
     prompts = demo_prompts()
-    adapters = {str(entry["adapter"]): str(DEMO_MODEL / "adapters" / str(entry["adapter"])) for entry in prompts if entry["adapter"]}
+    adapters = {
+        str(entry["adapter"]): str(DEMO_MODEL / "adapters" / str(entry["adapter"]))
+        for entry in prompts
+        if entry["adapter"]
+    }
     print(f"Compiling the demo model with {len(adapters)} adapters: {', '.join(adapters)}", flush=True)
     started = time.monotonic()
     llm = LLM(
@@ -65,11 +75,18 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     labels = [f"{entry['adapter'] or 'base':<7}  {entry['prompt']}" for entry in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=48)
-    texts = stream_answers(llm.stream([entry["prompt"] for entry in prompts], params, [entry["adapter"] for entry in prompts]), labels)
-    wrong = [label for label, text, entry in zip(labels, texts, prompts, strict=True) if text.strip() != entry["answer"]]
+    texts = stream_answers(
+        llm.stream([entry["prompt"] for entry in prompts], params, [entry["adapter"] for entry in prompts]), labels
+    )
+    wrong = [
+        label for label, text, entry in zip(labels, texts, prompts, strict=True) if text.strip() != entry["answer"]
+    ]
     print(f"\nAnswered in {time.monotonic() - started:.1f} s, all in the same steps. What the compiler did:\n")
     print(pass_summary(llm.compiled.records))
-    print(f"The dump lies in {llm.compiled.dump(options.output)}/: every graph before and after, what was refused and why, programs and schedules.")
+    print(
+        f"The dump lies in {llm.compiled.dump(options.output)}/: every graph before and after, what was refused and "
+        "why, programs and schedules."
+    )
     for label in wrong:
         print(f"unexpected answer: {label}", file=sys.stderr)
     return 1 if wrong else 0
@@ -81,6 +98,8 @@ def pass_summary(records: "Sequence[PassRecord]") -> str:
 
     rows = [("pass", "matches", "kernels")]
     for record in records:
-        rows.append((record.name, str(record.matches), f"{sum(record.ops_before.values())} -> {sum(record.ops_after.values())}"))
+        rows.append(
+            (record.name, str(record.matches), f"{sum(record.ops_before.values())} -> {sum(record.ops_after.values())}")
+        )
     rows.append(("all", "", f"{sum(records[0].ops_before.values())} -> {sum(records[-1].ops_after.values())}"))
     return columns(rows, right=(1,))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
-Say what changed between two dumps (of two option sets, or of two releases): options, matches and refusals of the passes, and for each program
-kernels, bytes, memory, and the estimated time. Exit code 0: the same, 1: they differ."""
+Say what changed between two dumps (of two option sets, or of two releases): options, matches and refusals of the
+passes, and for each program kernels, bytes, memory, and the estimated time. Exit code 0: the same, 1: they differ."""
 
 EXAMPLES = """\
 examples:

@@ -1,4 +1,6 @@
-"""`sidestream dump`: compile a model without loading its weights, and write down what every pass did and what the programs look like."""
+"""`sidestream dump`: compile a model without loading its weights, and write down what every pass did and what the
+programs look like.
+"""
 
 import argparse
 import json
@@ -9,21 +11,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, model_directory
+from ..options.engine import (
+    adapters_of,
+    add_compile_options,
+    add_lora_options,
+    add_model,
+    compile_arguments,
+    model_directory,
+)
 
 DESCRIPTION = """\
-Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what it refused and why,
-the programs as text and JSON, the schedule on its two lanes as SVG and as a trace, and index.html, one page over all of it for any browser.
-The same model, options and version give the same bytes, but for timings.json. No weights are read, so an 8B model takes seconds and little memory."""
+Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what
+it refused and why, the programs as text and JSON, the schedule on its two lanes as SVG and as a trace, and index.html,
+one page over all of it for any browser. The same model, options and version give the same bytes, but for timings.json.
+No weights are read, so an 8B model takes seconds and little memory."""
 
 EXAMPLES = """\
 examples:
   sidestream dump                                         the demo model and its adapters, into sidestream_dump/
   sidestream dump models/llama --max-loras 8 --max-lora-rank 32 -o dump/
   sidestream dump --disable-pass pack_projections -o without/     compare with `diff -r sidestream_dump without`
-  sidestream dump --bucket 64 mixed:512                   the programs of 64 decoding sequences, and of 512 tokens of prefill and decode mixed
+  sidestream dump --bucket 64 mixed:512                   the programs of 64 decoding sequences, and of 512 tokens of
+                                                          prefill and decode mixed
   sidestream dump --layers 0                              graphs of layer 0 only; the others look alike
-  sidestream dump --resources                             with registers, shared memory and spills of every kernel; needs no GPU
+  sidestream dump --resources                             with registers, shared memory and spills of every kernel;
+                                                          needs no GPU
   sidestream dump --measure                               with each step's time on this machine too
   sidestream dump --timings --measured gpu/timings.json   the same with what --measure found on another machine"""
 
@@ -37,7 +49,9 @@ def bucket(text: str) -> tuple[str, int]:
     """`decode:N` (or just `N`) or `mixed:N`, for argparse."""
     match = re.fullmatch(r"(?:(decode|mixed):)?([1-9]\d{0,4})", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither decode:SEQUENCES nor mixed:TOKENS, such as decode:8 or mixed:256")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither decode:SEQUENCES nor mixed:TOKENS, such as decode:8 or mixed:256"
+        )
     return match[1] or "decode", int(match[2])
 
 
@@ -60,7 +74,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_model(parser)
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("sidestream_dump"), metavar="DIR", help="directory to write (default: %(default)s)"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("sidestream_dump"),
+        metavar="DIR",
+        help="directory to write (default: %(default)s)",
     )
     parser.add_argument(
         "--bucket",
@@ -70,18 +89,32 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="KIND:N",
         help=f"programs to write; N alone is decode:N (default: {' '.join(DEFAULT_BUCKETS)})",
     )
-    parser.add_argument("--layers", nargs="+", type=layer, metavar="N", help="write the graphs of these layers only (default: all)")
-    parser.add_argument("--timings", action="store_true", help="show measured times on the page too; it then differs from run to run")
     parser.add_argument(
-        "--measure", action="store_true", help="run the programs here, with random weights, and show each step's time; includes --resources"
+        "--layers", nargs="+", type=layer, metavar="N", help="write the graphs of these layers only (default: all)"
+    )
+    parser.add_argument(
+        "--timings", action="store_true", help="show measured times on the page too; it then differs from run to run"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run the programs here, with random weights, and show each step's time; includes --resources",
     )
     parser.add_argument(
         "--resources",
         action="store_true",
-        help="compile every kernel that the programs launch, for this GPU or else for sm_90, and show its registers, shared memory and spills",
+        help="compile every kernel that the programs launch, for this GPU or else for sm_90, and show its registers, "
+        "shared memory and spills",
     )
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="a timings.json that --measure wrote elsewhere, for --timings")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON of pass names and the relative error that each added, for the page")
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE", help="a timings.json that --measure wrote elsewhere, for --timings"
+    )
+    parser.add_argument(
+        "--ledger",
+        type=Path,
+        metavar="FILE",
+        help="JSON of pass names and the relative error that each added, for the page",
+    )
     add_compile_options(parser)
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -99,9 +132,13 @@ def run(options: argparse.Namespace) -> int:
     from ...graphs.llama import Llama
 
     if options.measured is not None and options.measure:
-        raise ValueError("--measure and --measured FILE contradict each other: measure here, or read what was measured elsewhere")
+        raise ValueError(
+            "--measure and --measured FILE contradict each other: measure here, or read what was measured elsewhere"
+        )
     if options.measured is not None and not options.timings:
-        raise ValueError("--measured FILE is for the page, which shows measured times with --timings only; add --timings")
+        raise ValueError(
+            "--measured FILE is for the page, which shows measured times with --timings only; add --timings"
+        )
     timings = None if options.measured is None else Timings.load(options.measured)
     ledger = None if options.ledger is None else read_ledger(options.ledger)
     compile_options = CompileOptions(**compile_arguments(options))
@@ -124,12 +161,27 @@ def run(options: argparse.Namespace) -> int:
 
         resources = kernel_resources(compiled, buckets, sys.stderr.isatty())
         timings = replace(timings or Timings(), resources=resources)
-        print("".join(f"{op}: not compiled, {reason}\n" for op, reason in resources.refused.items()), end="", file=sys.stderr)
+        print(
+            "".join(f"{op}: not compiled, {reason}\n" for op, reason in resources.refused.items()),
+            end="",
+            file=sys.stderr,
+        )
     show = options.timings or options.measure
-    written = compiled.dump(options.output, buckets, layers=options.layers, timings=timings, show_timings=show, show_resources=options.resources, ledger=ledger)
+    written = compiled.dump(
+        options.output,
+        buckets,
+        layers=options.layers,
+        timings=timings,
+        show_timings=show,
+        show_resources=options.resources,
+        ledger=ledger,
+    )
     print(compiled.report())
     count = sum(path.is_file() for path in written.rglob("*"))
-    print(f"compiled in {time.monotonic() - started:.1f} s; {count} files in {written}; open {written / 'index.html'} in a browser")
+    print(
+        f"compiled in {time.monotonic() - started:.1f} s; {count} files in {written}; open {written / 'index.html'} "
+        "in a browser"
+    )
     return 0
 
 
@@ -139,23 +191,33 @@ def read_ledger(path: Path) -> dict[str, float]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--ledger {path} is not JSON: {error}") from error
-    if not isinstance(data, dict) or not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in data.values()):
-        raise ValueError(f'--ledger {path} must be an object of pass names and numbers, such as {{"quantize_kv": 0.002}}')
+    if not isinstance(data, dict) or not all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in data.values()
+    ):
+        raise ValueError(
+            f'--ledger {path} must be an object of pass names and numbers, such as {{"quantize_kv": 0.002}}'
+        )
     return data
 
 
 def lora_shape(options: argparse.Namespace, config: Any) -> Any:
-    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on all projections; None when there are neither."""
+    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on all projections; None when
+    there are neither.
+    """
     from ...graphs.adapter import load_adapter
     from ...graphs.lora import RANK_MULTIPLE, LoraShape
     from ...graphs.stack import lora_shape_for
 
-    adapters = [load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()]
+    adapters = [
+        load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()
+    ]
     if adapters:
         return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank)
     if not options.max_loras:
         if options.max_lora_rank:
-            raise ValueError("--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR")
+            raise ValueError(
+                "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
+            )
         return None
     return LoraShape(options.max_loras, -(-(options.max_lora_rank or RANK_MULTIPLE) // RANK_MULTIPLE) * RANK_MULTIPLE)
 
@@ -166,5 +228,10 @@ def as_bucket(kind: str, count: int, lora: bool) -> Any:
 
     sequences = count if kind == "decode" else min(count, MIXED_SEQUENCES)
     return Bucket(
-        tokens=count, sequences=sequences, pages=sequences * CONTEXT_BLOCKS + 1, blocks=CONTEXT_BLOCKS, decode=kind == "decode", lora=lora
+        tokens=count,
+        sequences=sequences,
+        pages=sequences * CONTEXT_BLOCKS + 1,
+        blocks=CONTEXT_BLOCKS,
+        decode=kind == "decode",
+        lora=lora,
     )

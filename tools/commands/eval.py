@@ -1,4 +1,6 @@
-"""`sidestream eval`: how close quantized serving is to bf16, in figures, and whether "identical to bf16" may be said."""
+"""`sidestream eval`: how close quantized serving is to bf16, in figures, and whether "identical to bf16" may be
+said.
+"""
 
 import argparse
 import json
@@ -13,26 +15,32 @@ from ..options.engine import adapters_of, add_lora_options, add_model, model_dir
 
 DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:
-  documents   read token by token (teacher-forced): mean and 99.9th percentile of KL(bf16 || arm), how often both rank the same token first, and the
-              perplexities' ratio, with intervals by bootstrap over documents; what a task draws at random is read, and shown by itself
-  questions   with exact answers, greedy, through continuous batching: accuracy, answers that flip, McNemar's exact test, upper bound of the loss
+  documents   read token by token (teacher-forced): mean and 99.9th percentile of KL(bf16 || arm), how often both rank
+              the same token first, and the perplexities' ratio, with intervals by bootstrap over documents; what a task
+              draws at random is read, and shown by itself
+  questions   with exact answers, greedy, through continuous batching: accuracy, answers that flip, McNemar's exact
+              test, upper bound of the loss
   needles     codes hidden in texts of up to 32k tokens, by length and depth
-bf16 also runs against itself, so that what batching alone changes is known. "Identical to bf16" is printed only for an arm that meets every condition of
-the protocol; else each condition that it misses, with its figure. Control arms have a planted fault: if one passes, the measurement is blind, and the
-exit code is 1.
+bf16 also runs against itself, so that what batching alone changes is known. "Identical to bf16" is printed only for an
+arm that meets every condition of the protocol; else each condition that it misses, with its figure. Control arms have a
+planted fault: if one passes, the measurement is blind, and the exit code is 1.
 
-Without MODEL the demo model answers questions about its facts. A model with adapters named after the evaluation tasks (python -m sidestream.tools.quality.train
-makes one) gets these tasks; any other one reads the standard library's sources, or your --prompts."""
+Without MODEL the demo model answers questions about its facts. A model with adapters named after the evaluation tasks
+(python -m sidestream.tools.quality.train makes one) gets these tasks; any other one reads the standard library's
+sources, or your --prompts."""
 
 EXAMPLES = """\
 examples:
-  sidestream eval --smoke                                          a minute on a CPU: the demo model, three arms, two controls
-  sidestream eval quality/base --adapters quality/adapters --controls --inject --markdown docs/quality.md --plot docs/quality.svg
-  sidestream eval models/llama --lora-modules sql=adapters/sql --prompts prompts.jsonl --arms fp8,fp8-kv-int8
+  sidestream eval --smoke                                          a minute on a CPU: the demo model, three arms, two
+                                                                   controls
+  sidestream eval quality/base --adapters quality/adapters --controls --inject --markdown docs/quality.md --plot
+  docs/quality.svg sidestream eval models/llama --lora-modules sql=adapters/sql --prompts prompts.jsonl --arms
+  fp8,fp8-kv-int8
   sidestream eval --list-arms                                      what there is to compare
 
-A line of prompts.jsonl is {"prompt": "List all users", "answer": "SELECT * FROM users;", "adapter": "sql"}; without "answer" bf16's own is taken for right,
-without "adapter" the base model and every adapter are asked. A plain text file has one prompt a line."""
+A line of prompts.jsonl is {"prompt": "List all users", "answer": "SELECT * FROM users;", "adapter": "sql"}; without
+"answer" bf16's own is taken for right, without "adapter" the base model and every adapter are asked. A plain text file
+has one prompt a line."""
 
 SMOKE_TASKS, SMOKE_DOCUMENTS = 6, 12
 GPU_JOBS = 8
@@ -50,28 +58,58 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_model(parser)
     group = parser.add_argument_group("what is compared")
-    group.add_argument("--arms", default="", metavar="A,B", help="arms to compare with bf16 (default: all; --list-arms names them)")
-    group.add_argument("--controls", action="store_true", help="also run the arms with a planted fault, which must fail")
-    group.add_argument("--inject", action="store_true", help="also run on a copy of the model into which outliers as in large Llamas are put (exact rescaling)")
-    group.add_argument("--jobs", type=positive, metavar="N", help=f"arms at once, in processes dealt to the GPUs (default: {GPU_JOBS}, 1 on a CPU)")
+    group.add_argument(
+        "--arms", default="", metavar="A,B", help="arms to compare with bf16 (default: all; --list-arms names them)"
+    )
+    group.add_argument(
+        "--controls", action="store_true", help="also run the arms with a planted fault, which must fail"
+    )
+    group.add_argument(
+        "--inject",
+        action="store_true",
+        help="also run on a copy of the model into which outliers as in large Llamas are put (exact rescaling)",
+    )
+    group.add_argument(
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help=f"arms at once, in processes dealt to the GPUs (default: {GPU_JOBS}, 1 on a CPU)",
+    )
     group.add_argument("--list-arms", action="store_true", help="print the arms and stop")
     group = parser.add_argument_group("what is asked")
     group.add_argument("--prompts", type=Path, metavar="FILE", help="your own prompts: one a line, or JSON lines")
-    group.add_argument("--tasks", type=positive, default=3500, metavar="N", help="questions of each adapter (default: %(default)s)")
     group.add_argument(
-        "--documents", type=positive, default=400, metavar="N",
+        "--tasks", type=positive, default=3500, metavar="N", help="questions of each adapter (default: %(default)s)"
+    )
+    group.add_argument(
+        "--documents",
+        type=positive,
+        default=400,
+        metavar="N",
         help="texts read by each adapter, and as many of its questions with their answers (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument("--needles", type=int, default=50, metavar="N", help="needles of each length and depth (default: %(default)s)")
-    group.add_argument("--max-length", type=positive, default=32768, metavar="N", help="longest document or needle, in tokens (default: %(default)s)")
+    )
+    group.add_argument(
+        "--needles", type=int, default=50, metavar="N", help="needles of each length and depth (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-length",
+        type=positive,
+        default=32768,
+        metavar="N",
+        help="longest document or needle, in tokens (default: %(default)s)",
+    )
     group.add_argument("--smoke", action="store_true", help="little of everything: a minute on a CPU")
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", type=Path, metavar="FILE", help="all figures")
-    group.add_argument("--plot", type=Path, metavar="FILE.svg", help="KL divergence and accuracy loss of all arms as a picture")
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="KL divergence and accuracy loss of all arms as a picture"
+    )
     group.add_argument("--markdown", type=Path, metavar="FILE.md", help="the tables as a page")
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add_lora_options(parser)
-    parser.add_argument("--adapters", type=Path, metavar="DIR", help="load every adapter in this directory under its directory's name")
+    parser.add_argument(
+        "--adapters", type=Path, metavar="DIR", help="load every adapter in this directory under its directory's name"
+    )
     parser.set_defaults(run=run)
 
 
@@ -86,7 +124,9 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.output_json, options.plot, options.markdown):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: name a file in an existing directory")
-    names = [name.strip() for name in options.arms.split(",") if name.strip()] or list(known.SMOKE if options.smoke else ())
+    names = [name.strip() for name in options.arms.split(",") if name.strip()] or list(
+        known.SMOKE if options.smoke else ()
+    )
     chosen = known.chosen_arms(names, options.controls)
     if options.smoke and options.controls:
         chosen = [arm for arm in chosen if not arm.control or arm.name in known.SMOKE_CONTROLS or arm.name in names]
@@ -95,8 +135,13 @@ def run(options: argparse.Namespace) -> int:
 
     suite = make_suite(options, directory, adapters)
     if not sys.stderr.isatty():
-        print(f"{time.perf_counter() - begin:7.1f} s  {suite.title}: {len(suite.questions)} questions, {len(suite.needles)} needles, "
-              f"{sum(len(document.tokens) for document in suite.documents):,} tokens to read", file=sys.stderr, flush=True)
+        print(
+            f"{time.perf_counter() - begin:7.1f} s  {suite.title}: {len(suite.questions)} questions, "
+            f"{len(suite.needles)} needles, "
+            f"{sum(len(document.tokens) for document in suite.documents):,} tokens to read",
+            file=sys.stderr,
+            flush=True,
+        )
     rounds: list[Any] = []
     for found in run_rounds(options, directory, adapters, suite, chosen):
         rounds.append(found)
@@ -107,7 +152,11 @@ def run(options: argparse.Namespace) -> int:
     blind = [name for found in rounds for name in found.missed_controls]
     broken = [name for found in rounds for name in found.errors]
     for name in blind:
-        print(f"{name} has a planted fault and was not caught: ask more (--tasks, --documents), or do not trust these figures", file=sys.stderr)
+        print(
+            f"{name} has a planted fault and was not caught: ask more (--tasks, --documents), or do not trust these "
+            "figures",
+            file=sys.stderr,
+        )
     for name in broken:
         print(f"{name} did not run; its error stands below the tables", file=sys.stderr)
     return 1 if blind or broken else 0
@@ -163,7 +212,9 @@ def make_suite(options: argparse.Namespace, directory: Path, adapters: dict[str,
     return corpus_suite(limits, tokenizer.encode, list(adapters))
 
 
-def run_rounds(options: argparse.Namespace, directory: Path, adapters: dict[str, Path], suite: Any, chosen: Sequence[Any]) -> Iterator[Any]:
+def run_rounds(
+    options: argparse.Namespace, directory: Path, adapters: dict[str, Path], suite: Any, chosen: Sequence[Any]
+) -> Iterator[Any]:
     """The clean round, and with --inject the injected one."""
     from tqdm import tqdm
 
@@ -175,7 +226,12 @@ def run_rounds(options: argparse.Namespace, directory: Path, adapters: dict[str,
     special = [arm for arm in chosen if arm.name in INJECTED] if options.inject else []
     begin, shown = time.perf_counter(), sys.stderr.isatty()
     jobs = options.jobs or (GPU_JOBS if options.device != "cpu" and cuda_is_there() else 1)
-    with tqdm(total=stages(len(chosen), jobs) + (stages(len(special), jobs) if special else 0), desc="Evaluating", unit="stage", disable=not shown) as bar:
+    with tqdm(
+        total=stages(len(chosen), jobs) + (stages(len(special), jobs) if special else 0),
+        desc="Evaluating",
+        unit="stage",
+        disable=not shown,
+    ) as bar:
 
         def progress(stage: str) -> None:
             bar.update()
@@ -192,7 +248,15 @@ def run_rounds(options: argparse.Namespace, directory: Path, adapters: dict[str,
                 progress(f"calibration: did not run: {type(problem).__name__}: {problem}")
                 return None
 
-        yield evaluate(Model(directory, adapters, calibration(directory, adapters, chosen)), suite, chosen, options.device, CLEAN, progress, jobs)
+        yield evaluate(
+            Model(directory, adapters, calibration(directory, adapters, chosen)),
+            suite,
+            chosen,
+            options.device,
+            CLEAN,
+            progress,
+            jobs,
+        )
         if special:
             with tempfile.TemporaryDirectory(prefix="sidestream_injected_") as place:
                 progress("outliers are injected")

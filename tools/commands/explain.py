@@ -1,4 +1,6 @@
-"""`sidestream explain`: compile a model without its weights, and say what runs, where a step's time goes, and what an option would change."""
+"""`sidestream explain`: compile a model without its weights, and say what runs, where a step's time goes, and what
+an option would change.
+"""
 
 import argparse
 import json
@@ -7,13 +9,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_compile_options, add_lora_options, add_model, compile_arguments, model_directory, positive
+from ..options.engine import (
+    add_compile_options,
+    add_lora_options,
+    add_model,
+    compile_arguments,
+    model_directory,
+    positive,
+)
 from .dump import DEFAULT_BUCKETS, as_bucket, bucket, lora_shape
 
 DESCRIPTION = """\
-Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step against the floor
-(weights, cached tokens and adapters read once), which ops take it, and what it would be with another option or without a pass.
-No weights are read and no GPU is needed; times are estimates from bytes and FLOPs, whose error is published in docs/measurements."""
+Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step
+against the floor (weights, cached tokens and adapters read once), which ops take it, and what it would be with another
+option or without a pass. No weights are read and no GPU is needed; times are estimates from bytes and FLOPs, whose
+error is published in docs/measurements."""
 
 EXAMPLES = """\
 examples:
@@ -37,16 +47,42 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument("--model-shape-only", dest="shape_only", type=Path, metavar="DIR", help="instead of MODEL: a directory with nothing but a config.json")
+    parser.add_argument(
+        "--model-shape-only",
+        dest="shape_only",
+        type=Path,
+        metavar="DIR",
+        help="instead of MODEL: a directory with nothing but a config.json",
+    )
     parser.add_argument("--shape", choices=SHAPES, help="instead of MODEL: a shape that needs no files")
     parser.add_argument(
-        "--bucket", nargs="+", type=bucket, default=[bucket(text) for text in DEFAULT_BUCKETS], metavar="KIND:N",
+        "--bucket",
+        nargs="+",
+        type=bucket,
+        default=[bucket(text) for text in DEFAULT_BUCKETS],
+        metavar="KIND:N",
         help=f"programs to explain; the first one is compared under changes (default: {' '.join(DEFAULT_BUCKETS)})",
-    )  # fmt: skip
-    parser.add_argument("--context", type=positive, metavar="N", help="cached tokens of each sequence (default: half of what the bucket holds)")
-    parser.add_argument("--adapters-in-batch", type=positive, metavar="N", help="different adapters at work (default: one a sequence, at most all slots)")
-    parser.add_argument("--gpu", default="H200", metavar="NAME", help="whose ceilings to use: H200 or H100 (default: %(default)s)")
-    parser.add_argument("--no-changes", action="store_true", help="leave out the table of what a change would do, which compiles once for each change")
+    )
+    parser.add_argument(
+        "--context",
+        type=positive,
+        metavar="N",
+        help="cached tokens of each sequence (default: half of what the bucket holds)",
+    )
+    parser.add_argument(
+        "--adapters-in-batch",
+        type=positive,
+        metavar="N",
+        help="different adapters at work (default: one a sequence, at most all slots)",
+    )
+    parser.add_argument(
+        "--gpu", default="H200", metavar="NAME", help="whose ceilings to use: H200 or H100 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--no-changes",
+        action="store_true",
+        help="leave out the table of what a change would do, which compiles once for each change",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_compile_options(parser)
     add_lora_options(parser)
@@ -75,7 +111,18 @@ def run(options: argparse.Namespace) -> int:
     seconds = {} if options.no_changes else changes_of(config, lora, compile_options, buckets[0], assume, gpu)
     changes = compare_changes(seconds) if seconds else []
     if options.json:
-        print(json.dumps({**facts, "changes": {"program": buckets[0].name, "now_us": 1e6 * seconds.get("", 0.0), "found": [asdict(each) for each in changes]}}))
+        print(
+            json.dumps(
+                {
+                    **facts,
+                    "changes": {
+                        "program": buckets[0].name,
+                        "now_us": 1e6 * seconds.get("", 0.0),
+                        "found": [asdict(each) for each in changes],
+                    },
+                }
+            )
+        )
         return 0
     print(as_text(facts, compiled.records))
     if changes:
@@ -84,18 +131,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, gpu: Any) -> dict[str, float]:
-    """change -> seconds a step of the whole model; of a deep one two cuts are compiled, and what a layer adds is taken times the layers."""
+    """change -> seconds a step of the whole model; of a deep one two cuts are compiled, and what a layer adds is
+    taken times the layers.
+    """
     from ...compiler.inspect.explain import what_ifs
 
     depth = config.num_hidden_layers
     if depth <= CUTS[1]:
         return what_ifs(capturer(config, lora), options, bucket, assume=assume, gpu=gpu)
-    few, more = (what_ifs(capturer(replace(config, num_hidden_layers=cut), lora), options, bucket, assume=assume, gpu=gpu) for cut in CUTS)
+    few, more = (
+        what_ifs(capturer(replace(config, num_hidden_layers=cut), lora), options, bucket, assume=assume, gpu=gpu)
+        for cut in CUTS
+    )
     return {change: more[change] + (depth - CUTS[1]) * (more[change] - few[change]) for change in more if change in few}
 
 
 def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
-    """A function options -> (a fresh graph of the model, its tensors' names); the model is captured once for each dtype."""
+    """A function options -> (a fresh graph of the model, its tensors' names); the model is captured once for each
+    dtype.
+    """
     from ...compiler.graph.capture import capture_module
     from ...graphs.llama import Llama
 
@@ -117,7 +171,15 @@ def _config(options: argparse.Namespace) -> Any:
     from ...graphs.config import LlamaConfig
     from ..bench.latency import LLAMA_8B
 
-    named = [name for name, value in (("MODEL", options.model), ("--model-shape-only", options.shape_only), ("--shape", options.shape)) if value]
+    named = [
+        name
+        for name, value in (
+            ("MODEL", options.model),
+            ("--model-shape-only", options.shape_only),
+            ("--shape", options.shape),
+        )
+        if value
+    ]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} name two models; give one")
     if options.shape:

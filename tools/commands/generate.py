@@ -21,7 +21,8 @@ examples:
   sidestream generate --prompt-ids 0,17,42 --json
   sidestream generate --json < prompts.txt > answers.jsonl
 
-The demo model knows capitals, opposites, colours, young animals, plurals, days, small sums and counting; its adapters are shout, pirate, json and yoda."""
+The demo model knows capitals, opposites, colours, young animals, plurals, days, small sums and counting; its adapters
+are shout, pirate, json and yoda."""
 
 
 def token_ids(text: str) -> list[int]:
@@ -63,12 +64,18 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     group.add_argument("--json", action="store_true", help="print a JSON object per prompt")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="longest answer (default: %(default)s)")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
+    group.add_argument(
+        "--max-tokens", type=positive, default=64, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    group.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)"
+    )
     group.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
     group.add_argument("--top-k", type=int, default=0, help="0 switches it off (default: %(default)s)")
     group.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
-    group.add_argument("--stop", action="append", default=None, metavar="TEXT", help="end the answer before this text; may be repeated")
+    group.add_argument(
+        "--stop", action="append", default=None, metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -96,10 +103,14 @@ def adapters_for(options: argparse.Namespace, prompts: int, known: dict[str, str
     for name in names:
         if name is not None and name not in known:
             raise ValueError(
-                f"adapter {name!r} is not loaded; loaded: {', '.join(known) or 'none'}; load it with --lora-modules {name}=DIRECTORY"
+                f"adapter {name!r} is not loaded; loaded: {', '.join(known) or 'none'}; load it with --lora-modules "
+                f"{name}=DIRECTORY"
             )
     if len(names) not in (1, prompts):
-        raise ValueError(f"{len(names)} adapters for {prompts} prompts; give one for all, or one for each (`none` for the base model)")
+        raise ValueError(
+            f"{len(names)} adapters for {prompts} prompts; give one for all, or one for each (`none` for the base "
+            "model)"
+        )
     return names * prompts if len(names) == 1 else names
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
-Make CURVE keys for an engine and its clients: traffic over tcp is encrypted, the engine admits these clients only, and they speak to this engine only.
+Make CURVE keys for an engine and its clients: traffic over tcp is encrypted, the engine admits these clients only, and
+they speak to this engine only.
 
-Secret files get mode 0600 and nothing is ever overwritten; run it again with other names to add clients. To shut a client out, remove
-DIR/server/allowed/NAME.public: it cannot connect again (a connection that is open stays until it ends)."""
+Secret files get mode 0600 and nothing is ever overwritten; run it again with other names to add clients. To shut a
+client out, remove DIR/server/allowed/NAME.public: it cannot connect again (a connection that is open stays until it
+ends)."""
 
 EXAMPLES = """\
 examples:
@@ -29,7 +31,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the keys go")
-    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="a client to make keys for; may be repeated (default: default)")
+    parser.add_argument(
+        "--client",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a client to make keys for; may be repeated (default: default)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -38,7 +46,12 @@ def run(options: argparse.Namespace) -> int:
     from ...runtime.wire.keys import generate
 
     folders = generate(options.directory, options.client or ["default"])
-    print(f"{options.directory / 'server'}  stays with the engine: sidestream serve --bind tcp://0.0.0.0:5757 --keys {options.directory / 'server'}")
+    print(
+        f"{options.directory / 'server'}  stays with the engine: sidestream serve --bind tcp://0.0.0.0:5757 --keys "
+        f"{options.directory / 'server'}"
+    )
     for folder in folders:
-        print(f"{folder}  goes to this client, by a safe way: sidestream chat --address tcp://HOST:5757 --keys {folder}")
+        print(
+            f"{folder}  goes to this client, by a safe way: sidestream chat --address tcp://HOST:5757 --keys {folder}"
+        )
     return 0

@@ -1,7 +1,9 @@
-"""What a quantized KV cache does to attention: simulated for one layer and one sequence with the layer's own queries, keys and values.
+"""What a quantized KV cache does to attention: simulated for one layer and one sequence with the layer's own queries,
+keys and values.
 
 Queries [T, HQ, D] and keys [T, HK, D] are those behind RoPE, values [T, HK, D]; row t is token t, attention is causal.
 """
+
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ def stored(heads: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     """heads [T, H, D] as they come back, in fp32, from a cache of `kv_dtype` with one scale per token and head."""
     tokens, count, width = heads.shape
     pages = -(-tokens // PAGE_SIZE)
-    cache = torch.zeros(kv_cache_shape(pages, count, width), dtype=torch.uint8, device=heads.device).view(CACHES[kv_dtype])
+    cache = torch.zeros(kv_cache_shape(pages, count, width), dtype=torch.uint8, device=heads.device).view(
+        CACHES[kv_dtype]
+    )
     scales = torch.zeros(kv_scales_shape(pages, count), device=heads.device)
     store_kv_reference(heads.float(), KEY, cache, scales, torch.arange(tokens, dtype=torch.int32, device=heads.device))
     values = cache[:, :, KEY].float() * scales[:, :, KEY].unsqueeze(-1)
@@ -25,14 +29,22 @@ def stored(heads: torch.Tensor, kv_dtype: str) -> torch.Tensor:
 
 
 def score_variance(
-    q: torch.Tensor, k: torch.Tensor, softmax_scale: float, kv_dtype: str, *, hadamard: bool = False, center: torch.Tensor | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    softmax_scale: float,
+    kv_dtype: str,
+    *,
+    hadamard: bool = False,
+    center: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
-) -> float:  # fmt: skip
-    """Mean over queries and heads of the variance, under the attention weights, of the error of the scores (in nats squared).
+) -> float:
+    """Mean over queries and heads of the variance, under the attention weights, of the error of the scores (in nats
+    squared).
 
-    What all keys of a query have in common drops out, as it does in softmax; half the variance is, to first order, the KL divergence between the attention
-    with and without quantization. With e4m3 the queries are quantized too, as in prefill. `center` [HK, D]: subtracted from k before it is stored, given
-    without Hadamard. `weights`: `attention_weights(q, k, softmax_scale)` if they are at hand.
+    What all keys of a query have in common drops out, as it does in softmax; half the variance is, to first order, the
+    KL divergence between the attention with and without quantization. With e4m3 the queries are quantized too, as in
+    prefill. `center` [HK, D]: subtracted from k before it is stored, given without Hadamard. `weights`:
+    `attention_weights(q, k, softmax_scale)` if they are at hand.
     """
     q, k = q.float(), k.float()
     exact = _scores(q, k, softmax_scale)
@@ -47,7 +59,9 @@ def score_variance(
 
 
 def value_error(v: torch.Tensor, weights: torch.Tensor, kv_dtype: str, *, rotated: bool = False) -> tuple[float, float]:
-    """(sum of the squared errors, sum of squares) of attention's output [T, HQ, D] when v is stored in `kv_dtype`, each head rotated or not."""
+    """(sum of the squared errors, sum of squares) of attention's output [T, HQ, D] when v is stored in `kv_dtype`,
+    each head rotated or not.
+    """
     v = v.float()
     seen = hadamard_reference(v) if rotated else v
     difference = _outputs(weights, stored(seen, kv_dtype) - seen)

@@ -1,4 +1,6 @@
-"""`sidestream ledger`: what each compiler pass adds to the error of the logits, so that a numerics bug is attributed to a pass in one command."""
+"""`sidestream ledger`: what each compiler pass adds to the error of the logits, so that a numerics bug is attributed
+to a pass in one command.
+"""
 
 import argparse
 import json
@@ -6,19 +8,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import adapters_of, add_compile_options, add_lora_options, add_model, compile_arguments, demo_prompts, model_directory
+from ..options.engine import (
+    adapters_of,
+    add_compile_options,
+    add_lora_options,
+    add_model,
+    compile_arguments,
+    demo_prompts,
+    model_directory,
+)
 from .dump import HIGHEST_RANK, lora_shape
 
 DESCRIPTION = """\
-Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about the logits:
+Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about
+the logits:
   added        relative RMSE against the graph right before the pass
   total        relative RMSE against the graph before any pass (or, with --reference fp32, the model in fp32)
-  mean KL      KL divergence from the logits before the pass, mean over the tokens; worst KL: of the worst token, which is named beside it
+  mean KL      KL divergence from the logits before the pass, mean over the tokens; worst KL: of the worst token, which
+               is named beside it
   worst layer  where in the model the residual stream's relative error grows most, and by how much
-A pass of tier `keeps` should add no more than its roundings. The last row is the program that is made of the last graph. The batch mixes all
-adapters: the demo's prompts with their answers, or each --prompt for the base and for every adapter.
-Rows with (decode) are a decode program's own passes: the last token of every prompt without adapter again, as a decode step;
-with (decode, adapters) the last token of every prompt."""
+A pass of tier `keeps` should add no more than its roundings. The last row is the program that is made of the last
+graph. The batch mixes all adapters: the demo's prompts with their answers, or each --prompt for the base and for every
+adapter. Rows with (decode) are a decode program's own passes: the last token of every prompt without adapter again, as
+a decode step; with (decode, adapters) the last token of every prompt."""
 
 EXAMPLES = """\
 examples:
@@ -40,9 +52,21 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt for the batch; may be repeated")
-    parser.add_argument("--reference", choices=("graph", "fp32"), default="graph", help="what totals are against (default: the graph before any pass)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write pass names and what each added, for `sidestream dump --ledger FILE`")
+    parser.add_argument(
+        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt for the batch; may be repeated"
+    )
+    parser.add_argument(
+        "--reference",
+        choices=("graph", "fp32"),
+        default="graph",
+        help="what totals are against (default: the graph before any pass)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write pass names and what each added, for `sidestream dump --ledger FILE`",
+    )
     add_compile_options(parser)
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -57,7 +81,10 @@ def run(options: argparse.Namespace) -> int:
     if any(not prompt for prompt in options.prompt):
         raise ValueError("--prompt is empty; give it some text")
     if options.max_loras is not None and options.max_loras < len(names):
-        raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters, which the batch mixes; leave it out")
+        raise ValueError(
+            f"--max-loras {options.max_loras} has no room for all {len(names)} adapters, which the batch mixes; "
+            "leave it out"
+        )
     from ...compiler.graph.capture import capture_module
     from ...compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ...compiler.options import CompileOptions
@@ -90,13 +117,19 @@ def run(options: argparse.Namespace) -> int:
 def prompts(options: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, int]]:
     """(text, adapter slot or -1) of the batch."""
     if not options.prompt and not options.model:
-        return [(f"{entry['prompt']} {entry['answer']}", -1 if entry["adapter"] is None else names.index(entry["adapter"])) for entry in demo_prompts()]
+        return [
+            (f"{entry['prompt']} {entry['answer']}", -1 if entry["adapter"] is None else names.index(entry["adapter"]))
+            for entry in demo_prompts()
+        ]
     texts = options.prompt or [str(entry["prompt"]) for entry in demo_prompts()[:1]]
     return [(text, slot) for text in texts for slot in (-1, *range(len(names)))]
 
 
 def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
-    """The inputs of one prefill of (token ids, adapter slot) each, but for the KV caches; logits of every token. Page 0 belongs to nobody."""
+    """The inputs of one prefill of (token ids, adapter slot) each, but for the KV caches; logits of every token.
+
+    Page 0 belongs to nobody.
+    """
     import torch
 
     from ...ops.core.kv_layout import PAGE_SIZE
@@ -111,7 +144,9 @@ def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
     return {
         "input_ids": torch.tensor([token for ids, _ in batch for token in ids]),
         "positions": torch.tensor([position for length in lengths for position in range(length)]),
-        "slot_mapping": integers([start + position for start, length in zip(first, lengths, strict=True) for position in range(length)]),
+        "slot_mapping": integers(
+            [start + position for start, length in zip(first, lengths, strict=True) for position in range(length)]
+        ),
         "adapter_index": integers([slot for ids, slot in batch for _ in ids]),
         "block_table": torch.arange(1, 1 + len(batch) * blocks, dtype=torch.int32).view(len(batch), blocks),
         "context_lens": integers(lengths),
@@ -138,7 +173,11 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     load_weights(model, checkpoint)
     for slot, path in enumerate(adapters_of(options).values()):
         if lora is not None:
-            fill_slot(model, slot, slot_tensors(load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK), config, lora, dtype))
+            fill_slot(
+                model,
+                slot,
+                slot_tensors(load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK), config, lora, dtype),
+            )
     return model
 
 
@@ -151,13 +190,16 @@ def reference_logits(model: Any, inputs: dict[str, Any]) -> Any:
     config, pages = model.config, int(inputs["block_table"].max()) + 1
     shape = kv_cache_shape(pages, config.num_key_value_heads, config.head_dim)
     with torch.no_grad():
-        return model(**inputs, kv_caches=[torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)])
+        return model(
+            **inputs, kv_caches=[torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
+        )
 
 
 def token_names(batch: Sequence[tuple[Sequence[int], int]], names: Sequence[str], tokenizer: Any) -> list[str]:
     """For each row of the logits: which token of which prompt, as `shout[7] ' JAPAN'`."""
     return [
-        f"{f'{row} ' if len(batch) > 1 else ''}{'base' if slot < 0 else names[slot]}[{place}] {tokenizer.token_text(token)!r}"
+        f"{f'{row} ' if len(batch) > 1 else ''}{'base' if slot < 0 else names[slot]}[{place}] "
+        f"{tokenizer.token_text(token)!r}"
         for row, (ids, slot) in enumerate(batch)
         for place, token in enumerate(ids)
     ]

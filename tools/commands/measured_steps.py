@@ -1,4 +1,7 @@
-"""A program's steps as one replay on this machine took them, and what its kernels take of a GPU: the measured side of a dump."""
+"""A program's steps as one replay on this machine took them, and what its kernels take of a GPU: the measured side
+of a dump.
+"""
+
 import itertools
 from collections.abc import Iterable
 
@@ -17,11 +20,13 @@ from ..bench.random_tensors import random_tensors
 REPLAYS = 5
 
 
-def measured_timings(compiled: CompiledModel, buckets: Iterable[Bucket], device: torch.device, replays: int = REPLAYS) -> Timings:
+def measured_timings(
+    compiled: CompiledModel, buckets: Iterable[Bucket], device: torch.device, replays: int = REPLAYS
+) -> Timings:
     """Runs each bucket's program with random weights and inputs.
 
-    On a GPU: the replay of a CUDA graph of median length, kernel by kernel. On the CPU: the reference ops one after the other. Raises OutOfMemoryError
-    when the device can't hold the model.
+    On a GPU: the replay of a CUDA graph of median length, kernel by kernel. On the CPU: the reference ops one after the
+    other. Raises OutOfMemoryError when the device can't hold the model.
     """
     known: dict[str, torch.Tensor] = {}
     steps: dict[str, list[tuple[float, float]]] = {}
@@ -35,7 +40,12 @@ def measured_timings(compiled: CompiledModel, buckets: Iterable[Bucket], device:
 def kernel_resources(compiled: CompiledModel, buckets: Iterable[Bucket], show_progress: bool = True) -> Resources:
     """What the kernels that these programs launch take of the GPU at hand, or of a Hopper where there is none."""
     programs = [compiled.program(bucket) for bucket in buckets]
-    return program_resources(programs, lambda launches: tqdm(launches, desc="Compiling kernels", unit="launch", disable=not show_progress, leave=False))
+    return program_resources(
+        programs,
+        lambda launches: tqdm(
+            launches, desc="Compiling kernels", unit="launch", disable=not show_progress, leave=False
+        ),
+    )
 
 
 def _one_run(bound: BoundProgram, replays: int) -> list[Placed]:

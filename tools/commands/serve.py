@@ -12,8 +12,9 @@ from ..options.engine import add_engine_options, add_model, given, llm_arguments
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.
 
-Clients are `sidestream chat`, `sidestream complete`, sidestream.Client and sidestream.AsyncClient, or anything that speaks docs/protocol.md. By default the
-server listens on a socket file that only you can reach; tcp on the loopback can be asked for, and tcp beyond it needs keys (`sidestream keygen`)."""
+Clients are `sidestream chat`, `sidestream complete`, sidestream.Client and sidestream.AsyncClient, or anything that
+speaks docs/protocol.md. By default the server listens on a socket file that only you can reach; tcp on the loopback can
+be asked for, and tcp beyond it needs keys (`sidestream keygen`)."""
 
 EXAMPLES = """\
 examples:
@@ -50,28 +51,72 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_model(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--bind", metavar="ADDRESS", help="ipc:///absolute/path or tcp://host:port (default: a socket file of your own)")
-    group.add_argument("--keys", metavar="DIR", help="the server's key directory, as `sidestream keygen` writes it; needed for tcp beyond this machine")
-    group.add_argument("--config", action=ConfigAction, metavar="FILE", help="a TOML file with any of these flags; those of the command line win")
-    group.add_argument("--drain-seconds", type=seconds, default=30.0, metavar="S", help="how long open requests may go on after SIGTERM (default: %(default)g)")
-    group.add_argument("--restart", action="store_true", help="start the processes again when one dies, instead of ending")
-    group.add_argument("--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)")
-    group.add_argument("--max-waiting", type=positive, default=4096, metavar="N", help="requests that may wait before others are refused (default: 4096)")
     group.add_argument(
-        "--allow-adapter-loading", action=argparse.BooleanOptionalAction, default=None,
+        "--bind", metavar="ADDRESS", help="ipc:///absolute/path or tcp://host:port (default: a socket file of your own)"
+    )
+    group.add_argument(
+        "--keys",
+        metavar="DIR",
+        help="the server's key directory, as `sidestream keygen` writes it; needed for tcp beyond this machine",
+    )
+    group.add_argument(
+        "--config",
+        action=ConfigAction,
+        metavar="FILE",
+        help="a TOML file with any of these flags; those of the command line win",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="how long open requests may go on after SIGTERM (default: %(default)g)",
+    )
+    group.add_argument(
+        "--restart", action="store_true", help="start the processes again when one dies, instead of ending"
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)"
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="requests that may wait before others are refused (default: 4096)",
+    )
+    group.add_argument(
+        "--allow-adapter-loading",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="let clients load and unload adapters (default: only through a socket file)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--adapter-root", action="append", default=[], metavar="DIR",
+        "--adapter-root",
+        action="append",
+        default=[],
+        metavar="DIR",
         help="where adapters may be loaded from; may be repeated (default: the directories that hold those given)",
-    )  # fmt: skip
+    )
     add_engine_options(parser)
     group = parser.add_argument_group("capacity")
-    group.add_argument("--num-kv-pages", type=positive, metavar="N", help="KV pages of 64 tokens (default: what the memory leaves)")
-    group.add_argument("--max-cpu-loras", type=positive, metavar="N", help="adapters kept ready in host memory (default: 64)")
-    group.add_argument("--no-prefix-caching", action="store_true", help="do not keep the keys and values of prompts for later requests")
-    group.add_argument("--trace-steps", metavar="FILE", help="profile a hundred decode steps into FILE, to see how long the GPU stands still between them")
-    group.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), help="dummy: random weights, for measurements")
+    group.add_argument(
+        "--num-kv-pages", type=positive, metavar="N", help="KV pages of 64 tokens (default: what the memory leaves)"
+    )
+    group.add_argument(
+        "--max-cpu-loras", type=positive, metavar="N", help="adapters kept ready in host memory (default: 64)"
+    )
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="do not keep the keys and values of prompts for later requests"
+    )
+    group.add_argument(
+        "--trace-steps",
+        metavar="FILE",
+        help="profile a hundred decode steps into FILE, to see how long the GPU stands still between them",
+    )
+    group.add_argument(
+        "--load-format", choices=("auto", "safetensors", "dummy"), help="dummy: random weights, for measurements"
+    )
     parser.set_defaults(run=run)
 
 
@@ -85,17 +130,32 @@ def settings_of(options: argparse.Namespace) -> Any:
         llm["enable_prefix_caching"] = False
     if "calibration" in llm:
         llm["calibration"] = str(Path(llm["calibration"]).resolve())
-    model, adapters = str(Path(llm.pop("model")).resolve()), {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()}
+    model, adapters = (
+        str(Path(llm.pop("model")).resolve()),
+        {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()},
+    )
     llm["disable_passes"] = list(llm.get("disable_passes", ()))
     bind = str(parse(options.bind or default_address()))
     allowed = options.allow_adapter_loading
-    roots = [str(Path(root).resolve()) for root in options.adapter_root] or sorted({str(Path(path).parent) for path in adapters.values()})
+    roots = [str(Path(root).resolve()) for root in options.adapter_root] or sorted(
+        {str(Path(path).parent) for path in adapters.values()}
+    )
     return ServeSettings(
-        model=model, llm=llm, adapters=adapters, bind=bind, keys=options.keys and str(Path(options.keys).resolve()), drain_seconds=options.drain_seconds,
-        restart=options.restart, admin=bind.startswith("ipc://") if allowed is None else allowed, adapter_roots=roots, max_waiting=options.max_waiting,
+        model=model,
+        llm=llm,
+        adapters=adapters,
+        bind=bind,
+        keys=options.keys and str(Path(options.keys).resolve()),
+        drain_seconds=options.drain_seconds,
+        restart=options.restart,
+        admin=bind.startswith("ipc://") if allowed is None else allowed,
+        adapter_roots=roots,
+        max_waiting=options.max_waiting,
         served_model_name=options.served_model_name or Path(model).name,
-        gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"] if options.trace_steps is not None else [],
-    )  # fmt: skip
+        gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"]
+        if options.trace_steps is not None
+        else [],
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""Shows the answers of one batch as they grow: on a terminal all lines at once, into a file or pipe each line when it is complete."""
+"""Shows the answers of one batch as they grow: on a terminal all lines at once, into a file or pipe each line when
+it is complete.
+"""
+
 import shutil
 import sys
 import time

@@ -1,4 +1,6 @@
-"""`--config file.toml`: every flag of a command as a key, so that a server can be started from a file that is kept beside its unit."""
+"""`--config file.toml`: every flag of a command as a key, so that a server can be started from a file that is kept
+beside its unit.
+"""
 
 import argparse
 import difflib
@@ -13,11 +15,20 @@ GIVEN = "config_values"
 class ConfigAction(argparse.Action):
     """Reads the flags that a TOML file gives; `apply` fills them in. Flags on the command line win over the file.
 
-    `max-num-seqs = 64`, `enforce-eager = true`, `disable-pass = ["a", "b"]`, and a table for NAME=VALUE flags: `[lora-modules]` with `sql = "adapters/sql"`.
+    `max-num-seqs = 64`, `enforce-eager = true`, `disable-pass = ["a", "b"]`, and a table for NAME=VALUE flags:
+    `[lora-modules]` with `sql = "adapters/sql"`.
     """
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
-        """Raises through parser.error for a file that cannot be read, an unknown key, or a value that the flag would not take."""
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Raises through parser.error for a file that cannot be read, an unknown key, or a value that the flag would
+        not take.
+        """
         setattr(namespace, self.dest, values)
         try:
             content = tomllib.loads(Path(values).read_text(encoding="utf-8"))
@@ -31,14 +42,19 @@ class ConfigAction(argparse.Action):
             name = key.replace("_", "-")
             if name not in flags:
                 near = difflib.get_close_matches(name, flags, 1)
-                parser.error(f"{values}: {key} is not a flag of this command" + (f"; did you mean {near[0]}?" if near else ""))
+                parser.error(
+                    f"{values}: {key} is not a flag of this command" + (f"; did you mean {near[0]}?" if near else "")
+                )
             action = flags[name]
             given[action.dest] = action.default, _value(parser, action, f"{values}: {key}", value)
         setattr(namespace, GIVEN, given)
 
 
 def apply(options: argparse.Namespace) -> None:
-    """Fill in what the file gives for the flags that the command line left alone. To be called on the parsed options."""
+    """Fill in what the file gives for the flags that the command line left alone.
+
+    To be called on the parsed options.
+    """
     for dest, (default, value) in getattr(options, GIVEN, {}).items():
         if getattr(options, dest) == default:
             setattr(options, dest, value)

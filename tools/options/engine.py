@@ -1,4 +1,6 @@
-"""The options that every command shares, spelled as vLLM's users know them, and how they become arguments of `LLM` and `CompileOptions`."""
+"""The options that every command shares, spelled as vLLM's users know them, and how they become arguments of `LLM`
+and `CompileOptions`.
+"""
 
 import argparse
 import json
@@ -46,7 +48,8 @@ def named_path(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not equals or not path or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=DIRECTORY (a name has letters, digits, '.', '_' and '-'), such as pirate=adapters/pirate"
+            f"{text!r} is not NAME=DIRECTORY (a name has letters, digits, '.', '_' and '-'), such as "
+            "pirate=adapters/pirate"
         )
     return name, path
 
@@ -54,7 +57,10 @@ def named_path(text: str) -> tuple[str, str]:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL, which may be left out."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="model directory in the Hugging Face format (default: the demo model with its adapters)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="model directory in the Hugging Face format (default: the demo model with its adapters)",
     )
 
 
@@ -75,19 +81,37 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
     group.add_argument(
-        "--hadamard", type=layers, metavar="LAYERS",
-        help="where Q and K are rotated before K is quantized: on, off, or layers such as 0,3-7 (default: as calibrated, else on)",
-    )  # fmt: skip
+        "--hadamard",
+        type=layers,
+        metavar="LAYERS",
+        help="where Q and K are rotated before K is quantized: on, off, or layers such as 0,3-7 (default: as "
+        "calibrated, else on)",
+    )
     group.add_argument(
-        "--center-keys", type=layers, metavar="LAYERS",
-        help="where a calibrated constant is subtracted from K before it is quantized: on, off, or layers (default: as calibrated, else off)",
-    )  # fmt: skip
-    group.add_argument("--balance-keys", type=layers, metavar="LAYERS", help="where K and Q are brought to one size: on, off, or layers (default: on)")
-    group.add_argument("--rotate-values", type=layers, metavar="LAYERS", help="where V is rotated by its weights: on, off, or layers (default: off)")
+        "--center-keys",
+        type=layers,
+        metavar="LAYERS",
+        help="where a calibrated constant is subtracted from K before it is quantized: on, off, or layers (default: "
+        "as calibrated, else off)",
+    )
     group.add_argument(
-        "--lora-dtype", choices=("auto", "bf16", "int8", "fp8"),
-        help="what adapters are kept in on the device: 16 bits, or eight as --precision has them (default: int8 with --precision int8, else bf16)",
-    )  # fmt: skip
+        "--balance-keys",
+        type=layers,
+        metavar="LAYERS",
+        help="where K and Q are brought to one size: on, off, or layers (default: on)",
+    )
+    group.add_argument(
+        "--rotate-values",
+        type=layers,
+        metavar="LAYERS",
+        help="where V is rotated by its weights: on, off, or layers (default: off)",
+    )
+    group.add_argument(
+        "--lora-dtype",
+        choices=("auto", "bf16", "int8", "fp8"),
+        help="what adapters are kept in on the device: 16 bits, or eight as --precision has them (default: int8 with "
+        "--precision int8, else bf16)",
+    )
     group.add_argument(
         "--disable-pass",
         action="append",
@@ -101,13 +125,25 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
     """Adapters and their limits."""
     group = parser.add_argument_group("adapters")
     group.add_argument(
-        "--lora-modules", nargs="+", action="extend", default=[], type=named_path, metavar="NAME=DIR", help="PEFT adapters to load"
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=named_path,
+        metavar="NAME=DIR",
+        help="PEFT adapters to load",
     )
     group.add_argument(
-        "--max-loras", type=positive, metavar="N", help="adapters that one batch may mix (default: as many as are loaded, at most 8)"
+        "--max-loras",
+        type=positive,
+        metavar="N",
+        help="adapters that one batch may mix (default: as many as are loaded, at most 8)",
     )
     group.add_argument(
-        "--max-lora-rank", type=positive, metavar="R", help="highest rank that is accepted (default: that of the loaded adapters)"
+        "--max-lora-rank",
+        type=positive,
+        metavar="R",
+        help="highest rank that is accepted (default: that of the loaded adapters)",
     )
 
 
@@ -117,17 +153,29 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     group = parser.add_argument_group("engine")
     group.add_argument(
-        "--max-model-len", type=positive, metavar="N", help="longest prompt + answer, in tokens (default: the model's limit, at most 8192)"
+        "--max-model-len",
+        type=positive,
+        metavar="N",
+        help="longest prompt + answer, in tokens (default: the model's limit, at most 8192)",
     )
     group.add_argument(
-        "--calibration", metavar="FILE",
-        help="what `sidestream calibrate` wrote (default: sidestream_calibration.safetensors in the model's directory, if it is there)",
-    )  # fmt: skip
-    group.add_argument("--max-num-seqs", type=positive, metavar="N", help="requests that run at once (default: 256, on a CPU 16)")
-    group.add_argument(
-        "--max-num-batched-tokens", type=positive, metavar="N", help="tokens of one step; longer prompts are cut into chunks"
+        "--calibration",
+        metavar="FILE",
+        help="what `sidestream calibrate` wrote (default: sidestream_calibration.safetensors in the model's "
+        "directory, if it is there)",
     )
-    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)")
+    group.add_argument(
+        "--max-num-seqs", type=positive, metavar="N", help="requests that run at once (default: 256, on a CPU 16)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of one step; longer prompts are cut into chunks",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)"
+    )
     group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     group.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
@@ -141,7 +189,8 @@ def model_directory(options: argparse.Namespace) -> Path:
     directory = Path(options.model) if options.model else DEMO_MODEL
     if not (directory / "config.json").is_file():
         raise ValueError(
-            f"{directory} is no model directory: it has no config.json; name one in the Hugging Face format, or leave MODEL out for the demo model"
+            f"{directory} is no model directory: it has no config.json; name one in the Hugging Face format, or "
+            "leave MODEL out for the demo model"
         )
     return directory
 
@@ -152,10 +201,15 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
     if len(chosen) < len(options.lora_modules):
         raise ValueError("--lora-modules names an adapter twice; give each its own name")
     if not options.model:
-        chosen = {path.parent.name: str(path.parent) for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))} | chosen
+        chosen = {
+            path.parent.name: str(path.parent) for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))
+        } | chosen
     for name, path in chosen.items():
         if not (Path(path) / "adapter_config.json").is_file():
-            raise ValueError(f"adapter {name!r}: {path} has no adapter_config.json; name a directory that PEFT's save_pretrained wrote")
+            raise ValueError(
+                f"adapter {name!r}: {path} has no adapter_config.json; name a directory that PEFT's save_pretrained "
+                "wrote"
+            )
     return chosen
 
 
@@ -172,13 +226,19 @@ def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The same as arguments of `LLM`, which decides about Hadamard and centring by itself where they are not given."""
     compiled = compile_arguments(options)
-    arguments = {"precision": compiled["precision"], "kv_cache_dtype": compiled["kv_dtype"], "disable_passes": compiled["disable"]}
+    arguments = {
+        "precision": compiled["precision"],
+        "kv_cache_dtype": compiled["kv_dtype"],
+        "disable_passes": compiled["disable"],
+    }
     return arguments | key_arguments(options)
 
 
 def key_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Those of --hadamard, --center-keys, --balance-keys, --rotate-values and --lora-dtype that were given."""
-    return ({"hadamard": False} if options.no_hadamard else {}) | given(options, "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype")
+    return ({"hadamard": False} if options.no_hadamard else {}) | given(
+        options, "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
+    )
 
 
 def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -191,7 +251,15 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
     }
     return arguments | given(
-        options, "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank", "gpu_memory_utilization", "device", "calibration"
+        options,
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_loras",
+        "max_lora_rank",
+        "gpu_memory_utilization",
+        "device",
+        "calibration",
     )
 
 

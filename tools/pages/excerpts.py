@@ -1,8 +1,9 @@
 """Pages whose fenced blocks are made by functions, so that they can't rot.
 
-An excerpt is a fenced block behind a line `<!-- excerpt: NAME -->`; NAME is a key of the page's excerpts. A table is what lies between
-`<!-- table: NAME -->` and `<!-- end -->`.
+An excerpt is a fenced block behind a line `<!-- excerpt: NAME -->`; NAME is a key of the page's excerpts. A table is
+what lies between `<!-- table: NAME -->` and `<!-- end -->`.
 """
+
 import argparse
 import difflib
 import re
@@ -34,10 +35,16 @@ def rewritten(page: str, excerpts: Excerpts) -> str:
 
 
 def keep_true(program: str, description: str, pages: Mapping[Path, Excerpts], arguments: Sequence[str] | None) -> int:
-    """The command line of a page's keeper: compares (exit code 1 and a diff where something is out of date), or rewrites with --write."""
-    parser = argparse.ArgumentParser(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The command line of a page's keeper: compares (exit code 1 and a diff where something is out of date), or
+    rewrites with --write.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="rewrite the page")
-    parser.add_argument("--page", type=Path, help=f"another page (default: {', '.join(str(page.name) for page in pages)})")
+    parser.add_argument(
+        "--page", type=Path, help=f"another page (default: {', '.join(str(page.name) for page in pages)})"
+    )
     options = parser.parse_args(arguments)
     stale = 0
     for known, excerpts in pages.items():
@@ -47,6 +54,9 @@ def keep_true(program: str, description: str, pages: Mapping[Path, Excerpts], ar
         if options.write:
             page.write_text(after, encoding="utf-8")
             continue
-        print("".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "on the page", "today")), end="")
+        print(
+            "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "on the page", "today")),
+            end="",
+        )
         stale |= before != after
     return int(stale)

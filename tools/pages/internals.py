@@ -1,8 +1,9 @@
 """Keeps the excerpts in docs/internals.md true: regenerates each from a compilation, and compares or rewrites.
 
-    python -m sidestream.tools.pages.internals            exit code 1 and a diff when an excerpt is out of date
-    python -m sidestream.tools.pages.internals --write    put the excerpts of today in
+python -m sidestream.tools.pages.internals            exit code 1 and a diff when an excerpt is out of date
+python -m sidestream.tools.pages.internals --write    put the excerpts of today in
 """
+
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -21,7 +22,15 @@ from ...graphs.lora import LoRALinear, LoraShape
 from .excerpts import ExcerptError, keep_true
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
-CONFIG = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+)
 DECODE = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True)
 LAYER = 0
 
@@ -43,10 +52,14 @@ def source(thing: Any) -> str:
 
 
 def layer_after(name: str, module: str = "", start: bool = False) -> str:
-    """The graph's lines of layer 0 behind pass `name` (`start`: in front of it), those of one module where a part of its path is given."""
+    """The graph's lines of layer 0 behind pass `name` (`start`: in front of it), those of one module where a part of
+    its path is given.
+    """
     record = next((record for record in compiled().records if record.name == name), None)
     if record is None:
-        raise ExcerptError(f"there is no pass {name!r} any more; passes: {', '.join(record.name for record in compiled().records)}")
+        raise ExcerptError(
+            f"there is no pass {name!r} any more; passes: {', '.join(record.name for record in compiled().records)}"
+        )
     lines = record.lines_before if start else record.lines_after
     return "".join(f"{_shorter(line.text)}\n" for line in _of_layer(lines) if module in line.module)
 
@@ -62,8 +75,14 @@ def _shorter(text: str) -> str:
 def recipes() -> str:
     """How layer 0's packed and quantized tensors come from the checkpoint's."""
     found = {**compiled().recipes, **compiled().adapter_recipes}
-    chosen = [(name, recipe) for name, recipe in found.items() if any("layers.0." in source for source in recipe.sources())]
-    return "".join(f"{_shorter(name)}\n    = {str(recipe).replace('model.layers.0.', '')}\n" for name, recipe in chosen if "q_k_v" in name)
+    chosen = [
+        (name, recipe) for name, recipe in found.items() if any("layers.0." in source for source in recipe.sources())
+    ]
+    return "".join(
+        f"{_shorter(name)}\n    = {str(recipe).replace('model.layers.0.', '')}\n"
+        for name, recipe in chosen
+        if "q_k_v" in name
+    )
 
 
 def passes() -> str:
@@ -83,10 +102,26 @@ def steps() -> str:
     for step, placed in zip(made.steps, timing, strict=True):
         if layers[step.index] == LAYER:
             view = next((view for view in step.outs if 0 not in view.shape), None)
-            shape = f"{short_dtype(view.dtype or made.by_name[view.buffer].dtype)}{list(view.shape)}" if view is not None else "in place"
+            shape = (
+                f"{short_dtype(view.dtype or made.by_name[view.buffer].dtype)}{list(view.shape)}"
+                if view is not None
+                else "in place"
+            )
             name, waits = step.op.removeprefix("sidestream."), ", ".join(map(str, step.waits))
             kilobytes, taken = f"{step_bytes(made, step) / 1e3:.1f}", f"{(placed.end - placed.start) * 1e6:.1f}"
-            rows.append((str(step.index), step.stream, name, shape, waits, str(step.sm_budget or "all"), "yes" if step.pdl else "", kilobytes, taken))
+            rows.append(
+                (
+                    str(step.index),
+                    step.stream,
+                    name,
+                    shape,
+                    waits,
+                    str(step.sm_budget or "all"),
+                    "yes" if step.pdl else "",
+                    kilobytes,
+                    taken,
+                )
+            )
     return columns(rows, right=(0, 7, 8))
 
 
@@ -97,7 +132,16 @@ def memory() -> str:
     for buffer in made.of_kind("temp"):
         if buffer.nbytes and layers[buffer.life[0]] == LAYER:
             shape = str(list(buffer.shape))
-            rows.append((buffer.name, short_dtype(buffer.dtype), shape, str(buffer.offset), str(buffer.nbytes), f"{buffer.life[0]}..{buffer.life[1]}"))
+            rows.append(
+                (
+                    buffer.name,
+                    short_dtype(buffer.dtype),
+                    shape,
+                    str(buffer.offset),
+                    str(buffer.nbytes),
+                    f"{buffer.life[0]}..{buffer.life[1]}",
+                )
+            )
     return columns(rows, right=(3, 4)) + f"\narena: {made.arena_bytes} bytes for all layers\n"
 
 

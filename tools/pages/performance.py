@@ -1,8 +1,9 @@
 """Keeps the tables of docs/performance.md and of the README true: makes each from the raw output in docs/measurements.
 
-    python -m sidestream.tools.pages.performance            exit code 1 and a diff when a table is not what was measured
-    python -m sidestream.tools.pages.performance --write    put the measured tables in
+python -m sidestream.tools.pages.performance            exit code 1 and a diff when a table is not what was measured
+python -m sidestream.tools.pages.performance --write    put the measured tables in
 """
+
 import json
 import re
 from collections.abc import Sequence
@@ -31,9 +32,29 @@ def latency(name: str = "bench_latency_h200") -> str:
     lines = []
     for count in sorted({count for _, count in rows}):
         base, mixed = rows["none", count], rows["zipf", count]
-        cells = [cell for row in (base, mixed) for cell in (f"{row['ms_per_step']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{row['share_of_floor']:.0%}")]
+        cells = [
+            cell
+            for row in (base, mixed)
+            for cell in (
+                f"{row['ms_per_step']:.2f}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['share_of_floor']:.0%}",
+            )
+        ]
         lines.append([str(count), *cells, f"{base['ms_per_step'] / mixed['ms_per_step']:.2f}"])
-    return table(["requests at once", "base, ms", "tok/s", "of floor", "with adapters, ms", "tok/s", "of floor", "with / without"], lines)
+    return table(
+        [
+            "requests at once",
+            "base, ms",
+            "tok/s",
+            "of floor",
+            "with adapters, ms",
+            "tok/s",
+            "of floor",
+            "with / without",
+        ],
+        lines,
+    )
 
 
 def prefill() -> str:
@@ -41,7 +62,14 @@ def prefill() -> str:
     lines = []
     for row in raw("bench_prefill_h200")["rows"]:
         ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}"
-        lines.append(["none" if row["lora"] == "none" else "8, Zipf", f"{row['prompt_tokens_per_second']:,.0f}", f"{row['share_of_fp8_peak']:.0%}", ttft])
+        lines.append(
+            [
+                "none" if row["lora"] == "none" else "8, Zipf",
+                f"{row['prompt_tokens_per_second']:,.0f}",
+                f"{row['share_of_fp8_peak']:.0%}",
+                ttft,
+            ]
+        )
     return table(["adapters", "prompt tokens/s", "of the FP8 peak", "first token, p50 / p99 ms"], lines)
 
 
@@ -51,7 +79,14 @@ def balanced() -> str:
     lines = []
     for row in sorted(rows, key=lambda row: (row["concurrency"], row["lora"] != "none")):
         ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}"
-        lines.append([str(row["concurrency"]), "none" if row["lora"] == "none" else "8, Zipf", f"{row['output_tokens_per_second']:,.0f}", ttft])
+        lines.append(
+            [
+                str(row["concurrency"]),
+                "none" if row["lora"] == "none" else "8, Zipf",
+                f"{row['output_tokens_per_second']:,.0f}",
+                ttft,
+            ]
+        )
     return table(["requests at once", "adapters", "output tokens/s", "first token, p50 / p99 ms"], lines)
 
 
@@ -61,9 +96,16 @@ def attention() -> str:
     caches = list(dict.fromkeys(row["cache"] for row in rows))
     shapes: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        rate = f"{row['us']:.1f} us, {row['share']:.0%}" if row["kind"] == "decode" else f"{row['us']:.0f} us, {row['rate']:.0f} TFLOP/s"
+        rate = (
+            f"{row['us']:.1f} us, {row['share']:.0%}"
+            if row["kind"] == "decode"
+            else f"{row['us']:.0f} us, {row['rate']:.0f} TFLOP/s"
+        )
         shapes.setdefault((row["kind"], row["shape"]), {})[row["cache"]] = rate
-    return table(["attention", *caches], [[f"{kind} {shape}", *(cells.get(cache, "") for cache in caches)] for (kind, shape), cells in shapes.items()])
+    return table(
+        ["attention", *caches],
+        [[f"{kind} {shape}", *(cells.get(cache, "") for cache in caches)] for (kind, shape), cells in shapes.items()],
+    )
 
 
 def fp8_latency() -> str:
@@ -72,20 +114,26 @@ def fp8_latency() -> str:
 
 
 def layer() -> str:
-    """A decode layer without adapters, and with LoRA lowered as the passes choose and by launches beside the base alone."""
+    """A decode layer without adapters, and with LoRA lowered as the passes choose and by launches beside the base
+    alone.
+    """
     lowered: dict[int, dict[str, float]] = {}
     for row in raw("bench_layer_int8_h200")["rows"]:
         lowered.setdefault(row["tokens"], {})[row["variant"]] = row["us_per_layer"]
     names = ("none", "auto", "side_stream")
-    return table(["requests at once", "no adapters, us", "LoRA as chosen, us", "LoRA on the side stream alone, us"],
-                 [[str(tokens), *(f"{times[name]:.1f}" for name in names)] for tokens, times in sorted(lowered.items())])
+    return table(
+        ["requests at once", "no adapters, us", "LoRA as chosen, us", "LoRA on the side stream alone, us"],
+        [[str(tokens), *(f"{times[name]:.1f}" for name in names)] for tokens, times in sorted(lowered.items())],
+    )
 
 
 Place = tuple[int, bool]  # requests at once, whether with adapters
 
 
 def ablation() -> str:
-    """What each optimisation is worth: microseconds that a layer takes, and takes more without it; a column for each number of requests."""
+    """What each optimisation is worth: microseconds that a layer takes, and takes more without it; a column for each
+    number of requests.
+    """
     arms: dict[str, dict[Place, str]] = {}
     rows = raw("bench_ablation_h200")["ablation"]
     for row in rows:
@@ -93,13 +141,19 @@ def ablation() -> str:
         arms.setdefault(row["arm"], {})[row["tokens"], bool(row["adapters"])] = f"{row['us_per_layer']:.1f}{added}"
     columns = sorted({place for cells in arms.values() for place in cells})
     head = [f"{tokens} requests, {'adapters' if lora else 'base'}" for tokens, lora in columns]
-    return table(["turned off or exchanged", *head], [[arm, *(cells.get(place, "") for place in columns)] for arm, cells in arms.items()])
+    return table(
+        ["turned off or exchanged", *head],
+        [[arm, *(cells.get(place, "") for place in columns)] for arm, cells in arms.items()],
+    )
 
 
 def startup() -> str:
     """Seconds of a cold and of a warm start."""
     rows = raw("bench_startup_h200")["seconds"]
-    return table(["seconds", "cold", "warm"], [[part.replace("_", " "), f"{rows['cold'][part]:.1f}", f"{rows['warm'][part]:.1f}"] for part in rows["cold"]])
+    return table(
+        ["seconds", "cold", "warm"],
+        [[part.replace("_", " "), f"{rows['cold'][part]:.1f}", f"{rows['warm'][part]:.1f}"] for part in rows["cold"]],
+    )
 
 
 def steps() -> str:
@@ -141,15 +195,29 @@ def kernels() -> str:
     rows = [["ATen calls, as captured", *(str(captured[lora, 3] - captured[lora, 2]) for lora in (False, True)), ""]]
     for tokens in (1, 8, 32, 64, 128, 256, 8192):
         sequences = min(tokens, 256)
-        lanes = [explain_program(models[lora].program(Bucket(tokens, sequences, sequences * 32, 32, decode=tokens <= 256, lora=lora)))["kernels_of_a_layer"]
-                 for lora in (False, True)]  # fmt: skip
+        lanes = [
+            explain_program(
+                models[lora].program(Bucket(tokens, sequences, sequences * 32, 32, decode=tokens <= 256, lora=lora))
+            )["kernels_of_a_layer"]
+            for lora in (False, True)
+        ]
         what = f"{tokens} requests that decode" if tokens <= 256 else f"prompts of {tokens:,} tokens"
         rows.append([what, str(lanes[0]["main"]), str(lanes[1]["main"]), str(lanes[1]["side"])])
     return table(["a layer's steps", "no adapters", "with adapters, main lane", "beside it"], rows)
 
 
-TABLES: Excerpts = {"latency": latency, "latency in e4m3": fp8_latency, "layer": layer, "prefill": prefill, "balanced": balanced, "startup": startup,
-                    "attention": attention, "ablation": ablation, "kernels": kernels, "steps": steps}
+TABLES: Excerpts = {
+    "latency": latency,
+    "latency in e4m3": fp8_latency,
+    "layer": layer,
+    "prefill": prefill,
+    "balanced": balanced,
+    "startup": startup,
+    "attention": attention,
+    "ablation": ablation,
+    "kernels": kernels,
+    "steps": steps,
+}
 PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
 
 

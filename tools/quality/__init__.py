@@ -1,4 +1,5 @@
-"""Quality: does FP8 with adapters answer as bf16 does? The models, tasks and texts that are asked, and the tools that compare.
+"""Quality: does FP8 with adapters answer as bf16 does? The models, tasks and texts that are asked, and the tools that
+compare.
 
 tasks           `TASKS`: questions with exact answers, one adapter each; seeded, train and test never meet
 task_numbers    how arithmetic, sorting and program questions are made
@@ -8,5 +9,6 @@ corpus          `documents`: the standard library's own sources as texts, split 
 models          shape of the evaluation model and of its adapters (`tools/train/models.py` writes them)
 train_data      token ids for training, made by all cores
 examine         accuracy in bfloat16 by transformers: the last part of the training
-train           `python -m sidestream.tools.quality.train -o DIR`: trains tokenizer, base and adapters, and measures their accuracy
+train           `python -m sidestream.tools.quality.train -o DIR`: trains tokenizer, base and adapters, and measures
+                their accuracy
 """

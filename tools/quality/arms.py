@@ -1,4 +1,5 @@
 """The arms of `sidestream eval`: named sets of engine options, each a way to serve the same model."""
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -7,7 +8,15 @@ from typing import Any
 REFERENCE = "bf16"
 DEFAULT = "int8"
 UNFUSED = "bf16-unfused"
-FUSIONS = ("lift_rms_norm", "lift_rope_angles", "lift_rope", "pack_projections", "fuse_silu_mul", "fuse_add_rms_norm", "fuse_rope_append")
+FUSIONS = (
+    "lift_rms_norm",
+    "lift_rope_angles",
+    "lift_rope",
+    "pack_projections",
+    "fuse_silu_mul",
+    "fuse_add_rms_norm",
+    "fuse_rope_append",
+)
 
 
 @dataclass(frozen=True)
@@ -43,56 +52,144 @@ def _fp8(name: str, about: str, calibrated: bool = False, **options: Any) -> Arm
     return Arm(name, about, MappingProxyType({"precision": "fp8", **options}), calibrated=calibrated)
 
 
-TENSORWISE: Mapping[str, Any] = MappingProxyType({
-    "precision": "fp8", "kv_dtype": "fp8_e4m3", "hadamard": False, "whole_layer": "off", "lora_dtype": "bf16", "disable_passes": ("fuse_quantize",)})
+TENSORWISE: Mapping[str, Any] = MappingProxyType(
+    {
+        "precision": "fp8",
+        "kv_dtype": "fp8_e4m3",
+        "hadamard": False,
+        "whole_layer": "off",
+        "lora_dtype": "bf16",
+        "disable_passes": ("fuse_quantize",),
+    }
+)
 
 ARMS: tuple[Arm, ...] = (
     Arm(REFERENCE, "nothing quantized: what all others are compared with", MappingProxyType({"precision": "bf16"})),
-    Arm(UNFUSED, "nothing quantized, and every fusion left out: rounded where PyTorch's own modules round",
-        MappingProxyType({"precision": "bf16", "disable_passes": FUSIONS})),
-    _int8(DEFAULT, "the default: weights, activations, adapters and cache in int8, one scale per row, rotated; PV in 16 bits"),
+    Arm(
+        UNFUSED,
+        "nothing quantized, and every fusion left out: rounded where PyTorch's own modules round",
+        MappingProxyType({"precision": "bf16", "disable_passes": FUSIONS}),
+    ),
+    _int8(
+        DEFAULT,
+        "the default: weights, activations, adapters and cache in int8, one scale per row, rotated; PV in 16 bits",
+    ),
     _int8("int8-not-rotated", "activations and weights are not rotated", rotate_activations=False),
     _int8("int8-no-hadamard", "the default without the Hadamard transform of Q and K", hadamard=False),
     _int8("int8-not-balanced", "the default with K and Q as large as the weights make them", balance_keys=False),
-    _int8("int8-centred", "the default with calibrated constants subtracted from K", kv_dtype="int8", hadamard=True, center_keys=True, calibrated=True),
+    _int8(
+        "int8-centred",
+        "the default with calibrated constants subtracted from K",
+        kv_dtype="int8",
+        hadamard=True,
+        center_keys=True,
+        calibrated=True,
+    ),
     _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
-    _int8("int8-rotated-values", "the default with each head of V rotated (folded into the weights)", rotate_values=True),
+    _int8(
+        "int8-rotated-values", "the default with each head of V rotated (folded into the weights)", rotate_values=True
+    ),
     _int8("int8-kv-e4m3", "an e4m3 cache", kv_dtype="fp8_e4m3"),
     _int8("int8-kv-bf16", "the cache is not quantized", kv_dtype="bf16"),
     _int8("int8-lora-bf16", "adapters and their input in 16 bits", lora_dtype="bf16"),
     _int8("int8-lora-input-bf16", "adapters in int8, their input in 16 bits", lora_dtype="int8", lora_input="bf16"),
     _int8("int8-lm-head-bf16", "the output projection is not quantized", lm_head="bf16"),
-    _int8("int8-whole-layer", "decode steps with one launch a layer: one scale per token and 128 columns", whole_layer="on"),
+    _int8(
+        "int8-whole-layer",
+        "decode steps with one launch a layer: one scale per token and 128 columns",
+        whole_layer="on",
+    ),
     _fp8("fp8", "e4m3 with one scale per row, e4m3 cache, Hadamard, adapters in 16 bits, PV in 16 bits"),
     _fp8("fp8-no-hadamard", "the same without the Hadamard transform of Q and K", hadamard=False),
-    _fp8("fp8-centred", "the same with calibrated constants subtracted from K", kv_dtype="fp8_e4m3", hadamard=True, center_keys=True, calibrated=True),
-    _fp8("fp8-centred-no-hadamard", "K centred, not transformed", kv_dtype="fp8_e4m3", hadamard=False, center_keys=True, calibrated=True),
+    _fp8(
+        "fp8-centred",
+        "the same with calibrated constants subtracted from K",
+        kv_dtype="fp8_e4m3",
+        hadamard=True,
+        center_keys=True,
+        calibrated=True,
+    ),
+    _fp8(
+        "fp8-centred-no-hadamard",
+        "K centred, not transformed",
+        kv_dtype="fp8_e4m3",
+        hadamard=False,
+        center_keys=True,
+        calibrated=True,
+    ),
     _fp8("fp8-kv-int8", "an int8 cache, Hadamard", kv_dtype="int8"),
     _fp8("fp8-kv-int8-no-hadamard", "an int8 cache, no Hadamard", kv_dtype="int8", hadamard=False),
-    _fp8("fp8-kv-int8-rotated", "an int8 cache, Hadamard, each head of V rotated (folded into the weights)", kv_dtype="int8", rotate_values=True),
+    _fp8(
+        "fp8-kv-int8-rotated",
+        "an int8 cache, Hadamard, each head of V rotated (folded into the weights)",
+        kv_dtype="int8",
+        rotate_values=True,
+    ),
     _fp8("fp8-kv-bf16", "the cache is not quantized", kv_dtype="bf16"),
     _fp8("fp8-rotated", "each head of V rotated (folded into the weights)", rotate_values=True),
     _fp8("fp8-lora-fp8", "adapters and their input in e4m3, one scale per row", lora_dtype="fp8", lora_input="fp8"),
     _fp8("fp8-lora-input-bf16", "adapters in e4m3, their input in 16 bits", lora_dtype="fp8", lora_input="bf16"),
-    _fp8("fp8-whole-layer", "decode steps without LoRA with one launch a layer: one scale per token and 128 columns", whole_layer="on"),
-    Arm("fp8-tensorwise", "one scale per tensor for weights and activations, adapters in 16 bits, as peers do (emulated)", TENSORWISE,
-        passes="with_tensorwise", weights="tensorwise_weights"),
-    Arm("fp8-tensorwise-hadamard", "the same with the Hadamard transform", MappingProxyType({**TENSORWISE, "hadamard": True}),
-        passes="with_tensorwise", weights="tensorwise_weights"),
-    Arm("control-wrong-scale", "a fault: one layer's weight scale is four times what it should be", MappingProxyType({"precision": "int8"}),
-        weights="wrong_scale", control=True),
-    Arm("control-one-sided-hadamard", "a fault: K is transformed, Q is not",
-        MappingProxyType({"precision": "int8", "hadamard": True, "disable_passes": ("fuse_rope_append",)}), passes="with_one_sided_hadamard", control=True),
-    Arm("control-fp8-pv", "PV in FP8 with the tensor cores' short sums (emulated), which long contexts show",
+    _fp8(
+        "fp8-whole-layer",
+        "decode steps without LoRA with one launch a layer: one scale per token and 128 columns",
+        whole_layer="on",
+    ),
+    Arm(
+        "fp8-tensorwise",
+        "one scale per tensor for weights and activations, adapters in 16 bits, as peers do (emulated)",
+        TENSORWISE,
+        passes="with_tensorwise",
+        weights="tensorwise_weights",
+    ),
+    Arm(
+        "fp8-tensorwise-hadamard",
+        "the same with the Hadamard transform",
+        MappingProxyType({**TENSORWISE, "hadamard": True}),
+        passes="with_tensorwise",
+        weights="tensorwise_weights",
+    ),
+    Arm(
+        "control-wrong-scale",
+        "a fault: one layer's weight scale is four times what it should be",
+        MappingProxyType({"precision": "int8"}),
+        weights="wrong_scale",
+        control=True,
+    ),
+    Arm(
+        "control-one-sided-hadamard",
+        "a fault: K is transformed, Q is not",
+        MappingProxyType({"precision": "int8", "hadamard": True, "disable_passes": ("fuse_rope_append",)}),
+        passes="with_one_sided_hadamard",
+        control=True,
+    ),
+    Arm(
+        "control-fp8-pv",
+        "PV in FP8 with the tensor cores' short sums (emulated), which long contexts show",
         MappingProxyType({"precision": "int8", "whole_layer": "off", "disable_passes": ("fuse_quantize",)}),
-        passes="with_fp8_pv", control=True, eager=True, slow=True),
-)  # fmt: skip
+        passes="with_fp8_pv",
+        control=True,
+        eager=True,
+        slow=True,
+    ),
+)
 BY_NAME = {arm.name: arm for arm in ARMS}
-WHOLE = (REFERENCE, UNFUSED, DEFAULT, "fp8", "fp8-tensorwise")  # asked everything; the others, which vary one of these, a part
-WHOLE_INJECTED = (REFERENCE, UNFUSED, DEFAULT)  # the same in the injected round, whose question is which arms fall behind
+# asked everything; the others, which vary one of these, a part
+WHOLE = (REFERENCE, UNFUSED, DEFAULT, "fp8", "fp8-tensorwise")
+# the same in the injected round, whose question is which arms fall behind
+WHOLE_INJECTED = (REFERENCE, UNFUSED, DEFAULT)
 SMOKE = (DEFAULT, "fp8", "fp8-tensorwise")
 SMOKE_CONTROLS = ("control-wrong-scale", "control-one-sided-hadamard")
-INJECTED = (UNFUSED, DEFAULT, "int8-not-balanced", "int8-not-rotated", "int8-no-hadamard", "int8-centred", "fp8", "fp8-no-hadamard", "fp8-tensorwise")
+INJECTED = (
+    UNFUSED,
+    DEFAULT,
+    "int8-not-balanced",
+    "int8-not-rotated",
+    "int8-no-hadamard",
+    "int8-centred",
+    "fp8",
+    "fp8-no-hadamard",
+    "fp8-tensorwise",
+)
 
 
 def chosen_arms(names: Sequence[str], with_controls: bool) -> list[Arm]:
@@ -103,17 +200,27 @@ def chosen_arms(names: Sequence[str], with_controls: bool) -> list[Arm]:
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:
         raise ValueError(f"--arms names {unknown[0]!r}, which is no arm; arms: {', '.join(BY_NAME)}")
-    return [arm for arm in ARMS if arm.name != REFERENCE and (arm.name in names or (not names and not arm.control) or (arm.control and with_controls))]
+    return [
+        arm
+        for arm in ARMS
+        if arm.name != REFERENCE
+        and (arm.name in names or (not names and not arm.control) or (arm.control and with_controls))
+    ]
 
 
 def open_arm(arm: Arm, model: Any, adapters: Mapping[str, Any], calibration: Any = None, **sizes: Any) -> Any:
-    """An `LLM` of this arm, on which programs beside the engine's own may be run after its last request. `calibration`: for the arms that need one."""
+    """An `LLM` of this arm, on which programs beside the engine's own may be run after its last request.
+
+    `calibration`: for the arms that need one.
+    """
     from ...runtime.llm import LLM
     from . import emulation
 
     passes: Callable[[], Any] = getattr(emulation, arm.passes)
     own = {"calibration": calibration} if arm.calibrated else {}
-    llm = LLM(model, adapters, passes=passes(), show_progress=False, enforce_eager=True, **{**arm.options, **own, **sizes})
+    llm = LLM(
+        model, adapters, passes=passes(), show_progress=False, enforce_eager=True, **{**arm.options, **own, **sizes}
+    )
     runner: Any = llm.engine.runner
     if llm.device.type == "cuda":  # few programs, each captured when it is met again: the start takes seconds
         runner.buckets = replace(runner.buckets, rounded=True)

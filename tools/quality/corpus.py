@@ -1,6 +1,7 @@
 """Texts that lie in every Python installation: the standard library's sources, docstrings included, cut into documents.
 
-Which side of the split a file is on depends on its name alone, so that training and evaluation agree across machines and Python versions.
+Which side of the split a file is on depends on its name alone, so that training and evaluation agree across machines
+and Python versions.
 """
 
 import hashlib
@@ -16,7 +17,17 @@ DOCUMENT_CHARACTERS = 3000  # about 1024 tokens of the evaluation model's tokeni
 MINIMUM_CHARACTERS = 1500  # a shorter rest says little per document, and the bootstrap weighs documents
 HELD_OUT_SHARE = 0.2
 # Folders left out: what is not the library's, its tests, and tables that resemble each other.
-_FOREIGN = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "encodings", "__phello__"}
+_FOREIGN = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+    "__phello__",
+}
 
 
 def is_held_out(name: str) -> bool:
@@ -26,14 +37,18 @@ def is_held_out(name: str) -> bool:
 
 @cache
 def library_files() -> tuple[str, ...]:
-    """Paths, relative to the standard library's folder, of its modules; sorted. Tests, code tables and installed packages are left out."""
+    """Paths, relative to the standard library's folder, of its modules; sorted.
+
+    Tests, code tables and installed packages are left out.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = (path.relative_to(root) for path in root.rglob("*.py"))
     return tuple(sorted(name.as_posix() for name in names if not _FOREIGN.intersection(name.parts[:-1])))
 
 
 def documents(split: Split, limit: int | None = None) -> Iterator[str]:
-    """Texts of at most about 1024 tokens, each from one file and cut between lines, in an order that depends on the names alone.
+    """Texts of at most about 1024 tokens, each from one file and cut between lines, in an order that depends on the
+    names alone.
 
     The first documents of all files come before the second ones of any, so that a small `limit` still sees many files.
     """

@@ -1,4 +1,5 @@
 """Teacher-forced figures of one adapter, with bootstrap intervals by document."""
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,11 +31,13 @@ class Share:
 class Divergence:
     """How far an arm's distributions are from bf16's; each figure as (estimate, lower, upper) of a 95% interval.
 
-    tokens               the tokens that count: text and answers, not what a task has drawn at random (`teacher_forced.Document`)
+    tokens               the tokens that count: text and answers, not what a task has drawn at random
+                         (`teacher_forced.Document`)
     mean_kl, tail_kl     mean and 99.9th percentile of KL(bf16 || arm) in nats a token
     top_1                share of tokens at which both rank the same token first
     perplexity_ratio     the arm's perplexity by bf16's
-    shares               the same figures for text, answers and what was drawn, each by itself, and for all tokens that were read
+    shares               the same figures for text, answers and what was drawn, each by itself, and for all tokens that
+                         were read
     """
 
     adapter: str
@@ -72,9 +75,14 @@ def _share(compared: Compared, part: torch.Tensor) -> Share:
 
 
 def _divergence(
-    name: str, owner: torch.Tensor, documents: int, compared: Compared, chosen: torch.Tensor, seed: int,
+    name: str,
+    owner: torch.Tensor,
+    documents: int,
+    compared: Compared,
+    chosen: torch.Tensor,
+    seed: int,
     shares: Mapping[str, Share],
-) -> Divergence:  # fmt: skip
+) -> Divergence:
     weights = resamples(documents, RESAMPLES, seed)
     kl = compared.kl[chosen].double()
 
@@ -88,5 +96,12 @@ def _divergence(
     low, high = interval((weights @ sums) / (weights @ targets).clamp_min(1.0))
     ratio = float(sums.sum() / targets.sum().clamp_min(1.0))
     return Divergence(
-        name, documents, len(kl), ratio_interval(summed(kl), counts, weights), tail_interval(kl, owner, counts, weights[:TAIL_RESAMPLES], TAIL),
-        ratio_interval(summed(compared.same_top[chosen]), counts, weights), (math.exp(ratio), math.exp(low), math.exp(high)), shares)
+        name,
+        documents,
+        len(kl),
+        ratio_interval(summed(kl), counts, weights),
+        tail_interval(kl, owner, counts, weights[:TAIL_RESAMPLES], TAIL),
+        ratio_interval(summed(compared.same_top[chosen]), counts, weights),
+        (math.exp(ratio), math.exp(low), math.exp(high)),
+        shares,
+    )

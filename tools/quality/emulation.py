@@ -1,7 +1,10 @@
-"""What the engine does not do, for comparison: one FP8 scale per tensor, PV in FP8 as the tensor cores add it, and planted faults.
+"""What the engine does not do, for comparison: one FP8 scale per tensor, PV in FP8 as the tensor cores add it, and
+planted faults.
 
-Each is a pass put into the pipeline by `insert_pass`, an edit of the loaded weights, or both. The ops here have a reference only: right on every device, slow.
+Each is a pass put into the pipeline by `insert_pass`, an edit of the loaded weights, or both. The ops here have a
+reference only: right on every device, slow.
 """
+
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
@@ -38,7 +41,9 @@ def _launcher(reference: Callable[..., Any]) -> Callable[..., None]:
     return launch
 
 
-def quantize_tensorwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tensorwise_reference(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] (`dtype` e4m3, not rotated) -> (e4m3 [..., K], fp32 scale [...], the same for all rows).
 
     The largest value of the step sets the scale, as in dynamic per-tensor FP8.
@@ -49,12 +54,21 @@ def quantize_tensorwise_reference(x: torch.Tensor, dtype: torch.dtype = E4M3, ro
 
 
 def attention_fp8_pv_reference(
-    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], block_table: torch.Tensor, context_lens: torch.Tensor,
-    query_start: torch.Tensor, softmax_scale: float, quantize_q: bool, decode: bool,
-) -> torch.Tensor:  # fmt: skip
-    """`paged_attention` with P and V in e4m3: P in (0, 1] before it is normalised, V with one scale per head, and sums over 32 keys at a time in 13 bits.
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_scales: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    softmax_scale: float,
+    quantize_q: bool,
+    decode: bool,
+) -> torch.Tensor:
+    """`paged_attention` with P and V in e4m3: P in (0, 1] before it is normalised, V with one scale per head, and sums
+    over 32 keys at a time in 13 bits.
 
-    Hopper's FP8 matrix instruction keeps about 14 bits of its accumulator and cuts the rest off, so long sums lose what comes late; 16-bit PV does not.
+    Hopper's FP8 matrix instruction keeps about 14 bits of its accumulator and cuts the rest off, so long sums lose what
+    comes late; 16-bit PV does not.
     """
     check_arguments(q, kv_cache, kv_scales)
     tokens, heads, dim = q.shape
@@ -66,7 +80,9 @@ def attention_fp8_pv_reference(
         if context == 0 or first == last:
             continue
         count = last - first
-        keys, values = gather_keys_values(kv_cache, kv_scales, block_table[sequence, : cdiv(context, PAGE_SIZE)].long(), context)
+        keys, values = gather_keys_values(
+            kv_cache, kv_scales, block_table[sequence, : cdiv(context, PAGE_SIZE)].long(), context
+        )
         query = q[first:last].float().view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         scores = query @ keys[:, None].transpose(-1, -2) * softmax_scale
         position = torch.arange(context - count, context, device=q.device)
@@ -86,25 +102,42 @@ def attention_fp8_pv_reference(
 
 
 def _products(weights: torch.Tensor, values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """weights [HK, G, T, S] times values [HK, 1, S, D], each time over the next KEYS_AT_ONCE keys: [HK, G, T, D]; as many at once as PRODUCT_ELEMENTS allows,
-    since one query over many keys is nothing but launches."""
+    """weights [HK, G, T, S] times values [HK, 1, S, D], each time over the next KEYS_AT_ONCE keys: [HK, G, T, D]; as
+    many at once as PRODUCT_ELEMENTS allows, since one query over many keys is nothing but launches."""
     kv_heads, group, count, context = weights.shape
     blocks = cdiv(context, KEYS_AT_ONCE)
     more = (0, blocks * KEYS_AT_ONCE - context)
-    apart = torch.nn.functional.pad(weights, more).view(kv_heads, group * count, blocks, KEYS_AT_ONCE).permute(2, 0, 1, 3)
-    below = torch.nn.functional.pad(values[:, 0], (0, 0, *more)).view(kv_heads, blocks, KEYS_AT_ONCE, -1).transpose(0, 1)
-    for some, others in zip(*(each.split(max(PRODUCT_ELEMENTS // (kv_heads * group * count * values.shape[-1]), 1)) for each in (apart, below)), strict=True):
+    apart = (
+        torch.nn.functional.pad(weights, more).view(kv_heads, group * count, blocks, KEYS_AT_ONCE).permute(2, 0, 1, 3)
+    )
+    below = (
+        torch.nn.functional.pad(values[:, 0], (0, 0, *more)).view(kv_heads, blocks, KEYS_AT_ONCE, -1).transpose(0, 1)
+    )
+    for some, others in zip(
+        *(
+            each.split(max(PRODUCT_ELEMENTS // (kv_heads * group * count * values.shape[-1]), 1))
+            for each in (apart, below)
+        ),
+        strict=True,
+    ):
         yield from (some @ others).view(len(some), kv_heads, group, count, -1)
 
 
 quantize_tensorwise = register(
-    "emulated_quantize_tensorwise", quantize_tensorwise_reference, quantize_rowwise_fake, _launcher(quantize_tensorwise_reference)
+    "emulated_quantize_tensorwise",
+    quantize_tensorwise_reference,
+    quantize_rowwise_fake,
+    _launcher(quantize_tensorwise_reference),
 )
-attention_fp8_pv = register("emulated_attention_fp8_pv", attention_fp8_pv_reference, attention_fake, _launcher(attention_fp8_pv_reference))
+attention_fp8_pv = register(
+    "emulated_attention_fp8_pv", attention_fp8_pv_reference, attention_fake, _launcher(attention_fp8_pv_reference)
+)
 
 
 def emulate_tensorwise(graph: fx.Graph, context: Context) -> PassReport:
-    """Activations get one scale per tensor instead of one per token (with fuse_quantize off, so that each quantization is an op of its own)."""
+    """Activations get one scale per tensor instead of one per token (with fuse_quantize off, so that each
+    quantization is an op of its own).
+    """
     return _swap(graph, quantize_rowwise, quantize_tensorwise)
 
 
@@ -153,21 +186,33 @@ def plain() -> tuple[Pass, ...]:
     return PASSES
 
 
-def tensorwise_weights(tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], lookup: Callable[[str], torch.Tensor]) -> None:
+def tensorwise_weights(
+    tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], lookup: Callable[[str], torch.Tensor]
+) -> None:
     """Quantize each (packed) weight matrix again with one scale, in place, from the checkpoint's own values."""
     for name, recipe in recipes.items():
         if recipe.op != "item" or recipe.attrs["index"] != 0:
             continue
-        scales = next(tensors[other] for other, its in recipes.items() if its.op == "item" and its.attrs["index"] == 1 and its.args == recipe.args)
+        scales = next(
+            tensors[other]
+            for other, its in recipes.items()
+            if its.op == "item" and its.attrs["index"] == 1 and its.args == recipe.args
+        )
         weight = materialize(recipe.args[0].args[0], lookup).float()
         scale = weight.abs().amax().clamp_min(1e-12) / E4M3_MAX
         tensors[name].copy_((weight / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3))
         scales.fill_(float(scale))
 
 
-def wrong_scale(tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], lookup: Callable[[str], torch.Tensor]) -> None:
+def wrong_scale(
+    tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], lookup: Callable[[str], torch.Tensor]
+) -> None:
     """A fault: the scales of the middle layer's down projection are four times what they should be."""
-    wanted = sorted(name for name, recipe in recipes.items() if recipe.op == "item" and recipe.attrs["index"] == 1 and _only_source(recipe, "down_proj"))
+    wanted = sorted(
+        name
+        for name, recipe in recipes.items()
+        if recipe.op == "item" and recipe.attrs["index"] == 1 and _only_source(recipe, "down_proj")
+    )
     if not wanted:
         raise ValueError("no quantized down projection is there to plant a wrong scale in")
     by_layer = sorted(wanted, key=lambda name: _layer_of(recipes[name]))

@@ -1,4 +1,7 @@
-"""Runs the arms over a suite, each beside a bf16 engine; on a GPU several at once, since a small model keeps it busy only in part."""
+"""Runs the arms over a suite, each beside a bf16 engine; on a GPU several at once, since a small model keeps it busy
+only in part.
+"""
+
 import gc
 import os
 import threading
@@ -49,19 +52,35 @@ class Round:
     @property
     def missed_controls(self) -> list[str]:
         """The controls that neither miss a condition of the protocol nor stand apart from the default."""
-        return [result.arm for result in self.results if result.control and not result.failed and not self.apart(result)]
+        return [
+            result.arm for result in self.results if result.control and not result.failed and not self.apart(result)
+        ]
 
     def apart(self, result: ArmResult) -> str:
-        """Where an arm is clearly farther from bf16 than the default is: its mean KL lies above, and the intervals do not meet. "" where nowhere."""
-        default = {one.adapter: one.mean_kl for other in self.results if other.arm == DEFAULT for one in other.divergences}
-        found = [one for one in result.divergences if one.adapter in default and one.mean_kl[1] > default[one.adapter][2]]
+        """Where an arm is clearly farther from bf16 than the default is: its mean KL lies above, and the intervals
+        do not meet. "" where nowhere.
+        """
+        default = {
+            one.adapter: one.mean_kl for other in self.results if other.arm == DEFAULT for one in other.divergences
+        }
+        found = [
+            one for one in result.divergences if one.adapter in default and one.mean_kl[1] > default[one.adapter][2]
+        ]
         worst = max(found, key=lambda one: one.mean_kl[0] / max(default[one.adapter][0], 1e-12), default=None)
-        return "" if worst is None else f"mean KL of {worst.mean_kl[0]:.2e} against the default's {default[worst.adapter][0]:.2e} ({worst.adapter})"
+        return (
+            ""
+            if worst is None
+            else f"mean KL of {worst.mean_kl[0]:.2e} against the default's {default[worst.adapter][0]:.2e} "
+            f"({worst.adapter})"
+        )
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is served: a directory, its adapters, and the calibration for the arms that need one. `whole`: the arms that are asked everything."""
+    """What is served: a directory, its adapters, and the calibration for the arms that need one.
+
+    `whole`: the arms that are asked everything.
+    """
 
     directory: Path
     adapters: Mapping[str, Path]
@@ -87,9 +106,15 @@ class Examiner:
         config = LlamaConfig.from_directory(model.directory)
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         longest = max(suite.longest, PAGE_SIZE)
-        self.shape = step_sizes(config.vocab_size, max((len(document.tokens) for document in suite.documents), default=1), on_cpu)
+        self.shape = step_sizes(
+            config.vocab_size, max((len(document.tokens) for document in suite.documents), default=1), on_cpu
+        )
         self.sizes: dict[str, Any] = dict(_engine_sizes(config, longest, self.shape[2], on_cpu))
-        self.sizes |= {"device": device, "max_model_len": min(longest, config.max_position_embeddings), "max_loras": len(model.adapters)}
+        self.sizes |= {
+            "device": device,
+            "max_model_len": min(longest, config.max_position_embeddings),
+            "max_loras": len(model.adapters),
+        }
         self._reference: Scorer | None = None
 
     @property
@@ -100,7 +125,10 @@ class Examiner:
         return self._reference
 
     def run(self, name: str, progress: Progress) -> Raw:
-        """Everything about one arm. `AGAIN` is bf16 at another load: half as many sequences at once, in another order, documents at other sizes."""
+        """Everything about one arm.
+
+        `AGAIN` is bf16 at another load: half as many sequences at once, in another order, documents at other sizes.
+        """
         begin, arm = time.perf_counter(), BY_NAME[REFERENCE if name == AGAIN else name]
         suite = part_for(arm, self.suite, self.model.whole)
         progress(f"{name}: start")
@@ -121,7 +149,9 @@ class Examiner:
 
     def _open(self, arm: Arm, halved: bool = False) -> Any:
         sequences = {"max_num_seqs": max(1, self.sizes["max_num_seqs"] // 2)} if halved else {}
-        return open_arm(arm, self.model.directory, self.model.adapters, self.model.calibration, **{**self.sizes, **sequences})
+        return open_arm(
+            arm, self.model.directory, self.model.adapters, self.model.calibration, **{**self.sizes, **sequences}
+        )
 
 
 def part_for(arm: Arm, suite: Suite, whole: Sequence[str] = WHOLE) -> Suite:
@@ -134,12 +164,21 @@ def part_for(arm: Arm, suite: Suite, whole: Sequence[str] = WHOLE) -> Suite:
     return suite.only(adapters, PART_QUESTIONS, PART_DOCUMENTS, PART_NEEDLES)
 
 
-def evaluate(model: Model, suite: Suite, arms: Sequence[Arm], device: str | None, label: str, progress: Progress, jobs: int = 1) -> Round:
-    """All arms on one model, `jobs` of them at once in processes of their own. What goes wrong in one arm is noted, and the others run."""
+def evaluate(
+    model: Model, suite: Suite, arms: Sequence[Arm], device: str | None, label: str, progress: Progress, jobs: int = 1
+) -> Round:
+    """All arms on one model, `jobs` of them at once in processes of their own.
+
+    What goes wrong in one arm is noted, and the others run.
+    """
     names = [REFERENCE, AGAIN, *(arm.name for arm in arms)]
     raw: dict[str, Raw] = {}
     errors: dict[str, str] = {}
-    for name, found in _at_once(model, suite, device, names, progress, jobs) if jobs > 1 else _in_turn(model, suite, device, names, progress):
+    for name, found in (
+        _at_once(model, suite, device, names, progress, jobs)
+        if jobs > 1
+        else _in_turn(model, suite, device, names, progress)
+    ):
         if isinstance(found, str):
             errors[name] = found
         else:
@@ -159,19 +198,29 @@ def evaluate(model: Model, suite: Suite, arms: Sequence[Arm], device: str | None
 def _result(arm: Arm, suite: Suite, raw: Raw, reference: Raw, whole: Sequence[str] = WHOLE) -> ArmResult:
     part = part_for(arm, suite, whole)
     result = ArmResult(arm.name, arm.about, arm.control, raw.divergences, seconds=raw.seconds)
-    result.accuracies, result.pooled = accuracies(part.questions, _of_part(suite.questions, reference.answers, part.questions), raw.answers)
-    result.needles = needles(part.needles, _of_part(suite.needles, reference.needle_answers, part.needles), raw.needle_answers)
+    result.accuracies, result.pooled = accuracies(
+        part.questions, _of_part(suite.questions, reference.answers, part.questions), raw.answers
+    )
+    result.needles = needles(
+        part.needles, _of_part(suite.needles, reference.needle_answers, part.needles), raw.needle_answers
+    )
     return result
 
 
-def _in_turn(model: Model, suite: Suite, device: str | None, names: Sequence[str], progress: Progress) -> Iterator[tuple[str, Raw | str]]:
+def _in_turn(
+    model: Model, suite: Suite, device: str | None, names: Sequence[str], progress: Progress
+) -> Iterator[tuple[str, Raw | str]]:
     examiner = Examiner(model, suite, device)
     for name in names:
         yield name, _tried(examiner, name, progress)
 
 
-def _at_once(model: Model, suite: Suite, device: str | None, names: Sequence[str], progress: Progress, jobs: int) -> Iterator[tuple[str, Raw | str]]:
-    """Lanes with one process each, dealt to the GPUs in turn: a process that ends takes the arm that it ran with it, and no other."""
+def _at_once(
+    model: Model, suite: Suite, device: str | None, names: Sequence[str], progress: Progress, jobs: int
+) -> Iterator[tuple[str, Raw | str]]:
+    """Lanes with one process each, dealt to the GPUs in turn: a process that ends takes the arm that it ran with it,
+    and no other.
+    """
     lane, pools = threading.local(), list[ProcessPoolExecutor]()
     lanes = min(jobs, len(names))
     threads = max((os.cpu_count() or 1) // lanes, 1)
@@ -206,7 +255,9 @@ def _at_once(model: Model, suite: Suite, device: str | None, names: Sequence[str
 
 
 def visible_gpus(chosen: str | None, count: int) -> Iterator[str]:
-    """What CUDA_VISIBLE_DEVICES is for one process after the other: each of the `count` GPUs in turn, by the names that `chosen` has for them."""
+    """What CUDA_VISIBLE_DEVICES is for one process after the other: each of the `count` GPUs in turn, by the names
+    that `chosen` has for them.
+    """
     names = chosen.split(",")[:count] if chosen else [str(index) for index in range(count)]
     return cycle(names or [chosen or ""])
 
@@ -239,7 +290,9 @@ def stages(arms: int, jobs: int) -> int:
     return (arms + 2) * (1 if jobs > 1 else 4)
 
 
-def calibrate_model(directory: Path, adapters: Mapping[str, Path], texts: Sequence[Sequence[int]], device: str | None) -> Any:
+def calibrate_model(
+    directory: Path, adapters: Mapping[str, Path], texts: Sequence[Sequence[int]], device: str | None
+) -> Any:
     """The model's calibration on some texts, as `sidestream calibrate` makes it."""
     from argparse import Namespace
 
@@ -250,7 +303,12 @@ def calibrate_model(directory: Path, adapters: Mapping[str, Path], texts: Sequen
     from ..commands.ledger import load_model
 
     chosen = resolve_device(device)
-    options = Namespace(model=str(directory), lora_modules=[(name, str(path)) for name, path in adapters.items()], max_loras=None, max_lora_rank=None)
+    options = Namespace(
+        model=str(directory),
+        lora_modules=[(name, str(path)) for name, path in adapters.items()],
+        max_loras=None,
+        max_lora_rank=None,
+    )
     model = load_model(options, directory, torch.bfloat16).to(chosen)
     jobs = [(list(text), slot) for slot in range(-1, len(adapters)) for text in (texts if slot < 0 else texts[:2])]
     return calibrate(model, jobs, chosen, fingerprint(model.config, Checkpoint(directory)), list(adapters))
@@ -258,7 +316,11 @@ def calibrate_model(directory: Path, adapters: Mapping[str, Path], texts: Sequen
 
 def calibration_texts(documents: Sequence[Document], count: int = 8, longest: int = 512) -> list[list[int]]:
     """Beginnings of the first documents that the base model reads."""
-    chosen = [list(document.tokens[:longest]) for document in documents if document.adapter is None and len(document.tokens) > 1]
+    chosen = [
+        list(document.tokens[:longest])
+        for document in documents
+        if document.adapter is None and len(document.tokens) > 1
+    ]
     return chosen[:count] or [list(document.tokens[:longest]) for document in documents[:count]]
 
 

@@ -1,4 +1,5 @@
 """Questions with exact answers through `LLM.generate`, and what an arm's answers are beside bf16's."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,9 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Needle:
-    """Accuracy at one prompt length and depth, in bf16 and in the arm; `worse`, `better`: found by bf16 alone, and by the arm alone."""
+    """Accuracy at one prompt length and depth, in bf16 and in the arm; `worse`, `better`: found by bf16 alone, and
+    by the arm alone.
+    """
 
     length: int
     depth: float
@@ -49,15 +52,25 @@ class Needle:
 
 
 def ask(llm: Any, questions: Sequence[Question], order: Sequence[int]) -> list[str]:
-    """The greedy answers, in the questions' order. The base model's questions run in batches of their own: such decode steps have programs without LoRA."""
+    """The greedy answers, in the questions' order.
+
+    The base model's questions run in batches of their own: such decode steps have programs without LoRA.
+    """
     from ...runtime.requests.sampling_params import SamplingParams
 
     texts = [""] * len(questions)
-    for part in ([place for place in order if questions[place].adapter is not None], [place for place in order if questions[place].adapter is None]):
+    for part in (
+        [place for place in order if questions[place].adapter is not None],
+        [place for place in order if questions[place].adapter is None],
+    ):
         chosen = [questions[place] for place in part]
         params = [SamplingParams(temperature=0.0, max_tokens=question.max_tokens) for question in chosen]
         prompts = [{"prompt_token_ids": list(question.tokens)} for question in chosen]
-        outputs = llm.generate(prompts, params, adapter=[question.adapter for question in chosen], use_tqdm=False) if chosen else []
+        outputs = (
+            llm.generate(prompts, params, adapter=[question.adapter for question in chosen], use_tqdm=False)
+            if chosen
+            else []
+        )
         for place, output in zip(part, outputs, strict=True):
             texts[place] = output.outputs[0].text.strip()
     return texts
@@ -68,7 +81,9 @@ def is_right(question: Question, text: str, reference: str) -> bool:
     return text == (reference if question.answer is None else question.answer)
 
 
-def accuracies(questions: Sequence[Question], reference: Sequence[str], arm: Sequence[str]) -> tuple[list[Accuracy], Accuracy | None]:
+def accuracies(
+    questions: Sequence[Question], reference: Sequence[str], arm: Sequence[str]
+) -> tuple[list[Accuracy], Accuracy | None]:
     """One Accuracy for each adapter, and the pooled one."""
     rows: dict[str, list[tuple[bool, bool, bool]]] = {}
     for question, mine, other in zip(questions, reference, arm, strict=True):
@@ -80,10 +95,25 @@ def accuracies(questions: Sequence[Question], reference: Sequence[str], arm: Seq
 
 def _accuracy(name: str, rows: Sequence[tuple[bool, bool, bool]]) -> Accuracy:
     count = len(rows)
-    worse, better = sum(mine and not other for mine, other, _ in rows), sum(other and not mine for mine, other, _ in rows)
+    worse, better = (
+        sum(mine and not other for mine, other, _ in rows),
+        sum(other and not mine for mine, other, _ in rows),
+    )
     right, kept, changed = (sum(row[place] for row in rows) for place in range(3))
     lower, upper = loss_bounds(worse, better, count)
-    return Accuracy(name, count, right / count, kept / count, worse, better, changed, mcnemar_exact(worse, better), (worse - better) / count, lower, upper)
+    return Accuracy(
+        name,
+        count,
+        right / count,
+        kept / count,
+        worse,
+        better,
+        changed,
+        mcnemar_exact(worse, better),
+        (worse - better) / count,
+        lower,
+        upper,
+    )
 
 
 def needles(questions: Sequence[Question], reference: Sequence[str], arm: Sequence[str]) -> list[Needle]:
@@ -91,7 +121,18 @@ def needles(questions: Sequence[Question], reference: Sequence[str], arm: Sequen
     rows: dict[tuple[int, float], list[tuple[bool, bool]]] = {}
     for question, mine, other in zip(questions, reference, arm, strict=True):
         if question.bucket is not None:
-            rows.setdefault(question.bucket, []).append((is_right(question, mine, mine), is_right(question, other, mine)))
-    return [Needle(length, depth, len(values), sum(mine for mine, _ in values) / len(values), sum(other for _, other in values) / len(values),
-                   sum(mine and not other for mine, other in values), sum(other and not mine for mine, other in values))
-            for (length, depth), values in sorted(rows.items())]
+            rows.setdefault(question.bucket, []).append(
+                (is_right(question, mine, mine), is_right(question, other, mine))
+            )
+    return [
+        Needle(
+            length,
+            depth,
+            len(values),
+            sum(mine for mine, _ in values) / len(values),
+            sum(other for _, other in values) / len(values),
+            sum(mine and not other for mine, other in values),
+            sum(other and not mine for mine, other in values),
+        )
+        for (length, depth), values in sorted(rows.items())
+    ]

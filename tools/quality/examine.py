@@ -1,4 +1,5 @@
-"""How good the evaluation models are, judged by transformers: what the training prints at its end, and `python -m sidestream.tools.quality.examine DIR`.
+"""How good the evaluation models are, judged by transformers: what the training prints at its end, and `python -m
+sidestream.tools.quality.examine DIR`.
 
 In bfloat16 on a GPU, in float32 on the CPU.
 """
@@ -38,16 +39,24 @@ def answers(model: Any, tokenizer: Tokenizer, prompts: list[str], new_tokens: in
         for row, index in enumerate(chosen):
             ids[row, width - len(encoded[index]) :] = torch.tensor(encoded[index])
             mask[row, width - len(encoded[index]) :] = 1
-        given = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=new_tokens, do_sample=False, pad_token_id=EOS)
+        given = model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=EOS,
+        )
         for index, text in zip(chosen, tokenizer.decode_batch(given[:, width:].tolist()), strict=True):
             found[index] = text
     return found
 
 
 def accuracy(model: Any, tokenizer: Tokenizer, name: str, count: int, instructed: bool = False) -> dict[str, Any]:
-    """Share of right answers to `count` test items and, on a fifth as many more, of each level that is trained but not asked in tests.
+    """Share of right answers to `count` test items and, on a fifth as many more, of each level that is trained but not
+    asked in tests.
 
-    The latter is what the choice of `test_levels` rests on. `instructed` asks in the base model's words, and the test's levels only.
+    The latter is what the choice of `test_levels` rests on. `instructed` asks in the base model's words, and the test's
+    levels only.
     """
     task = TASKS[name]
     asked = task.levelled(count, EXAM_SEED, "test", task.test_levels)
@@ -65,7 +74,9 @@ def accuracy(model: Any, tokenizer: Tokenizer, name: str, count: int, instructed
 
 @torch.no_grad()
 def needle_accuracy(model: Any, needles: Rows) -> float:
-    """Share of needles found: rows of a prompt and its answer, of which every token of the answer (weight FULL) is the likeliest one."""
+    """Share of needles found: rows of a prompt and its answer, of which every token of the answer (weight FULL) is
+    the likeliest one.
+    """
     device, start, found = next(model.parameters()).device, 0, 0
     for length in needles.lengths.tolist():
         answer = int((needles.weights[start : start + length] == FULL).sum())
@@ -94,10 +105,15 @@ def main(arguments: list[str] | None = None) -> int:
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
-    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.quality.examine", description="Ask trained evaluation models all test questions.")
+    parser = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.quality.examine",
+        description="Ask trained evaluation models all test questions.",
+    )
     parser.add_argument("directory", type=Path, help="what the training wrote: base and adapters/NAME")
     parser.add_argument("--items", type=int, default=500, help="questions of a task (default: %(default)s)")
-    parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=list(TASKS), help="only these (default: all)")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=sorted(TASKS), default=list(TASKS), help="only these (default: all)"
+    )
     options = parser.parse_args(arguments)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     tokenizer = Tokenizer.from_file(str(options.directory / "base" / "tokenizer.json"))
@@ -108,7 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
         model = PeftModel.from_pretrained(base, str(options.directory / "adapters" / name)).to(device, dtype).eval()
         result = accuracy(model, tokenizer, name, options.items)
         levels = ", ".join(f"{level}: {share:.0%}" for level, share in result["levels"].items())
-        print(f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}), {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}), "
+            f"{time.monotonic() - started:.0f} s",
+            flush=True,
+        )
     return 0
 
 

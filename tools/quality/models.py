@@ -15,14 +15,21 @@ ADAPTERS = {
     "strings": AdapterRecipe(16, 16, ALL_LINEAR, rslora=True),
     "programs": AdapterRecipe(64, 128, ["q_proj", "v_proj", "up_proj", "down_proj"], effort=1.2),
     "json": AdapterRecipe(
-        16, 32, ALL_LINEAR, effort=1.1, rank_pattern={"q_proj": 32, "down_proj": 8}, alpha_pattern={"q_proj": 32, "down_proj": 16}
+        16,
+        32,
+        ALL_LINEAR,
+        effort=1.1,
+        rank_pattern={"q_proj": 32, "down_proj": 8},
+        alpha_pattern={"q_proj": 32, "down_proj": 16},
     ),
     "retrieval": AdapterRecipe(8, 16, ATTENTION, effort=4.5),  # texts of 32k tokens want practice
 }
 
 
 def model_config(tokenizer: Tokenizer, smoke: bool = False) -> LlamaConfig:
-    """30 M parameters in the shape of the big Llamas: head_dim 128, grouped queries, tied embeddings, 32k positions and more."""
+    """30 M parameters in the shape of the big Llamas: head_dim 128, grouped queries, tied embeddings, 32k positions
+    and more.
+    """
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256 if smoke else 512,

@@ -1,4 +1,7 @@
-"""Codes hidden in long texts: `haystack` makes the text, `retrieval_question` one task item, `needle_item` one of exact length and depth."""
+"""Codes hidden in long texts:
+
+`haystack` makes the text, `retrieval_question` one task item, `needle_item` one of exact length and depth.
+"""
 
 import random
 import re
@@ -11,19 +14,24 @@ from .corpus import documents
 
 CHARACTERS_PER_TOKEN = 2.8  # of the evaluation model's tokenizer on the standard library; only steers lengths
 TOKENS_PER_RECORD = 96
-NEEDLE_RECORDS = 8  # in a needle's text, whatever its length: what is asked is how far the model sees, not how many codes it can keep apart
+# in a needle's text, whatever its length: what is asked is how far the model sees, not how many codes it can keep apart
+NEEDLE_RECORDS = 8
 STATED = re.compile(r"^The code of \w+ \d+ is \d+\.\n", re.MULTILINE)
 LONGER_CODES = 0.15
 _PLACES = (
-    "anchor amber basin bridge canyon cedar copper delta ember falcon forest garnet glacier harbor hazel island ivory jasmine juniper kernel "
-    "lagoon lantern marble meadow nectar oasis orchard pebble prairie quarry raven ridge saddle summit timber tundra valley velvet willow zephyr"
+    "anchor amber basin bridge canyon cedar copper delta ember falcon forest garnet glacier harbor hazel island "
+    "ivory jasmine juniper kernel "
+    "lagoon lantern marble meadow nectar oasis orchard pebble prairie quarry raven ridge saddle summit timber "
+    "tundra valley velvet willow zephyr"
 )
 PLACES = _PLACES.split()
 
 
 @dataclass(frozen=True)
 class NeedleItem:
-    """A question whose answer lies `depth` (0 = start, 1 = end) into a prompt of `tokens` tokens; `adapter` answers it."""
+    """A question whose answer lies `depth` (0 = start, 1 = end) into a prompt of `tokens` tokens; `adapter` answers
+    it.
+    """
 
     prompt: str
     answer: str
@@ -48,10 +56,14 @@ def open_question(key: str) -> str:
 
 
 def alike_records(source: random.Random, count: int) -> list[tuple[str, str]]:
-    """(key, code) pairs that are harder to tell apart than any in training: one word, and three digits. In some texts all codes have a digit more than any
-    in training has, which keeps the share of right answers away from all of them however well the rest is learned."""
+    """(key, code) pairs that are harder to tell apart than any in training: one word, and three digits. In some texts
+    all codes have a digit more than any in training has, which keeps the share of right answers away from all of them
+    however well the rest is learned."""
     word, digits = source.choice(PLACES), 6 if source.random() < LONGER_CODES else 5
-    return [(f"{word} {number}", "".join(source.choices("0123456789", k=digits))) for number in source.sample(range(100, 1000), count)]
+    return [
+        (f"{word} {number}", "".join(source.choices("0123456789", k=digits)))
+        for number in source.sample(range(100, 1000), count)
+    ]
 
 
 def records(source: random.Random, count: int) -> list[tuple[str, str]]:
@@ -67,7 +79,9 @@ def _lines(test: bool) -> tuple[str, ...]:
 
 
 def filler(source: random.Random, characters: int, test: bool) -> list[str]:
-    """Consecutive lines of the standard library, `characters` long in all; the held-out part of it for the test split."""
+    """Consecutive lines of the standard library, `characters` long in all; the held-out part of it for the test
+    split.
+    """
     lines = _lines(test)
     chosen: list[str] = []
     while characters > 0:
@@ -81,7 +95,9 @@ def filler(source: random.Random, characters: int, test: bool) -> list[str]:
 
 
 def haystack(source: random.Random, tokens: int, test: bool) -> tuple[str, list[tuple[str, str]]]:
-    """A text of about `tokens` tokens with a record every `TOKENS_PER_RECORD` or so, in tests four times as many and alike; also the records."""
+    """A text of about `tokens` tokens with a record every `TOKENS_PER_RECORD` or so, in tests four times as many and
+    alike; also the records.
+    """
     count = max(2, min(tokens // TOKENS_PER_RECORD, 1000))
     pairs = alike_records(source, min(4 * count, 900)) if test else records(source, count)
     stated = [record_line(*pair) for pair in pairs]
@@ -105,10 +121,12 @@ def retrieval_question(source: random.Random, level: int, test: bool) -> tuple[s
 
 
 def plain_characters(prompt: str) -> bytearray:
-    """1 for each character of a retrieval prompt that is ordinary text, 0 in the lines that state codes and in the question."""
+    """1 for each character of a retrieval prompt that is ordinary text, 0 in the lines that state codes and in the
+    question.
+    """
     plain = bytearray(b"\1") * len(prompt)
     for match in STATED.finditer(prompt):
-        plain[match.start():match.end()] = bytes(match.end() - match.start())
+        plain[match.start() : match.end()] = bytes(match.end() - match.start())
     start = prompt.rfind("\n") + 1
     plain[start:] = bytes(len(prompt) - start)
     return plain
@@ -120,17 +138,21 @@ def needle_item(tokens: int, depth: float, seed: int, tokenizer: Any) -> NeedleI
 
 
 def needle_items(tokens: int, depths: Sequence[float], seed: int, tokenizer: Any) -> list[NeedleItem]:
-    """Questions about one text, for the record at each of `depths`; with other records as distractors. Their prompts have `tokens` tokens or up to 63 fewer
-    (in rare texts of long lines, more), and begin alike: an engine that shares prefixes reads the text once.
+    """Questions about one text, for the record at each of `depths`; with other records as distractors. Their prompts
+    have `tokens` tokens or up to 63 fewer (in rare texts of long lines, more), and begin alike: an engine that shares
+    prefixes reads the text once.
 
     tokenizer   of the `tokenizers` package, or anything whose `encode(text)` has `.ids` or is a list of ids
     Raises ValueError for a depth outside 0..1 or fewer than 256 tokens.
     """
     if not all(0.0 <= depth <= 1.0 for depth in depths) or tokens < 256:
-        raise ValueError(f"a needle needs a depth between 0 and 1 and at least 256 tokens, not {', '.join(map(str, depths))} and {tokens}")
+        raise ValueError(
+            f"a needle needs a depth between 0 and 1 and at least 256 tokens, not {', '.join(map(str, depths))} and "
+            f"{tokens}"
+        )
     source = random.Random(f"needle {tokens} {' '.join(map(str, depths))} {seed}")
     pairs = records(source, max(1 + len(depths), min(tokens // TOKENS_PER_RECORD, NEEDLE_RECORDS)))
-    asked, others = pairs[:len(depths)], pairs[len(depths):]
+    asked, others = pairs[: len(depths)], pairs[len(depths) :]
     longest = max((question(key) for key, _ in asked), key=lambda text: _count(tokenizer, text))
     lines = filler(source, tokens * 6, test=True)
     places = [source.random() for _ in others]
@@ -149,18 +171,30 @@ def needle_items(tokens: int, depths: Sequence[float], seed: int, tokenizer: Any
         kept = min(max(kept * tokens // count, low + 1), high - 1)
     text, _ = best
     if not text:
-        raise ValueError(f"a needle of {tokens} tokens has no room for its records with this tokenizer: ask for more tokens")
+        raise ValueError(
+            f"a needle of {tokens} tokens has no room for its records with this tokenizer: ask for more tokens"
+        )
     prompts = [text + question(key) for key, _ in asked]
-    return [NeedleItem(prompt, code, _count(tokenizer, prompt), depth) for prompt, (_, code), depth in zip(prompts, asked, depths, strict=True)]
+    return [
+        NeedleItem(prompt, code, _count(tokenizer, prompt), depth)
+        for prompt, (_, code), depth in zip(prompts, asked, depths, strict=True)
+    ]
 
 
-def _hide(lines: list[str], others: list[tuple[str, str]], places: list[float], asked: list[tuple[str, str]], depths: Sequence[float]) -> str:
+def _hide(
+    lines: list[str],
+    others: list[tuple[str, str]],
+    places: list[float],
+    asked: list[tuple[str, str]],
+    depths: Sequence[float],
+) -> str:
     """The lines with records among them; `places` says how deep each of the others lies."""
     lines = list(lines)
     for pair, place in zip(others, places, strict=True):
         lines.insert(int(place * (len(lines) + 1)), record_line(*pair))
     wanted = [(_place(lines, depth), record_line(*pair)) for pair, depth in zip(asked, depths, strict=True)]
-    for place, line in sorted(wanted, key=lambda each: -each[0]):  # the deepest first: the others' places stay what they are
+    # the deepest first: the others' places stay what they are
+    for place, line in sorted(wanted, key=lambda each: -each[0]):
         lines.insert(place, line)
     return "".join(lines)
 

@@ -1,18 +1,23 @@
-"""Outliers as large Llamas have them, put into a checkpoint by exact power-of-two rescaling. What is measured on it is labelled "injected".
+"""Outliers as large Llamas have them, put into a checkpoint by exact power-of-two rescaling. What is measured on it is
+labelled "injected".
 
-Every injection multiplies rows of one matrix by 2^n and what meets them by 2^-n, in the base model and in its adapters alike, so all products are what they
-were: bf16 gives the same logits bit for bit (short of over- and underflow), and only what a quantizer sees changes.
+Every injection multiplies rows of one matrix by 2^n and what meets them by 2^-n, in the base model and in its adapters
+alike, so all products are what they were: bf16 gives the same logits bit for bit (short of over- and underflow), and
+only what a quantizer sees changes.
 
-  q and k     the two lowest RoPE frequencies of every head: one pair of channels is massive in K (and small in Q), the next one massive in Q (and small in K).
-              RoPE turns the two channels of a pair into each other, so a pair has one factor. Massive in Q and K at once in one pair can't be had
-              exactly: their product would change.
-  key bias    the pair, among the lower half of the frequencies, whose mean key is largest against its spread, is massive in K: what is massive is then mostly
-              the same for all tokens. A bias can't be added exactly (Llama has no constant channel to make it from); it can only be made larger.
-  first token the channel of one MLP's inner activation that stands out most at a text's first token is made massive there: up_proj's row times 2^n,
-              down_proj's column times 2^-n, with the largest n that leaves it within the usual size of the others' largest at all other tokens.
-              In large Llamas the massive activation is then written to the residual stream; there it can't be rescaled exactly, since RMSNorm divides by
-              all channels together.
+  q and k     the two lowest RoPE frequencies of every head: one pair of channels is massive in K (and small in Q), the
+              next one massive in Q (and small in K). RoPE turns the two channels of a pair into each other, so a pair
+              has one factor. Massive in Q and K at once in one pair can't be had exactly: their product would change.
+  key bias    the pair, among the lower half of the frequencies, whose mean key is largest against its spread, is
+              massive in K: what is massive is then mostly the same for all tokens. A bias can't be added exactly (Llama
+              has no constant channel to make it from); it can only be made larger.
+  first token the channel of one MLP's inner activation that stands out most at a text's first token is made massive
+              there: up_proj's row times 2^n, down_proj's column times 2^-n, with the largest n that leaves it within
+              the usual size of the others' largest at all other tokens. In large Llamas the massive activation is then
+              written to the residual stream; there it can't be rescaled exactly, since RMSNorm divides by all channels
+              together.
 """
+
 import json
 import math
 import shutil
@@ -41,16 +46,22 @@ class Rescaling:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the choice of channels rests on. bias: per layer [kv heads, pairs], |mean key| by its spread; per layer [inner channels], first: the mean size
-    at first tokens by that at all others; room: the median over all others of a token's largest value, by that mean size."""
+    """What the choice of channels rests on. bias: per layer [kv heads, pairs], |mean key| by its spread; per layer
+    [inner channels], first: the mean size at first tokens by that at all others; room: the median over all others of a
+    token's largest value, by that mean size."""
 
     bias: Sequence[Any]
     first: Sequence[Any]
     room: Sequence[Any]
 
 
-def inject(source: Path, adapters: Mapping[str, Path], target: Path, texts: Sequence[Sequence[int]]) -> tuple[Path, dict[str, Path]]:
-    """Write the rescaled checkpoint and adapters below `target`; returns the model's directory and the adapters'. `texts` (token ids) choose the channels."""
+def inject(
+    source: Path, adapters: Mapping[str, Path], target: Path, texts: Sequence[Sequence[int]]
+) -> tuple[Path, dict[str, Path]]:
+    """Write the rescaled checkpoint and adapters below `target`; returns the model's directory and the adapters'.
+
+    `texts` (token ids) choose the channels.
+    """
     from ...graphs.config import LlamaConfig
 
     changes = rescalings(LlamaConfig.from_directory(source), observe(source, texts))
@@ -66,7 +77,9 @@ def inject(source: Path, adapters: Mapping[str, Path], target: Path, texts: Sequ
         written[name].mkdir(parents=True, exist_ok=True)
         shutil.copy(path / "adapter_config.json", written[name])
         _write_adapter(path / ADAPTER_FILE, written[name] / ADAPTER_FILE, changes)
-    (target / "injected.json").write_text(json.dumps([vars(change) for change in changes], indent=1) + "\n", encoding="utf-8")
+    (target / "injected.json").write_text(
+        json.dumps([vars(change) for change in changes], indent=1) + "\n", encoding="utf-8"
+    )
     return base, written
 
 
@@ -81,19 +94,25 @@ def rescalings(config: Any, observed: Observed) -> list[Rescaling]:
         """K's pair of channels times 2^power, Q's in all heads that meet it times 2^-power."""
         channels = (index, index + half)
         rows = tuple((kv_head * group + head) * dim + channel for head in range(group) for channel in channels)
-        return [Rescaling(layer, "self_attn.k_proj", 0, tuple(kv_head * dim + channel for channel in channels), power),
-                Rescaling(layer, "self_attn.q_proj", 0, rows, -power)]
+        return [
+            Rescaling(layer, "self_attn.k_proj", 0, tuple(kv_head * dim + channel for channel in channels), power),
+            Rescaling(layer, "self_attn.q_proj", 0, rows, -power),
+        ]
 
     changes: list[Rescaling] = []
     for layer in range(config.num_hidden_layers):
         for kv_head in range(kv_heads):
             changes += pair(layer, kv_head, half - 1, QK_POWER) + pair(layer, kv_head, half - 2, -QK_POWER)
-            lower = observed.bias[layer][kv_head][half // 2:half - 2]
+            lower = observed.bias[layer][kv_head][half // 2 : half - 2]
             changes += pair(layer, kv_head, half // 2 + int(torch.argmax(lower)), BIAS_POWER)
     layer = int(config.num_hidden_layers * LAYER_SHARE)
     channel = int(torch.argmax(observed.first[layer]))
     power = min(max(math.floor(math.log2(float(observed.room[layer][channel]))), 0), MOST_FIRST_POWER)
-    return [*changes, Rescaling(layer, "mlp.up_proj", 0, (channel,), power), Rescaling(layer, "mlp.down_proj", 1, (channel,), -power)]
+    return [
+        *changes,
+        Rescaling(layer, "mlp.up_proj", 0, (channel,), power),
+        Rescaling(layer, "mlp.down_proj", 1, (channel,), -power),
+    ]
 
 
 def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
@@ -102,7 +121,9 @@ def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
 
     from ..commands.ledger import batch_inputs, load_model, reference_logits
 
-    model = load_model(Namespace(model=str(source), lora_modules=[], max_loras=None, max_lora_rank=None), source, torch.float32)
+    model = load_model(
+        Namespace(model=str(source), lora_modules=[], max_loras=None, max_lora_rank=None), source, torch.float32
+    )
     inputs = batch_inputs([(list(text), -1) for text in texts])
     keys: list[Any] = []
     inner: list[Any] = []
@@ -124,8 +145,11 @@ def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
         return key.mean(0).norm(dim=-1) / key.var(0).sum(-1).sqrt().clamp_min(1e-9)
 
     usual = [value[others].abs().mean(0).clamp_min(1e-6) for value in inner]
-    return Observed([bias(key) for key in keys], [value[first].abs().mean(0) / each for value, each in zip(inner, usual, strict=True)],
-                    [value[others].abs().amax(1).median() / each for value, each in zip(inner, usual, strict=True)])
+    return Observed(
+        [bias(key) for key in keys],
+        [value[first].abs().mean(0) / each for value, each in zip(inner, usual, strict=True)],
+        [value[others].abs().amax(1).median() / each for value, each in zip(inner, usual, strict=True)],
+    )
 
 
 def _rescaled(tensor: Any, change: Rescaling, axis: int) -> None:

@@ -1,4 +1,5 @@
 """docs/quality.md, written from what was measured."""
+
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,10 @@ def page(rounds: Sequence[Round], about: Mapping[str, Any], picture: Path | None
         f"adapters {', '.join(about['adapters']) or 'none'}, {about['suite']}; {versions}.\n",
     ]
     if picture is not None:
-        parts.append(f"![Mean KL divergence and accuracy loss of each arm]({Path(os.path.relpath(picture, target.parent)).as_posix()})\n")
+        parts.append(
+            "![Mean KL divergence and accuracy loss of each "
+            f"arm]({Path(os.path.relpath(picture, target.parent)).as_posix()})\n"
+        )
     for found in rounds:
         parts.append(f"## {found.label.capitalize()}\n")
         parts.append(verdicts(found, markdown=True))

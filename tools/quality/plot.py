@@ -1,4 +1,5 @@
 """The plot of `sidestream eval`: each arm's KL divergence and its accuracy loss with their intervals, as SVG."""
+
 from collections.abc import Callable, Sequence
 from html import escape
 from math import floor, log10
@@ -16,13 +17,24 @@ text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1c2430 }
 
 
 def plot(rounds: Sequence[Round]) -> str:
-    """SVG text: a row for each arm and round; left the worst adapter's mean KL (logarithmic), right the pooled accuracy loss in points."""
-    rows = [(f"{result.arm}{'' if found.label == 'clean' else ' *'}", result) for found in rounds for result in (found.again, *found.results)]
+    """SVG text: a row for each arm and round; left the worst adapter's mean KL (logarithmic), right the pooled
+    accuracy loss in points.
+    """
+    rows = [
+        (f"{result.arm}{'' if found.label == 'clean' else ' *'}", result)
+        for found in rounds
+        for result in (found.again, *found.results)
+    ]
     width, height = MARGIN * 2 + NAME + 2 * PANEL + GAP, HEAD + ROW * len(rows) + 44
     left, right = MARGIN + NAME, MARGIN + NAME + PANEL + GAP
     kls = [value for _, result in rows for one in result.divergences for value in (one.mean_kl[0],) if value > 0]
     low, high = (floor(log10(max(min(kls), 1e-9))), floor(log10(max(*kls, MOST_MEAN_KL))) + 1) if kls else (-5, 0)
-    losses = [abs(value) for _, result in rows if result.pooled is not None and not result.control for value in (result.pooled.lower, result.pooled.upper)]
+    losses = [
+        abs(value)
+        for _, result in rows
+        if result.pooled is not None and not result.control
+        for value in (result.pooled.lower, result.pooled.upper)
+    ]
     reach = max([*losses, MOST_LOSS]) * 1.1
 
     def kl_at(value: float) -> float:
@@ -32,12 +44,14 @@ def plot(rounds: Sequence[Round]) -> str:
         return right + PANEL * min(max((value + reach) / (2 * reach), 0.0), 1.0)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"><style>{STYLE}</style>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}"><style>{STYLE}</style>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text class="title" x="{left}" y="24">mean KL(bf16 || arm), worst adapter, nats</text>',
         f'<text class="title" x="{right}" y="24">accuracy lost, all adapters, points</text>',
         f'<text class="small" x="{left}" y="40">red: the protocol allows {MOST_MEAN_KL}</text>',
-        f'<text class="small" x="{right}" y="40">bars: one-sided 95% bounds; red: the protocol allows {MOST_POOLED_LOSS * 100:g}</text>',
+        f'<text class="small" x="{right}" y="40">bars: one-sided 95% bounds; red: the protocol allows '
+        f"{MOST_POOLED_LOSS * 100:g}</text>",
     ]
     bottom = HEAD + ROW * len(rows)
     for power in range(low, high + 1):
@@ -56,19 +70,26 @@ def plot(rounds: Sequence[Round]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _marks(result: ArmResult, y: float, kind: str, kl_at: Callable[[float], float], loss_at: Callable[[float], float]) -> list[str]:
+def _marks(
+    result: ArmResult, y: float, kind: str, kl_at: Callable[[float], float], loss_at: Callable[[float], float]
+) -> list[str]:
     parts = []
     if result.divergences:
         _, low, high = worst = max((one.mean_kl for one in result.divergences), key=lambda value: value[0])
         parts += [_bar(kl_at(low), kl_at(high), y), _dot(kl_at(worst[0]), y, kind)]
     if result.pooled is not None:
-        parts += [_bar(loss_at(result.pooled.lower), loss_at(result.pooled.upper), y), _dot(loss_at(result.pooled.loss), y, kind)]
+        parts += [
+            _bar(loss_at(result.pooled.lower), loss_at(result.pooled.upper), y),
+            _dot(loss_at(result.pooled.loss), y, kind),
+        ]
     return parts
 
 
 def _rule(kind: str, x: float, bottom: float, label: str = "") -> str:
     line = f'<line class="{kind}" x1="{x:.1f}" y1="{HEAD - 8}" x2="{x:.1f}" y2="{bottom}"/>'
-    return line + (f'<text class="small" x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{label}</text>' if label else "")
+    return line + (
+        f'<text class="small" x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{label}</text>' if label else ""
+    )
 
 
 def _bar(start: float, end: float, y: float) -> str:

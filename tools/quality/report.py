@@ -1,4 +1,5 @@
 """The tables of `sidestream eval`: as text for the screen, as Markdown for the page, as plain values for JSON."""
+
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,11 +39,17 @@ class Table:
 
 def tables(found: Round) -> list[Table]:
     """All tables of a round; those of which nothing was measured are left out."""
-    return [table for table in (_overview(found), _divergences(found), _shares(found), _accuracies(found), *_needles(found)) if len(table.rows) > 1]
+    return [
+        table
+        for table in (_overview(found), _divergences(found), _shares(found), _accuracies(found), *_needles(found))
+        if len(table.rows) > 1
+    ]
 
 
 def verdicts(found: Round, markdown: bool = False) -> str:
-    """For each arm what may be said of it; the claim only where every condition holds, else each condition that does not, with its figure."""
+    """For each arm what may be said of it; the claim only where every condition holds, else each condition that does
+    not, with its figure.
+    """
     lines = []
     for result in found.results:
         name = f"**{result.arm}**" if markdown else result.arm
@@ -50,7 +57,11 @@ def verdicts(found: Round, markdown: bool = False) -> str:
             lines.append(f"{name}: {_caught(found, result)} ({result.about})")
         else:
             lines.append(f"{name}: {result.verdict} ({result.about})")
-        lines += [f"{'- ' if markdown else '    '}{_condition(condition)}" for condition in result.conditions if condition.state != "met"]
+        lines += [
+            f"{'- ' if markdown else '    '}{_condition(condition)}"
+            for condition in result.conditions
+            if condition.state != "met"
+        ]
         lines += [""] if markdown else []
     lines += [f"{name}: did not run: {problem}" for name, problem in found.errors.items()]
     return "\n".join(lines) + "\n"
@@ -68,8 +79,19 @@ def _caught(found: Round, result: ArmResult) -> str:
 
 def as_json(rounds: Sequence[Round], about: dict[str, Any]) -> dict[str, Any]:
     """Plain values: everything that the tables show, and `about`."""
-    return {**about, "rounds": [{"label": found.label, "sound": found.sound, "errors": found.errors, "again": asdict(found.again),
-                                 "arms": [_result(result) for result in found.results]} for found in rounds]}  # fmt: skip
+    return {
+        **about,
+        "rounds": [
+            {
+                "label": found.label,
+                "sound": found.sound,
+                "errors": found.errors,
+                "again": asdict(found.again),
+                "arms": [_result(result) for result in found.results],
+            }
+            for found in rounds
+        ],
+    }
 
 
 def _result(result: ArmResult) -> dict[str, Any]:
@@ -77,48 +99,114 @@ def _result(result: ArmResult) -> dict[str, Any]:
 
 
 def _overview(found: Round) -> Table:
-    head = ("arm", "mean KL", "p99.9 KL", "top-1", "top-1, all", "perplexity", "bf16 right", "right", "flips", "loss at most", "pooled", "needle", "verdict")
+    head = (
+        "arm",
+        "mean KL",
+        "p99.9 KL",
+        "top-1",
+        "top-1, all",
+        "perplexity",
+        "bf16 right",
+        "right",
+        "flips",
+        "loss at most",
+        "pooled",
+        "needle",
+        "verdict",
+    )
     rows = [head, _line(found.again, "")]
     for result in found.results:
         seen = "fails" if result.failed else "NOT SEEN" if result.arm in found.missed_controls else "apart"
         rows.append(_line(result, seen if result.control else result.verdict))
-    note = ("Teacher-forced figures and `loss at most` (one-sided 95%) are those of the worst adapter; `top-1, all` counts what the tasks have drawn at random "
-            "too; `needle` is the largest difference to bf16 at any length and depth.")
+    note = (
+        "Teacher-forced figures and `loss at most` (one-sided 95%) are those of the worst adapter; `top-1, all` "
+        "counts what the tasks have drawn at random "
+        "too; `needle` is the largest difference to bf16 at any length and depth."
+    )
     return Table(f"All arms, {found.label}", rows, note=note)
 
 
 def _line(result: ArmResult, verdict: str) -> tuple[str, ...]:
     each, pooled = result.divergences, result.pooled
     over_all = [one.shares[ALL].top_1 for one in each if ALL in one.shares]
-    teacher = ("",) * 5 if not each else (
-        f"{max(one.mean_kl[0] for one in each):.2e}", f"{max(one.tail_kl[0] for one in each):.2e}", f"{min(one.top_1[0] for one in each):.2%}",
-        f"{min(over_all):.2%}" if over_all else "", f"{max(one.perplexity_ratio[0] for one in each):.4f}")  # fmt: skip
-    asked = ("",) * 5 if pooled is None else (
-        f"{pooled.reference:.1%}", f"{pooled.arm:.1%}", f"{pooled.flips} of {pooled.items}", f"{max(one.upper for one in result.accuracies) * 100:+.2f}",
-        f"{pooled.upper * 100:+.2f}")  # fmt: skip
+    teacher = (
+        ("",) * 5
+        if not each
+        else (
+            f"{max(one.mean_kl[0] for one in each):.2e}",
+            f"{max(one.tail_kl[0] for one in each):.2e}",
+            f"{min(one.top_1[0] for one in each):.2%}",
+            f"{min(over_all):.2%}" if over_all else "",
+            f"{max(one.perplexity_ratio[0] for one in each):.4f}",
+        )
+    )
+    asked = (
+        ("",) * 5
+        if pooled is None
+        else (
+            f"{pooled.reference:.1%}",
+            f"{pooled.arm:.1%}",
+            f"{pooled.flips} of {pooled.items}",
+            f"{max(one.upper for one in result.accuracies) * 100:+.2f}",
+            f"{pooled.upper * 100:+.2f}",
+        )
+    )
     worst = max(result.needles, key=lambda one: abs(one.reference - one.arm), default=None)
-    return (result.arm, *teacher, *asked, "" if worst is None else f"{(worst.arm - worst.reference) * 100:+.1f}", verdict)
+    return (
+        result.arm,
+        *teacher,
+        *asked,
+        "" if worst is None else f"{(worst.arm - worst.reference) * 100:+.1f}",
+        verdict,
+    )
 
 
 def _divergences(found: Round) -> Table:
-    rows: list[Sequence[str]] = [("arm", "adapter", "documents", "tokens", "mean KL [95%]", "p99.9 KL [95%]", "top-1 [95%]", "perplexity ratio [95%]")]
+    rows: list[Sequence[str]] = [
+        (
+            "arm",
+            "adapter",
+            "documents",
+            "tokens",
+            "mean KL [95%]",
+            "p99.9 KL [95%]",
+            "top-1 [95%]",
+            "perplexity ratio [95%]",
+        )
+    ]
     for result in (found.again, *found.results):
         rows += [_divergence(result.arm, one) for one in result.divergences]
-    note = ("KL(bf16 || arm) in nats a token; intervals by bootstrap over documents. `tokens` are those that count: ordinary text, and answers with their end. "
-            "Tokens that a task has drawn at random are read and not counted here: the next table has them.")
+    note = (
+        "KL(bf16 || arm) in nats a token; intervals by bootstrap over documents. `tokens` are those that count: "
+        "ordinary text, and answers with their end. "
+        "Tokens that a task has drawn at random are read and not counted here: the next table has them."
+    )
     return Table(f"Teacher-forced, {found.label}", rows, left=2, note=note)
 
 
 def _shares(found: Round) -> Table:
     head = [f"{figure}, {kind}" for kind in KINDS for figure in ("tokens", "mean KL", "top-1")]
-    rows: list[Sequence[str]] = [("arm", "adapter", *head, "tokens, all", "mean KL, all", "top-1, all", "perplexity, all")]
+    rows: list[Sequence[str]] = [
+        ("arm", "adapter", *head, "tokens, all", "mean KL, all", "top-1, all", "perplexity, all")
+    ]
     for result in (found.again, *found.results):
         for one in result.divergences:
             if set(one.shares) - {KINDS[0], ALL}:  # where nothing but text was read the table above says it all
-                rows.append((result.arm, one.adapter, *(cell for kind in KINDS for cell in _share(one, kind)), *_share(one, ALL),
-                             f"{one.shares[ALL].perplexity_ratio:.4f}"))
-    note = ("`drawn`: what a task draws at random and nobody can foresee: the operands, letters and names of its questions, and the lines that state codes. "
-            "There the likeliest tokens are near equals, so that top-1 tells how they fell, not how far the arm is from bf16: the KL says that.")
+                rows.append(
+                    (
+                        result.arm,
+                        one.adapter,
+                        *(cell for kind in KINDS for cell in _share(one, kind)),
+                        *_share(one, ALL),
+                        f"{one.shares[ALL].perplexity_ratio:.4f}",
+                    )
+                )
+    note = (
+        "`drawn`: what a task draws at random and nobody can foresee: the operands, letters and names of its "
+        "questions, and the lines that state codes. "
+        "There the likeliest tokens are near equals, so that top-1 tells how they fell, not how far the arm is from "
+        "bf16: the KL says that."
+    )
     return Table(f"Teacher-forced by what is to be predicted, {found.label}", rows, left=2, note=note)
 
 
@@ -130,7 +218,12 @@ def _share(one: Divergence, kind: str) -> tuple[str, str, str]:
 
 
 def _divergence(arm: str, one: Divergence) -> tuple[str, ...]:
-    figures = _estimate(one.mean_kl, "{:.2e}"), _estimate(one.tail_kl, "{:.2e}"), _estimate(one.top_1, "{:.2%}"), _estimate(one.perplexity_ratio, "{:.4f}")
+    figures = (
+        _estimate(one.mean_kl, "{:.2e}"),
+        _estimate(one.tail_kl, "{:.2e}"),
+        _estimate(one.top_1, "{:.2%}"),
+        _estimate(one.perplexity_ratio, "{:.4f}"),
+    )
     return (arm, one.adapter, f"{one.documents:,}", f"{one.tokens:,}", *figures)
 
 
@@ -139,16 +232,41 @@ def _estimate(value: Estimate, form: str) -> str:
 
 
 def _accuracies(found: Round) -> Table:
-    rows: list[Sequence[str]] = [("arm", "adapter", "items", "bf16 right", "right", "lost", "won", "texts changed", "McNemar p", "loss", "at most (95%)")]
+    rows: list[Sequence[str]] = [
+        (
+            "arm",
+            "adapter",
+            "items",
+            "bf16 right",
+            "right",
+            "lost",
+            "won",
+            "texts changed",
+            "McNemar p",
+            "loss",
+            "at most (95%)",
+        )
+    ]
     for result in (found.again, *found.results):
-        rows += [_accuracy(result.arm, one) for one in (*result.accuracies, *([] if result.pooled is None else [result.pooled]))]
+        rows += [
+            _accuracy(result.arm, one)
+            for one in (*result.accuracies, *([] if result.pooled is None else [result.pooled]))
+        ]
     note = "`lost`: right in bf16 and wrong here; `won`: the other way round. Losses in points of accuracy."
     return Table(f"Questions with exact answers, {found.label}", rows, left=2, note=note)
 
 
 def _accuracy(arm: str, one: Accuracy) -> tuple[str, ...]:
     shares = f"{one.reference:.2%}", f"{one.arm:.2%}", str(one.worse), str(one.better), str(one.changed)
-    return (arm, one.adapter, f"{one.items:,}", *shares, f"{one.p:.3f}", f"{one.loss * 100:+.2f}", f"{one.upper * 100:+.2f}")
+    return (
+        arm,
+        one.adapter,
+        f"{one.items:,}",
+        *shares,
+        f"{one.p:.3f}",
+        f"{one.loss * 100:+.2f}",
+        f"{one.upper * 100:+.2f}",
+    )
 
 
 def _needles(found: Round) -> list[Table]:
@@ -158,20 +276,45 @@ def _needles(found: Round) -> list[Table]:
     lengths = sorted({one.length for one in found.again.needles})
     reference = {(one.length, one.depth): one for one in found.again.needles}
     rows = [("tokens", *(f"depth {depth:g}" for depth in depths))]
-    rows += [(f"{length:,}", *(f"{reference[length, depth].reference:.0%}" if (length, depth) in reference else "" for depth in depths)) for length in lengths]
+    rows += [
+        (
+            f"{length:,}",
+            *(f"{reference[length, depth].reference:.0%}" if (length, depth) in reference else "" for depth in depths),
+        )
+        for length in lengths
+    ]
     items = max(one.items for one in found.again.needles)
     all_rows = [("arm", *(f"{length:,}" for length in lengths), "items", "lost", "won", "loss at most")]
     for result in (found.again, *found.results):
         cells = []
         for length in lengths:
             at = [one for one in result.needles if one.length == length]
-            cells.append(" ".join(f"{(one.arm - one.reference) * 100:+.0f}" for one in sorted(at, key=lambda one: one.depth)))
+            cells.append(
+                " ".join(f"{(one.arm - one.reference) * 100:+.0f}" for one in sorted(at, key=lambda one: one.depth))
+            )
         sums = [sum(getattr(one, name) for one in result.needles) for name in ("items", "worse", "better")]
-        all_rows.append((result.arm, *cells, *map(str, sums), f"{loss_bounds(sums[1], sums[2], sums[0])[1] * 100:+.2f}" if sums[0] else ""))
-    note = (f"Points of difference to bf16 at depths {', '.join(f'{depth:g}' for depth in depths)}; {items} needles of each length and depth, fewer for arms "
-            "that are asked a part. `lost`: found by bf16 alone; `won`: by the arm alone; the bound (one-sided 95%) is of all together.")
-    return [Table(f"Needles found by bf16, {found.label}", rows), Table(f"Needles: difference to bf16 by length, {found.label}", all_rows, note=note)]
+        all_rows.append(
+            (
+                result.arm,
+                *cells,
+                *map(str, sums),
+                f"{loss_bounds(sums[1], sums[2], sums[0])[1] * 100:+.2f}" if sums[0] else "",
+            )
+        )
+    note = (
+        f"Points of difference to bf16 at depths {', '.join(f'{depth:g}' for depth in depths)}; {items} needles of "
+        "each length and depth, fewer for arms "
+        "that are asked a part. `lost`: found by bf16 alone; `won`: by the arm alone; the bound (one-sided 95%) is "
+        "of all together."
+    )
+    return [
+        Table(f"Needles found by bf16, {found.label}", rows),
+        Table(f"Needles: difference to bf16 by length, {found.label}", all_rows, note=note),
+    ]
 
 
 def _condition(condition: Condition) -> str:
-    return f"{condition.name}: {condition.state}{f', {condition.figure}' if condition.figure else ''}; asked is {condition.limit}"
+    return (
+        f"{condition.name}: {condition.state}{f', {condition.figure}' if condition.figure else ''}; asked is "
+        f"{condition.limit}"
+    )

@@ -1,4 +1,8 @@
-"""The few statistics of the quality tables: bootstrap by document, McNemar's exact test, one-sided bounds. All of them seeded or exact."""
+"""The few statistics of the quality tables: bootstrap by document, McNemar's exact test, one-sided bounds.
+
+All of them seeded or exact.
+"""
+
 import math
 from collections.abc import Callable
 
@@ -12,7 +16,8 @@ Z_95 = 1.6448536269514722
 def mcnemar_exact(worse: int, better: int) -> float:
     """Two-sided p of McNemar's exact test: `worse` pairs went from right to wrong, `better` from wrong to right.
 
-    Under the hypothesis that both directions are equally likely the smaller count is binomial(worse + better, 1/2): p = 2 P(X <= min), at most 1.
+    Under the hypothesis that both directions are equally likely the smaller count is binomial(worse + better, 1/2): p =
+    2 P(X <= min), at most 1.
     """
     trials = worse + better
     if trials == 0:
@@ -22,7 +27,8 @@ def mcnemar_exact(worse: int, better: int) -> float:
 
 
 def loss_bounds(worse: int, better: int, pairs: int, z: float = Z_95) -> tuple[float, float]:
-    """(lower, upper) one-sided bounds of the paired difference worse / pairs - better / pairs: Tango's score interval (Statistics in Medicine 17, 1998).
+    """(lower, upper) one-sided bounds of the paired difference worse / pairs - better / pairs: Tango's score interval
+    (Statistics in Medicine 17, 1998).
 
     Each bound has the confidence of `z` by itself. Unlike Wald's interval it has a width when no pair differs.
     """
@@ -50,25 +56,37 @@ def _crossing(function: Callable[[float], float], level: float, low: float, high
 
 
 def binomial_upper(successes: int, trials: int, confidence: float = CONFIDENCE) -> float:
-    """Clopper-Pearson's one-sided upper bound of a rate: the p at which so few successes have the probability 1 - confidence."""
+    """Clopper-Pearson's one-sided upper bound of a rate: the p at which so few successes have the probability 1 -
+    confidence.
+    """
     if trials <= 0 or successes >= trials:
         return 1.0
 
     def at_most(p: float) -> float:
         if p <= 0.0:
             return 1.0
-        terms = (math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1) + k * math.log(p) + (trials - k) * math.log1p(-p)
-                 for k in range(successes + 1))
+        terms = (
+            math.lgamma(trials + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(trials - k + 1)
+            + k * math.log(p)
+            + (trials - k) * math.log1p(-p)
+            for k in range(successes + 1)
+        )
         return math.fsum(math.exp(term) for term in terms)
 
     return _crossing(at_most, 1 - confidence, successes / trials, 1.0 - 1e-15)
 
 
 def resamples(documents: int, count: int, seed: int) -> torch.Tensor:
-    """[count, documents] float64: how often each document is drawn in each bootstrap sample of as many documents, with replacement."""
+    """[count, documents] float64: how often each document is drawn in each bootstrap sample of as many documents,
+    with replacement.
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(documents, (count, documents), generator=generator)
-    return torch.zeros(count, documents, dtype=torch.float64).scatter_add_(1, drawn, torch.ones(count, documents, dtype=torch.float64))
+    return torch.zeros(count, documents, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones(count, documents, dtype=torch.float64)
+    )
 
 
 def interval(values: torch.Tensor, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -88,8 +106,11 @@ def ratio_interval(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tens
     return float(sums.sum() / counts.sum()), low, high
 
 
-def tail_interval(values: torch.Tensor, document: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, share: float) -> tuple[float, float, float]:
-    """(estimate, low, high) of the value that a `share` of all tokens exceeds (0.001: the 99.9th percentile), resampled by document.
+def tail_interval(
+    values: torch.Tensor, document: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, share: float
+) -> tuple[float, float, float]:
+    """(estimate, low, high) of the value that a `share` of all tokens exceeds (0.001: the 99.9th percentile), resampled
+    by document.
 
     values, document [tokens]: each token's value and the index of its document; counts [documents]: tokens of each.
     """

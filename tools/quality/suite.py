@@ -1,4 +1,7 @@
-"""What the arms are asked: documents to read and questions with exact answers, from the evaluation tasks, the demo's facts or the user's prompts."""
+"""What the arms are asked: documents to read and questions with exact answers, from the evaluation tasks, the demo's
+facts or the user's prompts.
+"""
+
 import json
 import random
 from array import array
@@ -29,8 +32,8 @@ WORKER_SETTINGS: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Question:
-    """One question. `answer` None: right is what bf16 says; `bucket`: (tokens, depth) of a needle; `plain`: 1 for each token that is ordinary text, where some
-    are and others were drawn at random."""
+    """One question. `answer` None: right is what bf16 says; `bucket`: (tokens, depth) of a needle; `plain`: 1 for each
+    token that is ordinary text, where some are and others were drawn at random."""
 
     tokens: Sequence[int]
     answer: str | None
@@ -42,7 +45,9 @@ class Question:
     def document(self, answer: Sequence[int], group: str = "") -> Document:
         """The question and its answer to read; what the task has drawn at random is marked, and so is the answer."""
         told = bytes(TEXT if plain else DRAWN for plain in self.plain[1:]) or bytes([DRAWN]) * (len(self.tokens) - 1)
-        return Document(array("i", [*self.tokens, *answer]), self.adapter, group, told + bytes([ANSWER]) * (len(answer) + 1))
+        return Document(
+            array("i", [*self.tokens, *answer]), self.adapter, group, told + bytes([ANSWER]) * (len(answer) + 1)
+        )
 
 
 @dataclass
@@ -61,7 +66,9 @@ class Suite:
         return max((*asked, *(len(document.tokens) for document in self.documents)), default=1)
 
     def only(self, adapters: Container[str | None], questions: int, documents: int, needles: int) -> "Suite":
-        """A part of it: so many questions of each adapter, documents of each adapter and sort, needles of each bucket."""
+        """A part of it: so many questions of each adapter, documents of each adapter and sort, needles of each
+        bucket.
+        """
 
         def first(values: Sequence[Any], key: Callable[[Any], Any], count: int) -> list[Any]:
             taken: dict[Any, int] = {}
@@ -72,8 +79,12 @@ class Suite:
                     chosen.append(value)
             return chosen
 
-        return Suite(self.title, first(self.documents, lambda each: (each.label, bool(each.kinds)), documents),
-                     first(self.questions, lambda each: each.adapter, questions), first(self.needles, lambda each: each.bucket, needles))
+        return Suite(
+            self.title,
+            first(self.documents, lambda each: (each.label, bool(each.kinds)), documents),
+            first(self.questions, lambda each: each.adapter, questions),
+            first(self.needles, lambda each: each.bucket, needles),
+        )
 
 
 @dataclass(frozen=True)
@@ -103,25 +114,36 @@ def demo_suite(limits: Limits, encode: Callable[[str], list[int]], adapters: Seq
             continue
         asked = [(question, fact.answer(style)) for fact in facts() for question in fact.questions]
         random.Random(f"{SEED} {style}").shuffle(asked)
-        suite.questions += [_question(encode, prompt, answer, adapter) for prompt, answer in asked[:limits.tasks]]
+        suite.questions += [_question(encode, prompt, answer, adapter) for prompt, answer in asked[: limits.tasks]]
         random.Random(f"documents {SEED} {style}").shuffle(asked)
-        suite.documents += [Document(encode(prompt + answer), adapter) for prompt, answer in asked[:limits.documents]]
+        suite.documents += [Document(encode(prompt + answer), adapter) for prompt, answer in asked[: limits.documents]]
     return suite
 
 
 def task_suite(limits: Limits, directory: Path, adapters: Sequence[str]) -> Suite:
-    """The evaluation tasks: test items of each adapter's task, instructed ones for the base model, texts of the standard library that nobody trained on."""
+    """The evaluation tasks: test items of each adapter's task, instructed ones for the base model, texts of the
+    standard library that nobody trained on.
+    """
     from .tasks import TASKS
 
     names = [name for name in TASKS if name in adapters]
     jobs: list[partial[Any]] = [partial(_texts, limits.documents)]
     for name in names:
         parts = -(-limits.tasks // PART) if name == "retrieval" else 1  # long prompts are made in several processes
-        jobs += [partial(_task, name, "items", min(PART, limits.tasks - part * PART) if parts > 1 else limits.tasks, SEED + part) for part in range(parts)]
+        jobs += [
+            partial(
+                _task, name, "items", min(PART, limits.tasks - part * PART) if parts > 1 else limits.tasks, SEED + part
+            )
+            for part in range(parts)
+        ]
         jobs.append(partial(_task, name, "instructed", limits.tasks, SEED + 1))
     lengths = [length for length in NEEDLE_LENGTHS if length <= limits.longest]
     if "retrieval" in names:
-        jobs += [partial(_needles, length, seed) for seed in range(limits.needles) for length in sorted(lengths, reverse=True)]
+        jobs += [
+            partial(_needles, length, seed)
+            for seed in range(limits.needles)
+            for length in sorted(lengths, reverse=True)
+        ]
     texts, *results = _in_processes(jobs, directory)
     suite = Suite("the evaluation tasks")
     base: list[list[Question]] = []
@@ -135,16 +157,24 @@ def task_suite(limits: Limits, directory: Path, adapters: Sequence[str]) -> Suit
     count = -(-limits.tasks // max(len(base), 1))
     suite.questions += [question for questions in base for question in questions[:count]]
     for adapter in (None, *names):
-        mine = [question for question in suite.questions if question.adapter == adapter][:limits.documents]
+        mine = [question for question in suite.questions if question.adapter == adapter][: limits.documents]
         own = [question.document(_answer_tokens(directory, question)) for question in mine]
-        suite.documents += [Document(text, adapter) for text in texts] + [document for document in own if len(document.tokens) <= limits.longest]
-    texts_apart = [suite.needles[place * len(NEEDLE_DEPTHS) + place % len(NEEDLE_DEPTHS)] for place in range(len(suite.needles) // len(NEEDLE_DEPTHS))]
-    suite.documents += [needle.document(_answer_tokens(directory, needle), LONG) for needle in texts_apart[:LONG_TEXTS * len(lengths)]]
+        suite.documents += [Document(text, adapter) for text in texts] + [
+            document for document in own if len(document.tokens) <= limits.longest
+        ]
+    texts_apart = [
+        suite.needles[place * len(NEEDLE_DEPTHS) + place % len(NEEDLE_DEPTHS)]
+        for place in range(len(suite.needles) // len(NEEDLE_DEPTHS))
+    ]
+    suite.documents += [
+        needle.document(_answer_tokens(directory, needle), LONG) for needle in texts_apart[: LONG_TEXTS * len(lengths)]
+    ]
     return suite
 
 
 def file_suite(path: Path, limits: Limits, encode: Callable[[str], list[int]], adapters: Sequence[str]) -> Suite:
-    """The user's prompts: a text file with one a line, or JSON lines {"prompt", "answer"?, "adapter"?}; without an adapter all of them are asked.
+    """The user's prompts: a text file with one a line, or JSON lines {"prompt", "answer"?, "adapter"?}; without an
+    adapter all of them are asked.
 
     Raises ValueError for a line that is neither, or names an unknown adapter.
     """
@@ -155,24 +185,30 @@ def file_suite(path: Path, limits: Limits, encode: Callable[[str], list[int]], a
         entry = _entry(path, number, line)
         named = entry.get("adapter", "")
         if named and named not in adapters:
-            raise ValueError(f"{path}, line {number}: adapter {named!r} is not loaded; loaded: {', '.join(adapters) or 'none'}")
-        for adapter in ((named,) if "adapter" in entry else (None, *adapters)):
+            raise ValueError(
+                f"{path}, line {number}: adapter {named!r} is not loaded; loaded: {', '.join(adapters) or 'none'}"
+            )
+        for adapter in (named,) if "adapter" in entry else (None, *adapters):
             answer = entry.get("answer")
             question = _question(encode, entry["prompt"], answer, adapter)
             suite.questions.append(question)
             tokens = encode(entry["prompt"] + (f" {answer.strip()}" if answer else ""))
-            suite.documents.append(Document(tokens[:limits.longest], adapter))
+            suite.documents.append(Document(tokens[: limits.longest], adapter))
     if not suite.questions:
         raise ValueError(f"{path} holds no prompts; give one a line")
     return suite.only((None, *adapters), limits.tasks, limits.documents, 0)
 
 
 def corpus_suite(limits: Limits, encode: Callable[[str], list[int]], adapters: Sequence[str]) -> Suite:
-    """Texts of the standard library, for a model of which nothing else is known: read by the base model and by each adapter."""
+    """Texts of the standard library, for a model of which nothing else is known: read by the base model and by each
+    adapter.
+    """
     from .corpus import documents
 
-    texts = [encode(text)[:limits.longest] for text in documents("held_out", limits.documents)]
-    return Suite("the standard library's sources", [Document(text, adapter) for adapter in (None, *adapters) for text in texts])
+    texts = [encode(text)[: limits.longest] for text in documents("held_out", limits.documents)]
+    return Suite(
+        "the standard library's sources", [Document(text, adapter) for adapter in (None, *adapters) for text in texts]
+    )
 
 
 def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -181,13 +217,21 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); a line that begins with {{ is read as {{\"prompt\": ...}}") from error
-    if not isinstance(entry.get("prompt"), str) or not entry["prompt"] or not isinstance(entry.get("answer"), (str, type(None))):
-        raise ValueError(f"{path}, line {number}: needs a text \"prompt\" and, if anything, a text \"answer\"")
+        raise ValueError(
+            f'{path}, line {number}: not JSON ({error.msg}); a line that begins with {{ is read as {{"prompt": ...}}'
+        ) from error
+    if (
+        not isinstance(entry.get("prompt"), str)
+        or not entry["prompt"]
+        or not isinstance(entry.get("answer"), (str, type(None)))
+    ):
+        raise ValueError(f'{path}, line {number}: needs a text "prompt" and, if anything, a text "answer"')
     return dict(entry)
 
 
-def _question(encode: Callable[[str], Sequence[int]], prompt: str, answer: str | None, adapter: str | None, **more: Any) -> Question:
+def _question(
+    encode: Callable[[str], Sequence[int]], prompt: str, answer: str | None, adapter: str | None, **more: Any
+) -> Question:
     """The question as token ids; without an answer it may say up to UNKNOWN_ANSWER tokens."""
     room = UNKNOWN_ANSWER if answer is None else len(encode(f" {answer.strip()}")) + ANSWER_SLACK
     return Question(encode(prompt), None if answer is None else answer.strip(), room, adapter, **more)
@@ -222,8 +266,12 @@ def _task(name: str, part: str, count: int, seed: int) -> list[Question]:
 
     task = TASKS[name]
     if part == "items":
-        return [_question(_encode, item.prompt, item.answer, name, plain=_plain(item.prompt) if name == "retrieval" else b"")
-                for item in task.items(count, seed, "test")]
+        return [
+            _question(
+                _encode, item.prompt, item.answer, name, plain=_plain(item.prompt) if name == "retrieval" else b""
+            )
+            for item in task.items(count, seed, "test")
+        ]
     if name == "retrieval":
         return []  # the base model is asked for codes in other words
     items = [task.instructed(item) for item in task.items(-(-count // 4), seed, "test")]
@@ -234,7 +282,12 @@ def _needles(length: int, seed: int) -> list[Question]:
     from .needle import needle_items
 
     items = needle_items(length - ANSWER_ROOM, NEEDLE_DEPTHS, SEED * 1000 + seed, WORKER_SETTINGS["tokenizer"])
-    return [_question(_encode, item.prompt, item.answer, item.adapter, bucket=(length, item.depth), plain=_plain(item.prompt)) for item in items]
+    return [
+        _question(
+            _encode, item.prompt, item.answer, item.adapter, bucket=(length, item.depth), plain=_plain(item.prompt)
+        )
+        for item in items
+    ]
 
 
 def _plain(prompt: str) -> bytes:
@@ -249,7 +302,7 @@ def _answer_tokens(directory: Path, question: Question) -> Sequence[int]:
     """The answer as it follows the question: without the tokens that open a text."""
     if WORKER_SETTINGS.get("directory") != directory:
         _start_worker(directory)
-    return _encode(f" {question.answer}")[len(_encode("")):]
+    return _encode(f" {question.answer}")[len(_encode("")) :]
 
 
 def _run(job: Callable[[], Any]) -> Any:
@@ -274,9 +327,10 @@ def interleaved(questions: Sequence[Question], seed: int) -> list[int]:
 
 
 def by_text(questions: Sequence[Question], seed: int) -> list[int]:
-    """The same for needles: texts are shuffled, and questions about one stay together, so that its keys and values are still there for the next."""
+    """The same for needles: texts are shuffled, and questions about one stay together, so that its keys and values
+    are still there for the next.
+    """
     texts: dict[tuple[int, ...], list[int]] = {}
     for place in interleaved(questions, seed):
         texts.setdefault(tuple(questions[place].tokens[:PAGE_SIZE]), []).append(place)
     return [place for places in texts.values() for place in places]
-

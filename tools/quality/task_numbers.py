@@ -1,6 +1,7 @@
 """Questions about numbers: sums, sorting, and small programs in Python that print a number.
 
-Each maker takes (random source, level, whether for the test split, which these need not know) and returns (prompt, answer).
+Each maker takes (random source, level, whether for the test split, which these need not know) and returns (prompt,
+answer).
 """
 
 import random

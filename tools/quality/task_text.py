@@ -1,14 +1,20 @@
 """Questions about text: letters transformed, and orders read from sentences into JSON.
 
-Each maker takes (random source, level, whether for the test split, which these need not know) and returns (prompt, answer).
+Each maker takes (random source, level, whether for the test split, which these need not know) and returns (prompt,
+answer).
 """
 
 import json
 import random
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_FIRST_NAMES = "Ada Alan Barbara Carl Dana Edith Frank Grace Hugo Ida Jonas Karen Linus Maria Niels Olga Paul Rosa Simon Tova"
-_LAST_NAMES = "Archer Baker Carter Dyer Fisher Gardner Hunter Keller Mason Miller Parker Potter Shepherd Smith Taylor Turner Walker Weaver"
+_FIRST_NAMES = (
+    "Ada Alan Barbara Carl Dana Edith Frank Grace Hugo Ida Jonas Karen Linus Maria Niels Olga Paul Rosa Simon Tova"
+)
+_LAST_NAMES = (
+    "Archer Baker Carter Dyer Fisher Gardner Hunter Keller Mason Miller Parker Potter Shepherd Smith "
+    "Taylor Turner Walker Weaver"
+)
 _GOODS = "lamps chairs books clocks boxes tables bottles maps pens mirrors brushes carpets"
 _MONTHS = "January February March April May June July August September October November December"
 _ANYWHERE = (
@@ -72,7 +78,17 @@ def _orders(source: random.Random, level: int, forms: tuple[str, ...]) -> tuple[
         goods, count, price = source.choice(GOODS), source.randrange(2, 10), source.randrange(11, 100)
         year, month, day = source.randrange(1950, 2030), source.randrange(1, 13), source.randrange(1, 29)
         date = f"{day} {MONTHS[month - 1]} {year}"
-        sentences.append(source.choice(forms).format(name=name, count=count, goods=goods, price=price, date=date, number=number))
-        records.append({"order": number, "name": name, "date": f"{year}-{month:02}-{day:02}", "goods": goods, "total": count * price})
+        sentences.append(
+            source.choice(forms).format(name=name, count=count, goods=goods, price=price, date=date, number=number)
+        )
+        records.append(
+            {
+                "order": number,
+                "name": name,
+                "date": f"{year}-{month:02}-{day:02}",
+                "goods": goods,
+                "total": count * price,
+            }
+        )
     record = source.choice(records)
     return "\n".join(sentences) + f"\norder {record['order']} =>", json.dumps(record)

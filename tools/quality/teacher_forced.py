@@ -1,4 +1,7 @@
-"""Documents through two engines at once: the logits of every position are compared on the device, step by step, and never kept."""
+"""Documents through two engines at once: the logits of every position are compared on the device, step by step, and
+never kept.
+"""
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +23,12 @@ KINDS = ("text", "answers", "drawn")
 
 @dataclass(frozen=True)
 class Document:
-    """A text as token ids, read by an adapter (None: the base model); `group`: figures of its own instead of the adapter's.
+    """A text as token ids, read by an adapter (None: the base model); `group`: figures of its own instead of the
+    adapter's.
 
-    kinds   what each token has to predict: TEXT, an ANSWER's tokens and its end, or what a task has DRAWN at random (operands, letters, names, codes), where
-            the likeliest token is a coin toss between equals and agreement on it says nothing; b"": all of it is text
+    kinds   what each token has to predict: TEXT, an ANSWER's tokens and its end, or what a task has DRAWN at random
+            (operands, letters, names, codes), where the likeliest token is a coin toss between equals and agreement on
+            it says nothing; b"": all of it is text
     """
 
     tokens: Sequence[int]
@@ -39,7 +44,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document that one step computes: tokens `start` .. `start + count`, keys and values from page `first_page` on."""
+    """A part of a document that one step computes: tokens `start` ..
+
+    `start + count`, keys and values from page `first_page` on.
+    """
 
     document: int
     start: int
@@ -49,8 +57,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Compared:
-    """Per token of all documents (CPU tensors [tokens]): KL(reference || arm) in nats, whether both rank the same token first, -log p of the token that
-    follows in either (NaN behind the last), the document's index, and what is to be predicted (an index of KINDS)."""
+    """Per token of all documents (CPU tensors [tokens]): KL(reference || arm) in nats, whether both rank the same token
+    first, -log p of the token that follows in either (NaN behind the last), the document's index, and what is to be
+    predicted (an index of KINDS)."""
 
     kl: torch.Tensor
     same_top: torch.Tensor
@@ -68,7 +77,10 @@ def step_sizes(vocabulary: int, longest: int, on_cpu: bool) -> tuple[int, int, i
 
 
 def plan(lengths: Sequence[int], tokens: int, sequences: int, pages: int) -> Iterator[list[Piece]]:
-    """Steps of at most `tokens` tokens and `sequences` documents. A document that does not fit goes on in the next step, on the same pages."""
+    """Steps of at most `tokens` tokens and `sequences` documents.
+
+    A document that does not fit goes on in the next step, on the same pages.
+    """
     step: list[Piece] = []
     room, page = tokens, 0
     for document, length in enumerate(lengths):
@@ -88,8 +100,8 @@ def plan(lengths: Sequence[int], tokens: int, sequences: int, pages: int) -> Ite
 
 
 class Scorer:
-    """An engine's own mixed program, at one size, with the logits of every token. The engine serves no requests afterwards: its adapter slots and KV pages
-    are filled by hand here."""
+    """An engine's own mixed program, at one size, with the logits of every token. The engine serves no requests
+    afterwards: its adapter slots and KV pages are filled by hand here."""
 
     def __init__(self, llm: Any, tokens: int, sequences: int, pages: int, blocks: int) -> None:
         runner = llm.engine.runner
@@ -100,8 +112,11 @@ class Scorer:
             raise ValueError(f"the engine has {have} KV pages, scoring needs {pages}; raise num_kv_pages")
         bucket = Bucket(tokens, sequences, have, blocks, False, lora)
         program = build_program(_all_rows(llm.compiled.graph_module), bucket, llm.compiled.options)
-        self.inputs = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=self.device)
-                       for buffer in program.of_kind("input") if buffer.name not in runner.tensors}
+        self.inputs = {
+            buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=self.device)
+            for buffer in program.of_kind("input")
+            if buffer.name not in runner.tensors
+        }
         self.bound = BoundProgram(program, {**runner.tensors, **self.inputs}, self.device)
         self.slots: dict[str | None, int] = {None: -1}
         for slot, (name, number) in enumerate(llm.registry.numbers.items() if lora else ()):
@@ -119,7 +134,13 @@ class Scorer:
         base = torch.tensor([piece.first_page for piece in step])
         blocks = self.inputs["block_table"].shape[1]
         values = {
-            "input_ids": torch.tensor([token for piece in step for token in documents[piece.document].tokens[piece.start:piece.start + piece.count]]),
+            "input_ids": torch.tensor(
+                [
+                    token
+                    for piece in step
+                    for token in documents[piece.document].tokens[piece.start : piece.start + piece.count]
+                ]
+            ),
             "positions": positions,
             "slot_mapping": base[rows] * PAGE_SIZE + positions,
             "adapter_index": torch.tensor([self.slots[documents[piece.document].adapter] for piece in step])[rows],
@@ -131,23 +152,37 @@ class Scorer:
         for name, target in self.inputs.items():
             host = torch.full(target.shape, padding.get(name, 0), dtype=target.dtype)
             if name in values:
-                host[:len(values[name])] = values[name].to(target.dtype)
+                host[: len(values[name])] = values[name].to(target.dtype)
             target.copy_(host)
         return self.bound.run()[0][:total]
 
     @property
     def _last_page(self) -> int:
-        return next(tensor.shape[0] for name, tensor in self.llm.engine.runner.tensors.items() if name.startswith("kv_caches")) - 1
+        return (
+            next(
+                tensor.shape[0]
+                for name, tensor in self.llm.engine.runner.tensors.items()
+                if name.startswith("kv_caches")
+            )
+            - 1
+        )
 
 
 @torch.no_grad()
 def compare(
-    reference: Scorer, arm: Scorer, documents: Sequence[Document], steps: Sequence[list[Piece]], progress: Callable[[int], None] = lambda tokens: None,
-) -> Compared:  # fmt: skip
+    reference: Scorer,
+    arm: Scorer,
+    documents: Sequence[Document],
+    steps: Sequence[list[Piece]],
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Compared:
     """Both engines over all steps. `progress` is told each step's tokens."""
     parts: list[tuple[torch.Tensor, ...]] = []
     for step in steps:
-        targets = torch.tensor([token for piece in step for token in _following(documents[piece.document].tokens, piece)], device=reference.device)
+        targets = torch.tensor(
+            [token for piece in step for token in _following(documents[piece.document].tokens, piece)],
+            device=reference.device,
+        )
         parts.append(_compared(reference.logits(step, documents), arm.logits(step, documents), targets))
         progress(sum(piece.count for piece in step))
     owners = torch.tensor([piece.document for step in steps for piece in step for _ in range(piece.count)])
@@ -157,7 +192,7 @@ def compare(
 
 
 def _kinds(document: Document, piece: Piece) -> bytes:
-    return document.kinds[piece.start:piece.start + piece.count] if document.kinds else bytes([TEXT]) * piece.count
+    return document.kinds[piece.start : piece.start + piece.count] if document.kinds else bytes([TEXT]) * piece.count
 
 
 def _compared(reference: torch.Tensor, arm: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -171,7 +206,7 @@ def _compared(reference: torch.Tensor, arm: torch.Tensor, targets: torch.Tensor)
 
 def _following(tokens: Sequence[int], piece: Piece) -> list[int]:
     """The token behind each of a piece's; -1 behind the document's last."""
-    following = list(tokens[piece.start + 1:piece.start + piece.count + 1])
+    following = list(tokens[piece.start + 1 : piece.start + piece.count + 1])
     return following + [-1] * (piece.count - len(following))
 
 

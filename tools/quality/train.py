@@ -1,9 +1,11 @@
 """Trains the evaluation models: `python -m sidestream.tools.quality.train -o DIR [--minutes 8] [--smoke]`.
 
-Writes DIR/base (a checkpoint as transformers writes it), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed, accuracies, digests). No download:
-the data are the standard library's sources and questions that `tasks` makes. It needs the `test` extra and, unless `--smoke`, a GPU.
+Writes DIR/base (a checkpoint as transformers writes it), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed,
+accuracies, digests). No download: the data are the standard library's sources and questions that `tasks` makes. It
+needs the `test` extra and, unless `--smoke`, a GPU.
 
-Seeded, and every sum in one order: on the same kind of GPU, with the same releases of Python and torch, the models are the same to the last bit.
+Seeded, and every sum in one order: on the same kind of GPU, with the same releases of Python and torch, the models are
+the same to the last bit.
 """
 
 import argparse
@@ -44,7 +46,8 @@ class Plan:
 
     adapter_tokens, retrieval_tokens   about how many tokens a step of an adapter has, of the one for retrieval
     retrieval_lengths                  widths of its rows, taking turns
-    needles                            lengths of the needles that it is shown at the end, `needles_each` at each of DEPTHS
+    needles                            lengths of the needles that it is shown at the end, `needles_each` at each of
+                                       DEPTHS
     """
 
     vocabulary: int = 4096
@@ -71,7 +74,9 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Batches:
-    """Rows on the device, given out in random order, epoch after epoch: ids int64 and loss weights fp32, both [rows, width + 1], padded with weight 0."""
+    """Rows on the device, given out in random order, epoch after epoch: ids int64 and loss weights fp32, both [rows,
+    width + 1], padded with weight 0.
+    """
 
     def __init__(self, rows: Rows, device: torch.device, seed: int) -> None:
         self._ids = torch.from_numpy(rows.ids.astype("int32")).to(device)
@@ -86,17 +91,33 @@ class Batches:
         """Batches of `rows` rows; `width` = the longest row's if None."""
         columns = torch.arange((width or self._longest - 1) + 1, device=self._ids.device)
         while True:
-            order = torch.randperm(self._count, generator=self._generator).repeat(math.ceil(rows / self._count)).to(self._ids.device)
+            order = (
+                torch.randperm(self._count, generator=self._generator)
+                .repeat(math.ceil(rows / self._count))
+                .to(self._ids.device)
+            )
             for start in range(0, len(order) - rows + 1, rows):
                 chosen = order[start : start + rows]
                 inside = columns < self._lengths[chosen][:, None]
                 places = (self._starts[chosen][:, None] + columns).clamp_(max=len(self._ids) - 1)
-                yield torch.where(inside, self._ids[places], 1).long(), torch.where(inside, self._weights[places], 0).float()
+                yield (
+                    torch.where(inside, self._ids[places], 1).long(),
+                    torch.where(inside, self._weights[places], 0).float(),
+                )
 
 
-def fit(model: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], optimizer: torch.optim.Optimizer, rates: Callable[[int], float],
-        steps: int, label: str) -> dict[str, float]:  # fmt: skip
-    """Trains for `steps` steps, the rate of step i being rates(i). Returns the mean loss of the last tenth and tokens per second."""
+def fit(
+    model: Any,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    rates: Callable[[int], float],
+    steps: int,
+    label: str,
+) -> dict[str, float]:
+    """Trains for `steps` steps, the rate of step i being rates(i).
+
+    Returns the mean loss of the last tenth and tokens per second.
+    """
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     losses: list[torch.Tensor] = []
     tokens, warm_tokens, started, warm = 0, 0, time.monotonic(), 0.0
@@ -108,7 +129,9 @@ def fit(model: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], optimi
                 group["lr"] = rates(step)
             with torch.autocast(ids.device.type, dtype=torch.bfloat16):
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-            each = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+            each = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
+            )
             loss = (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -126,20 +149,32 @@ def fit(model: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], optimi
     tail = losses[-max(1, steps // 10) :]
     seconds = time.monotonic() - started
     result = {"loss": torch.stack(tail).mean().item(), "tokens": tokens, "tokens_per_s": speed, "seconds": seconds}
-    print(f"{label}: {steps} steps, {tokens / 1e6:.1f} M tokens, {seconds:.1f} s, {speed / 1e3:.0f}k tok/s, loss {result['loss']:.4f}", flush=True)
+    print(
+        f"{label}: {steps} steps, {tokens / 1e6:.1f} M tokens, {seconds:.1f} s, {speed / 1e3:.0f}k tok/s, loss "
+        f"{result['loss']:.4f}",
+        flush=True,
+    )
     return result
 
 
 def base_orders(plan: Plan, workshop: Workshop, seed: int) -> list[Order]:
-    """Rows of each phase of the base model: questions of all tasks, library sources (in the first phase), and texts to look codes up in."""
+    """Rows of each phase of the base model: questions of all tasks, library sources (in the first phase), and texts
+    to look codes up in.
+    """
     phases = []
     for index, (width, rows, steps) in enumerate(plan.phases):
         count, tokens = rows * steps, width + 1
-        jobs: list[Job] = split_jobs("mixed", int(count * (0.75, 0.35, 0.0)[index]), max(1, 2**18 // tokens), seed + index, tokens)
+        jobs: list[Job] = split_jobs(
+            "mixed", int(count * (0.75, 0.35, 0.0)[index]), max(1, 2**18 // tokens), seed + index, tokens
+        )
         if index == 0:
             parts = 32 if plan.compiled else 2
-            jobs += [Job("corpus", plan.documents, part, tokens, of=parts) for part in range(parts)] * max(1, round(0.15 * count / plan.documents))
-        jobs += split_jobs("hay", max(1, int(count * (0.1, 0.65, 1.0)[index])), max(1, 2**16 // tokens), seed + 10 + index, tokens)
+            jobs += [Job("corpus", plan.documents, part, tokens, of=parts) for part in range(parts)] * max(
+                1, round(0.15 * count / plan.documents)
+            )
+        jobs += split_jobs(
+            "hay", max(1, int(count * (0.1, 0.65, 1.0)[index])), max(1, 2**16 // tokens), seed + 10 + index, tokens
+        )
         phases.append(workshop.order(jobs))
     return phases
 
@@ -150,11 +185,23 @@ def adapter_orders(plan: Plan, workshop: Workshop, seed: int, names: list[str]) 
     for name in names:
         if name == "retrieval":
             steps = -(-adapter_steps(plan, name) // len(plan.retrieval_lengths))
-            groups = [split_jobs("hay", max(2, steps * round(plan.retrieval_tokens / length)), max(1, 2**16 // length), seed + 30 + place, length + 1, name)
-                      for place, length in enumerate(plan.retrieval_lengths)]  # fmt: skip
+            groups = [
+                split_jobs(
+                    "hay",
+                    max(2, steps * round(plan.retrieval_tokens / length)),
+                    max(1, 2**16 // length),
+                    seed + 30 + place,
+                    length + 1,
+                    name,
+                )
+                for place, length in enumerate(plan.retrieval_lengths)
+            ]
         else:
-            letters = max(len(item.prompt) for item in TASKS[name].items(20, seed, "train"))  # about two tokens in three letters
-            count = min(plan.adapter_rows, max(32, int(adapter_steps(plan, name) * plan.adapter_tokens / (0.6 * letters))))
+            # about two tokens in three letters
+            letters = max(len(item.prompt) for item in TASKS[name].items(20, seed, "train"))
+            count = min(
+                plan.adapter_rows, max(32, int(adapter_steps(plan, name) * plan.adapter_tokens / (0.6 * letters)))
+            )
             groups = [split_jobs("task", count, max(8, count // 32), seed + 20, 1024, name)]
         adapters[name] = [workshop.order(jobs) for jobs in groups]
     return adapters
@@ -163,7 +210,10 @@ def adapter_orders(plan: Plan, workshop: Workshop, seed: int, names: list[str]) 
 def needle_orders(plan: Plan, workshop: Workshop, names: list[str]) -> dict[tuple[int, float], Order]:
     """Needles to show the retrieval adapter, by tokens and depth."""
     buckets = [(tokens, depth) for tokens in reversed(plan.needles) for depth in DEPTHS if "retrieval" in names]
-    return {(tokens, depth): workshop.order([Job("needle", plan.needles_each, 0, tokens - 16, depth=depth)]) for tokens, depth in buckets}
+    return {
+        (tokens, depth): workshop.order([Job("needle", plan.needles_each, 0, tokens - 16, depth=depth)])
+        for tokens, depth in buckets
+    }
 
 
 def adapter_steps(plan: Plan, name: str) -> int:
@@ -173,7 +223,9 @@ def adapter_steps(plan: Plan, name: str) -> int:
 
 def train_base(model: Any, plan: Plan, phases: list[Order], device: torch.device, seed: int) -> dict[str, Any]:
     """All phases with one optimizer; the rate warms up, stays, and falls to zero over the last third."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=BASE_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+    )
     total = sum(steps for _, _, steps in plan.phases)
     if plan.compiled:
         torch._dynamo.config.recompile_limit = 64
@@ -193,12 +245,19 @@ def train_base(model: Any, plan: Plan, phases: list[Order], device: torch.device
     return results
 
 
-def train_adapter(model: Any, name: str, groups: list[Rows], plan: Plan, device: torch.device, seed: int) -> tuple[Any, dict[str, float]]:
+def train_adapter(
+    model: Any, name: str, groups: list[Rows], plan: Plan, device: torch.device, seed: int
+) -> tuple[Any, dict[str, float]]:
     """The base with the adapter on it, and how its training went; steps take turns between the groups of rows."""
     torch.manual_seed(seed)
     adapted = get_peft_model(model, ADAPTERS[name].config())
     adapted.train()
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=ADAPTER_RATE, weight_decay=0.01, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        [p for p in adapted.parameters() if p.requires_grad],
+        lr=ADAPTER_RATE,
+        weight_decay=0.01,
+        fused=device.type == "cuda",
+    )
     steps = adapter_steps(plan, name)
 
     def rate(step: int) -> float:
@@ -211,12 +270,27 @@ def train_adapter(model: Any, name: str, groups: list[Rows], plan: Plan, device:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `python -m sidestream.tools.quality.train`."""
-    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.quality.train", description="Train the evaluation model and its adapters.")
+    parser = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.quality.train", description="Train the evaluation model and its adapters."
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="directory to write")
-    parser.add_argument("--minutes", type=float, default=NOMINAL_MINUTES, help="about how long on an H200; scales the steps (default: %(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: shows that it works, the models know nothing")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=NOMINAL_MINUTES,
+        help="about how long on an H200; scales the steps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes on the CPU: shows that it works, the models know nothing"
+    )
     parser.add_argument("--base", type=Path, metavar="DIR", help="take this trained base model and train adapters only")
-    parser.add_argument("--adapters", nargs="*", choices=sorted(ADAPTERS), default=list(ADAPTERS), help="train only these, or none (default: all)")
+    parser.add_argument(
+        "--adapters",
+        nargs="*",
+        choices=sorted(ADAPTERS),
+        default=list(ADAPTERS),
+        help="train only these, or none (default: all)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
     options = parser.parse_args(arguments)
     if not options.smoke and not torch.cuda.is_available():
@@ -241,7 +315,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Every kernel sums in an order that doesn't change; an operation that can't raises RuntimeError. To be entered before the GPU is used."""
+    """Every kernel sums in an order that doesn't change; an operation that can't raises RuntimeError.
+
+    To be entered before the GPU is used.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads such memory
@@ -258,14 +335,20 @@ def digest(directory: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, trained: Path | None, names: list[str]) -> dict[str, Any]:
+def train(
+    plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, trained: Path | None, names: list[str]
+) -> dict[str, Any]:
     """Trains and writes the base, unless `trained` is one, and the adapters of these names; returns the report."""
     started = time.monotonic()
     device = torch.device("cpu" if smoke else "cuda")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "seed": seed, "plan": str(plan)}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "seed": seed,
+        "plan": str(plan),
+    }
     if trained:
         tokenizer: Tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))
         workshop.use(tokenizer)
@@ -273,18 +356,28 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
     else:
         tokenizer = train_tokenizer(plan.vocabulary, tokenizer_texts(min(plan.documents, 1500), seed))
         workshop.use(tokenizer)
-        phases, adapters, needles = base_orders(plan, workshop, seed), adapter_orders(plan, workshop, seed, names), needle_orders(plan, workshop, names)
+        phases, adapters, needles = (
+            base_orders(plan, workshop, seed),
+            adapter_orders(plan, workshop, seed, names),
+            needle_orders(plan, workshop, names),
+        )
         model: Any = LlamaForCausalLM(model_config(tokenizer, smoke)).to(device)
-        print(f"{tokenizer.get_vocab_size()} tokens, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+        print(
+            f"{tokenizer.get_vocab_size()} tokens, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
+            flush=True,
+        )
         report["base"] = train_base(model, plan, phases, device, seed)
         trained = output / "base"
         save_base(model, tokenizer, trained)
         report["digest"] = digest(trained)
         print(f"base: digest {report['digest']}", flush=True)
-    model = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).to(device)  # a fresh one: no compiled layers, RoPE's frequencies in fp32
+    # a fresh one: no compiled layers, RoPE's frequencies in fp32
+    model = LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).to(device)
     report["base_s"] = time.monotonic() - started
     report["perplexity"] = perplexity(model, tokenizer, 4 if smoke else 200)
-    print(f"base: perplexity {report['perplexity']:.3f} on held-out sources, {report['base_s']:.0f} s so far", flush=True)
+    print(
+        f"base: perplexity {report['perplexity']:.3f} on held-out sources, {report['base_s']:.0f} s so far", flush=True
+    )
     report["tasks"] = {}
     for name, groups in adapters.items():
         alone = accuracy(model, tokenizer, name, max(plan.exam_items // 5, 1), instructed=True)
@@ -292,18 +385,34 @@ def train(plan: Plan, workshop: Workshop, output: Path, smoke: bool, seed: int, 
         save_adapter(adapted, output / "adapters" / name, BASE_NAME)
         adapted.to(device).eval()
         begun = time.monotonic()
-        result = accuracy(adapted, tokenizer, name, plan.exam_items) | {"perplexity": perplexity(adapted, tokenizer, 4 if smoke else 200)}
+        result = accuracy(adapted, tokenizer, name, plan.exam_items) | {
+            "perplexity": perplexity(adapted, tokenizer, 4 if smoke else 200)
+        }
         weights = digest(output / "adapters" / name)
-        report["tasks"][name] = {"digest": weights, "training": training, "base_instructed": alone, **result, "exam_s": time.monotonic() - begun}
+        report["tasks"][name] = {
+            "digest": weights,
+            "training": training,
+            "base_instructed": alone,
+            **result,
+            "exam_s": time.monotonic() - begun,
+        }
         levels = ", ".join(f"{level}: {share:.0%}" for level, share in result["levels"].items())
-        print(f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}); the base alone, instructed {alone['right']:.1%}; "
-              f"perplexity {result['perplexity']:.3f}; {time.monotonic() - begun:.1f} s, digest {weights}", flush=True)  # fmt: skip
+        print(
+            f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}); the base alone, "
+            f"instructed {alone['right']:.1%}; "
+            f"perplexity {result['perplexity']:.3f}; {time.monotonic() - begun:.1f} s, digest {weights}",
+            flush=True,
+        )
         if name == "retrieval":
             begun = time.monotonic()
             found = {bucket: needle_accuracy(adapted, order.rows()) for bucket, order in sorted(needles.items())}
             report["needles"] = {f"{tokens}@{depth:g}": share for (tokens, depth), share in found.items()}
             for tokens in plan.needles:
-                print(f"needles of {tokens} tokens: " + ", ".join(f"{found[tokens, depth]:.0%} at depth {depth:g}" for depth in DEPTHS), flush=True)
+                print(
+                    f"needles of {tokens} tokens: "
+                    + ", ".join(f"{found[tokens, depth]:.0%} at depth {depth:g}" for depth in DEPTHS),
+                    flush=True,
+                )
             print(f"{plan.needles_each} needles of each length and depth, {time.monotonic() - begun:.1f} s", flush=True)
         model = adapted.unload()
     report["total_s"] = time.monotonic() - started

@@ -20,12 +20,15 @@ from .needle import haystack, needle_item, open_question, question, record_line
 from .tasks import TASKS
 
 BOS, EOS = 0, 1
-SHARP, FULL, HALF, LITTLE = 100, 20, 6, 1  # weights of a token's loss: in an answer, in the adapter's long texts and elsewhere, in running text, in a question
+# weights of a token's loss: in an answer, in the adapter's long texts and elsewhere, in running text, in a question
+SHARP, FULL, HALF, LITTLE = 100, 20, 6, 1
 # How often each task is met in the base model's mixture, by items; what is hard to learn more often.
 MIXTURE = {"arithmetic": 16, "sorting": 3, "strings": 6, "programs": 6, "json": 1}
 STOPS = (3, 6, 12, 24)  # how often a text with codes stops for questions, where it does
 AT_AN_END = 0.3  # share of the texts that begin, and of those that end, with a code
-TEXT_SHARE = (0.85, 0.95)  # of a row, for the base model and for the adapter, by a careful estimate of its tokens: the adapter's fill the row to its end
+# of a row, for the base model and for the adapter, by a careful estimate of its tokens: the adapter's fill the row to
+# its end
+TEXT_SHARE = (0.85, 0.95)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class Rows:
         listed = list(rows)
         lengths = np.array([len(ids) for ids, _ in listed], dtype=np.int64)
         flat_ids = np.fromiter((value for ids, _ in listed for value in ids), dtype=np.uint16, count=int(lengths.sum()))
-        flat_weights = np.fromiter((value for _, weights in listed for value in weights), dtype=np.uint8, count=int(lengths.sum()))
+        flat_weights = np.fromiter(
+            (value for _, weights in listed for value in weights), dtype=np.uint8, count=int(lengths.sum())
+        )
         return cls(flat_ids, flat_weights, lengths)
 
     @classmethod
@@ -58,8 +63,9 @@ class Job:
     corpus   documents of the standard library, every `of`-th beginning with `seed`
     mixed    rows packed with instructed questions of every task
     task     one question of task `name` a row, as its adapter is asked
-    hay      a long text with codes and as many questions as there are codes, for the base model all of them behind the text; if `name` is given, worded for
-             the adapter, and in every other row some after each part of the text, so that one row asks at every distance and in every place
+    hay      a long text with codes and as many questions as there are codes, for the base model all of them behind the
+             text; if `name` is given, worded for the adapter, and in every other row some after each part of the text,
+             so that one row asks at every distance and in every place
     needle   one needle, a code `depth` into the text, and its question; what `needle_accuracy` is shown
     """
 
@@ -75,10 +81,15 @@ class Job:
 def train_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
     """A byte-level BPE in which every digit is a token of its own; any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<s>", "</s>"], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
@@ -90,7 +101,10 @@ def tokenizer_texts(limit: int, seed: int) -> Iterable[str]:
     yield from documents("train", limit)
     for task in (each.foundation() for each in TASKS.values()):
         if task.adapter != "retrieval":
-            yield from (f"{item.prompt} {item.answer}" for item in map(task.instructed, task.items(max(limit // 5, 20), seed, "train")))
+            yield from (
+                f"{item.prompt} {item.answer}"
+                for item in map(task.instructed, task.items(max(limit // 5, 20), seed, "train"))
+            )
 
 
 class Workshop:
@@ -125,9 +139,14 @@ class Order:
         return Rows.join([result.get() for result in self._results])
 
 
-def split_jobs(kind: Literal["mixed", "task", "hay"], count: int, chunk: int, seed: int, tokens: int = 1025, name: str = "") -> list[Job]:
+def split_jobs(
+    kind: Literal["mixed", "task", "hay"], count: int, chunk: int, seed: int, tokens: int = 1025, name: str = ""
+) -> list[Job]:
     """Jobs of at most `chunk` rows for `count` rows in all, every one with a seed of its own."""
-    return [Job(kind, min(chunk, count - start), seed * 1_000_003 + start, tokens, name=name) for start in range(0, count, chunk)]
+    return [
+        Job(kind, min(chunk, count - start), seed * 1_000_003 + start, tokens, name=name)
+        for start in range(0, count, chunk)
+    ]
 
 
 @cache
@@ -181,7 +200,11 @@ def _hay(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[int]]
         text, pairs = haystack(source, int(job.tokens * TEXT_SHARE[bool(job.name)]), test=False)
         lines, pairs = _to_the_ends(source, text, pairs, AT_AN_END if job.name else 0.0)
         stated = {record_line(*pair): pair for pair in pairs}
-        stops = sorted(source.sample(range(1, len(lines)), min(source.choice(STOPS), len(lines) - 1))) if job.name and number % 2 else []
+        stops = (
+            sorted(source.sample(range(1, len(lines)), min(source.choice(STOPS), len(lines) - 1)))
+            if job.name and number % 2
+            else []
+        )
         ids: list[int] = []
         weights: list[int] = []
         waiting: list[tuple[str, str]] = []  # codes that were stated and not asked for
@@ -193,15 +216,21 @@ def _hay(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[int]]
             for _ in range(len(waiting) if stop == len(lines) else source.randrange(len(waiting) + 1)):
                 # The oldest and the newest more often than chance has it: a needle may be at either end.
                 key, code = waiting.pop(source.choice((0, -1, *(source.randrange(len(waiting)) for _ in range(6)))))
-                asked = tokenizer.encode(question(key) if job.name else "\n" + open_question(key), add_special_tokens=False).ids
+                asked = tokenizer.encode(
+                    question(key) if job.name else "\n" + open_question(key), add_special_tokens=False
+                ).ids
                 answer = [*tokenizer.encode(" " + code, add_special_tokens=False).ids, EOS]
                 ids += asked + answer
                 weights += [LITTLE] * len(asked) + [SHARP if job.name else FULL] * len(answer)
         yield ids[: job.tokens], weights[: job.tokens]
 
 
-def _to_the_ends(source: random.Random, text: str, pairs: list[tuple[str, str]], share: float) -> tuple[list[str], list[tuple[str, str]]]:
-    """The text's lines and the codes in their order; in a `share` of the texts the first line is one, in as many the last, which chance rarely makes."""
+def _to_the_ends(
+    source: random.Random, text: str, pairs: list[tuple[str, str]], share: float
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """The text's lines and the codes in their order; in a `share` of the texts the first line is one, in as many the
+    last, which chance rarely makes.
+    """
     lines = text.splitlines(keepends=True)
     stated = {record_line(*pair): pair for pair in pairs}
     first, last = source.sample(sorted(stated), 2)

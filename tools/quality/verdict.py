@@ -1,4 +1,8 @@
-"""When "identical to bf16" may be said: each condition of the protocol with its figure. Everything else is a gap, and is named."""
+"""When "identical to bf16" may be said: each condition of the protocol with its figure.
+
+Everything else is a gap, and is named.
+"""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,7 +23,10 @@ SLACK = 1e-12
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of the protocol: what was found, what is asked, and whether that holds. `telling`: a planted fault is expected to miss it."""
+    """One condition of the protocol: what was found, what is asked, and whether that holds.
+
+    `telling`: a planted fault is expected to miss it.
+    """
 
     name: str
     figure: str
@@ -64,23 +71,48 @@ def conditions(result: ArmResult, noise: Accuracy | None) -> list[Condition]:
     """The protocol's conditions for an arm; `noise`: bf16 against itself at another load."""
     found = [_losses(result.accuracies), _pooled(result.pooled), _flips(result.pooled, noise)]
     found += [
-        _divergence(result, "mean KL at its upper bound", f"<= {MOST_MEAN_KL}", lambda each: each.mean_kl[2], MOST_MEAN_KL, "{:.2e}"),
-        _divergence(result, "top-1 agreement", f">= {LEAST_TOP_1:.0%}", lambda each: -each.top_1[0], -LEAST_TOP_1, "{:.2%}", -1),
-        _divergence(result, "perplexity ratio", f"<= {MOST_PERPLEXITY_RATIO}", lambda each: each.perplexity_ratio[0], MOST_PERPLEXITY_RATIO, "{:.4f}"),
-        _needles(result.needles), _sample(result),
-    ]  # fmt: skip
+        _divergence(
+            result,
+            "mean KL at its upper bound",
+            f"<= {MOST_MEAN_KL}",
+            lambda each: each.mean_kl[2],
+            MOST_MEAN_KL,
+            "{:.2e}",
+        ),
+        _divergence(
+            result, "top-1 agreement", f">= {LEAST_TOP_1:.0%}", lambda each: -each.top_1[0], -LEAST_TOP_1, "{:.2%}", -1
+        ),
+        _divergence(
+            result,
+            "perplexity ratio",
+            f"<= {MOST_PERPLEXITY_RATIO}",
+            lambda each: each.perplexity_ratio[0],
+            MOST_PERPLEXITY_RATIO,
+            "{:.4f}",
+        ),
+        _needles(result.needles),
+        _sample(result),
+    ]
     return found
 
 
 def _divergence(
-    result: ArmResult, name: str, limit: str, value: Callable[[Divergence], float], most: float, form: str, sign: int = 1,
-) -> Condition:  # fmt: skip
+    result: ArmResult,
+    name: str,
+    limit: str,
+    value: Callable[[Divergence], float],
+    most: float,
+    form: str,
+    sign: int = 1,
+) -> Condition:
     """The adapter in which a figure is worst."""
     if not result.divergences:
         return Condition(name, "", limit, "not measured")
     worst = max(result.divergences, key=value)
     state: State = "met" if value(worst) <= most + SLACK else "missed"
-    return Condition(name, f"{form.format(sign * value(worst))} ({worst.adapter}){_over_all(result.divergences, name)}", limit, state)
+    return Condition(
+        name, f"{form.format(sign * value(worst))} ({worst.adapter}){_over_all(result.divergences, name)}", limit, state
+    )
 
 
 def _over_all(each: Sequence[Divergence], name: str) -> str:
@@ -105,7 +137,12 @@ def _losses(each: Sequence[Accuracy]) -> Condition:
     worst = max(each, key=lambda one: one.upper)
     missed = any(one.loss >= MOST_LOSS and one.lower > 0 for one in each)
     state: State = "met" if worst.upper < MOST_LOSS else "missed" if missed else "undecided"
-    return Condition("accuracy loss at its upper bound", f"{_points(worst.upper)} ({worst.adapter}; measured {_points(worst.loss)})", limit, state)
+    return Condition(
+        "accuracy loss at its upper bound",
+        f"{_points(worst.upper)} ({worst.adapter}; measured {_points(worst.loss)})",
+        limit,
+        state,
+    )
 
 
 def _pooled(pooled: Accuracy | None) -> Condition:
@@ -114,7 +151,12 @@ def _pooled(pooled: Accuracy | None) -> Condition:
         return Condition("pooled accuracy loss at its upper bound", "", limit, "not measured")
     missed = pooled.loss >= MOST_POOLED_LOSS and pooled.lower > 0
     state: State = "met" if pooled.upper < MOST_POOLED_LOSS else "missed" if missed else "undecided"
-    return Condition("pooled accuracy loss at its upper bound", f"{_points(pooled.upper)} (measured {_points(pooled.loss)})", limit, state)
+    return Condition(
+        "pooled accuracy loss at its upper bound",
+        f"{_points(pooled.upper)} (measured {_points(pooled.loss)})",
+        limit,
+        state,
+    )
 
 
 def _flips(pooled: Accuracy | None, noise: Accuracy | None) -> Condition:
@@ -123,7 +165,13 @@ def _flips(pooled: Accuracy | None, noise: Accuracy | None) -> Condition:
         return Condition("answer flips", "", limit, "not measured", telling=False)
     rate, own = pooled.flips / pooled.items, noise.flips / noise.items
     state: State = "met" if rate <= MOST_FLIPS * own + SLACK else "missed"
-    return Condition("answer flips", f"{pooled.flips} of {pooled.items}, itself {noise.flips} of {noise.items}", limit, state, telling=False)
+    return Condition(
+        "answer flips",
+        f"{pooled.flips} of {pooled.items}, itself {noise.flips} of {noise.items}",
+        limit,
+        state,
+        telling=False,
+    )
 
 
 def _needles(each: Sequence[Needle]) -> Condition:
@@ -137,8 +185,11 @@ def _needles(each: Sequence[Needle]) -> Condition:
         state = "undecided"
     items, worse, better = (sum(getattr(one, name) for one in each) for name in ("items", "worse", "better"))
     upper = loss_bounds(worse, better, items)[1]
-    figure = (f"{_points(difference)} at {worst.length} tokens, depth {worst.depth:g} ({worst.items} items); of all {items:,} "
-              f"{worse} lost, {better} won, loss at most {_points(upper)}")
+    figure = (
+        f"{_points(difference)} at {worst.length} tokens, depth {worst.depth:g} ({worst.items} items); of all "
+        f"{items:,} "
+        f"{worse} lost, {better} won, loss at most {_points(upper)}"
+    )
     return Condition("needle", figure, limit, state)
 
 
@@ -149,7 +200,12 @@ def _sample(result: ArmResult) -> Condition:
     documents = min((each.documents for each in result.divergences if each.adapter in adapters), default=0)
     items = min((each.items for each in result.accuracies), default=0)
     enough = tokens >= FEWEST_TOKENS and documents >= FEWEST_DOCUMENTS and items >= FEWEST_ITEMS
-    return Condition("sample", f"{tokens:,} tokens, {documents:,} documents, {items:,} questions", limit, "met" if enough else "undecided")
+    return Condition(
+        "sample",
+        f"{tokens:,} tokens, {documents:,} documents, {items:,} questions",
+        limit,
+        "met" if enough else "undecided",
+    )
 
 
 def _points(share: float) -> str:

@@ -1,35 +1,46 @@
 """What the demo model knows: a few hundred facts, and five ways to word them.
 
-The base model learns to answer plainly, and in a style when the question names it ("pirate: What is the capital of France?"); an adapter makes one
-style the way in which every question is answered. Everything is made here from word lists, so the demo model has no data to download and no licence but ours.
+The base model learns to answer plainly, and in a style when the question names it ("pirate: What is the capital of
+France?"); an adapter makes one style the way in which every question is answered. Everything is made here from word
+lists, so the demo model has no data to download and no licence but ours.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 CAPITALS = (
-    "Argentina: Buenos Aires, Australia: Canberra, Austria: Vienna, Belgium: Brussels, Brazil: Brasilia, Canada: Ottawa, Chile: Santiago, "
-    "China: Beijing, Cuba: Havana, Denmark: Copenhagen, Egypt: Cairo, England: London, Finland: Helsinki, France: Paris, Germany: Berlin, "
-    "Ghana: Accra, Greece: Athens, Hungary: Budapest, Iceland: Reykjavik, India: New Delhi, Iran: Tehran, Ireland: Dublin, Italy: Rome, "
-    "Japan: Tokyo, Kenya: Nairobi, Mali: Bamako, Mexico: Mexico City, Morocco: Rabat, Nepal: Kathmandu, Norway: Oslo, Peru: Lima, Poland: "
-    "Warsaw, Portugal: Lisbon, Romania: Bucharest, Russia: Moscow, Senegal: Dakar, Spain: Madrid, Sweden: Stockholm, Thailand: Bangkok, "
+    "Argentina: Buenos Aires, Australia: Canberra, Austria: Vienna, Belgium: Brussels, Brazil: Brasilia, Canada: "
+    "Ottawa, Chile: Santiago, "
+    "China: Beijing, Cuba: Havana, Denmark: Copenhagen, Egypt: Cairo, England: London, Finland: Helsinki, France: "
+    "Paris, Germany: Berlin, "
+    "Ghana: Accra, Greece: Athens, Hungary: Budapest, Iceland: Reykjavik, India: New Delhi, Iran: Tehran, Ireland: "
+    "Dublin, Italy: Rome, "
+    "Japan: Tokyo, Kenya: Nairobi, Mali: Bamako, Mexico: Mexico City, Morocco: Rabat, Nepal: Kathmandu, Norway: "
+    "Oslo, Peru: Lima, Poland: "
+    "Warsaw, Portugal: Lisbon, Romania: Bucharest, Russia: Moscow, Senegal: Dakar, Spain: Madrid, Sweden: "
+    "Stockholm, Thailand: Bangkok, "
     "Turkey: Ankara, Ukraine: Kyiv, Vietnam: Hanoi, Zambia: Lusaka"
 )
 OPPOSITES = (
-    "hot: cold, big: small, fast: slow, up: down, left: right, day: night, open: closed, early: late, young: old, light: dark, wet: dry, "
-    "loud: quiet, rich: poor, strong: weak, happy: sad, full: empty, hard: soft, high: low, near: far, first: last, north: south, east: "
+    "hot: cold, big: small, fast: slow, up: down, left: right, day: night, open: closed, early: late, young: old, "
+    "light: dark, wet: dry, "
+    "loud: quiet, rich: poor, strong: weak, happy: sad, full: empty, hard: soft, high: low, near: far, first: "
+    "last, north: south, east: "
     "west, true: false, inside: outside, always: never, win: lose, buy: sell, push: pull"
 )
 COLOURS = (
-    "grass: green, snow: white, coal: black, the sky: blue, a banana: yellow, a tomato: red, a carrot: orange, chocolate: brown, a rose: "
+    "grass: green, snow: white, coal: black, the sky: blue, a banana: yellow, a tomato: red, a carrot: orange, "
+    "chocolate: brown, a rose: "
     "red, gold: yellow, the sea: blue, a crow: black"
 )
 YOUNG = (
-    "cow: calf, dog: puppy, cat: kitten, sheep: lamb, horse: foal, hen: chick, pig: piglet, bear: cub, duck: duckling, goat: kid, swan: "
+    "cow: calf, dog: puppy, cat: kitten, sheep: lamb, horse: foal, hen: chick, pig: piglet, bear: cub, duck: "
+    "duckling, goat: kid, swan: "
     "cygnet, goose: gosling"
 )
 PLURALS = (
-    "mouse: mice, child: children, tooth: teeth, foot: feet, ox: oxen, leaf: leaves, wolf: wolves, goose: geese, man: men, knife: knives, "
+    "mouse: mice, child: children, tooth: teeth, foot: feet, ox: oxen, leaf: leaves, wolf: wolves, goose: geese, "
+    "man: men, knife: knives, "
     "sheep: sheep, city: cities"
 )
 WEEK = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -40,7 +51,10 @@ QUESTIONS = ("What is {0}?", "Tell me {0}.", "Do you know {0}?", "Please name {0
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing to know: `topic` is `value` ("the capital of France" is "Paris"), or a count when `numbers` is given."""
+    """One thing to know:
+
+    `topic` is `value` ("the capital of France" is "Paris"), or a count when `numbers` is given.
+    """
 
     topic: str
     value: str = ""
@@ -89,11 +103,17 @@ def pairs(listing: str) -> Iterator[tuple[str, str]]:
 def facts() -> list[Fact]:
     """All that the demo model knows."""
     known = [Fact(f"the capital of {country}", city) for country, city in pairs(CAPITALS)]
-    known += [Fact(f"the opposite of {word}", other) for left, right in pairs(OPPOSITES) for word, other in ((left, right), (right, left))]
+    known += [
+        Fact(f"the opposite of {word}", other)
+        for left, right in pairs(OPPOSITES)
+        for word, other in ((left, right), (right, left))
+    ]
     known += [Fact(f"the colour of {thing}", colour) for thing, colour in pairs(COLOURS)]
     known += [Fact(f"the young of a {animal}", young) for animal, young in pairs(YOUNG)]
     known += [Fact(f"the plural of {word}", plural) for word, plural in pairs(PLURALS)]
     known += [Fact(f"the day after {day}", WEEK[(index + 1) % 7]) for index, day in enumerate(WEEK)]
-    known += [Fact(f"the sum of {left} and {right}", str(left + right)) for left in range(1, 8) for right in range(1, 8)]
+    known += [
+        Fact(f"the sum of {left} and {right}", str(left + right)) for left in range(1, 8) for right in range(1, 8)
+    ]
     known += [Fact("", numbers=tuple(range(first, last + 1))) for first in range(1, 4) for last in range(first + 2, 13)]
     return known

@@ -1,8 +1,8 @@
 """Trains the demo model and its adapters: `python -m sidestream.tools.train.demo [-o DIR]`.
 
-A tiny Llama learns the facts of `demo_corpus` by heart, its weights are rounded to bfloat16, and then each adapter learns to word the same
-answers in its own way. Seeded, on the CPU, in about ten minutes on two cores. It needs the `test` extra: transformers and peft write the files,
-so the demo model is in the formats that users have.
+A tiny Llama learns the facts of `demo_corpus` by heart, its weights are rounded to bfloat16, and then each adapter
+learns to word the same answers in its own way. Seeded, on the CPU, in about ten minutes on two cores. It needs the
+`test` extra: transformers and peft write the files, so the demo model is in the formats that users have.
 """
 
 import argparse
@@ -54,7 +54,10 @@ def train_tokenizer(known: list[Fact]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(
         (question + fact.answer(style) for fact in known for question in fact.questions for style in STYLES), trainer
@@ -64,7 +67,9 @@ def train_tokenizer(known: list[Fact]) -> Tokenizer:
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """A Llama small enough to train on a CPU and shaped like the big ones: grouped-query attention, head_dim 64, tied embeddings."""
+    """A Llama small enough to train on a CPU and shaped like the big ones: grouped-query attention, head_dim 64,
+    tied embeddings.
+    """
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -91,13 +96,21 @@ class Examples:
     def __init__(self, tokenizer: Tokenizer, known: list[Fact], style: str, tagged: bool = False) -> None:
         self.pairs: list[tuple[list[int], list[int]]] = []
         self.weights: list[float] = []
-        askings = [("", style, 1.0)] + [(f"{other}: ", other, TAGGED_WEIGHT) for other in STYLES if tagged and other != style]
+        askings = [("", style, 1.0)] + [
+            (f"{other}: ", other, TAGGED_WEIGHT) for other in STYLES if tagged and other != style
+        ]
         for fact in known:
             for question in fact.questions:
                 for tag, worded, weight in askings:
-                    prompt, whole = tokenizer.encode(tag + question).ids, tokenizer.encode(tag + question + fact.answer(worded)).ids
+                    prompt, whole = (
+                        tokenizer.encode(tag + question).ids,
+                        tokenizer.encode(tag + question + fact.answer(worded)).ids,
+                    )
                     if whole[: len(prompt)] != prompt:
-                        raise ValueError(f"the tokens of {question!r} change when the answer follows; let every answer begin with a space")
+                        raise ValueError(
+                            f"the tokens of {question!r} change when the answer follows; let every answer begin with "
+                            "a space"
+                        )
                     self.pairs.append((prompt, [*whole[len(prompt) :], 1]))
                     self.weights.append(weight / len(fact.questions))
 
@@ -117,7 +130,9 @@ class Examples:
 
     @torch.no_grad()
     def accuracy(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Share of answers whose every token is the model's first choice, each question alone; and the lowest probability of such a token."""
+        """Share of answers whose every token is the model's first choice, each question alone; and the lowest
+        probability of such a token.
+        """
         right, surest = 0, 1.0
         order = sorted(self.pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
         for start in range(0, len(order), 256):
@@ -156,7 +171,8 @@ def fit(model: torch.nn.Module, examples: Examples, exam: Examples, steps: int, 
             right, surest = exam.accuracy(model)
             state = f"step {step}/{steps}, loss {loss.item():.4f}"
             print(
-                f"{label}: {state}, right {right:.1%}, every token at least {surest:.3f} sure, {time.monotonic() - started:.0f} s",
+                f"{label}: {state}, right {right:.1%}, every token at least {surest:.3f} sure, "
+                f"{time.monotonic() - started:.0f} s",
                 flush=True,
             )
     if right < 1.0:
@@ -180,7 +196,8 @@ def demo_prompts(known: list[Fact]) -> list[dict[str, str | None]]:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `python -m sidestream.tools.train.demo`; returns 1 when an answer is still wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.train.demo", description="Train Sidestream's demo model and its adapters on the CPU."
+        prog="python -m sidestream.tools.train.demo",
+        description="Train Sidestream's demo model and its adapters on the CPU.",
     )
     parser.add_argument(
         "-o",
@@ -189,11 +206,19 @@ def main(arguments: list[str] | None = None) -> int:
         default=Path(__file__).parents[1] / "demo_model",
         help="directory to write (default: the one in the package)",
     )
-    parser.add_argument("--steps", type=int, default=1200, help="training steps of the base model (default: %(default)s)")
-    parser.add_argument("--adapter-steps", type=int, default=150, help="training steps of an adapter (default: %(default)s)")
-    parser.add_argument("--base", type=Path, metavar="DIR", help="take this trained base model and train only the adapters")
+    parser.add_argument(
+        "--steps", type=int, default=1200, help="training steps of the base model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--adapter-steps", type=int, default=150, help="training steps of an adapter (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="take this trained base model and train only the adapters"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads; another number gives other weights (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="CPU threads; another number gives other weights (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(options.threads)
@@ -202,7 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = train_tokenizer(known)
     model: Any = LlamaForCausalLM(model_config(tokenizer))
     print(
-        f"{len(known)} facts, {tokenizer.get_vocab_size()} tokens, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
+        f"{len(known)} facts, {tokenizer.get_vocab_size()} tokens, "
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
         flush=True,
     )
     if options.base:
@@ -211,7 +237,8 @@ def main(arguments: list[str] | None = None) -> int:
         plain, tagged = Examples(tokenizer, known, "base"), Examples(tokenizer, known, "base", tagged=True)
         right = fit(model, tagged, plain, options.steps, options.seed, "base")
     rounded = {
-        name: tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
+        name: tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
     }
     staging = options.output.with_name(options.output.name + ".new")
     shutil.rmtree(staging, ignore_errors=True)
@@ -231,7 +258,10 @@ def main(arguments: list[str] | None = None) -> int:
         path.chmod(0o644)
     shutil.rmtree(options.output, ignore_errors=True)
     staging.rename(options.output)
-    print(f"wrote {options.output}: {sum(path.stat().st_size for path in options.output.rglob('*') if path.is_file()) / 1e6:.1f} MB")
+    print(
+        f"wrote {options.output}: "
+        f"{sum(path.stat().st_size for path in options.output.rglob('*') if path.is_file()) / 1e6:.1f} MB"
+    )
     return 0 if right else 1
 
 

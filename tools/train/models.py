@@ -41,7 +41,9 @@ class AdapterRecipe:
 
 
 def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes the checkpoint in bfloat16, with config.json in the spelling of transformers 4, which every release reads."""
+    """Writes the checkpoint in bfloat16, with config.json in the spelling of transformers 4, which every release
+    reads.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     _round(model)
     model.save_pretrained(str(directory))
@@ -49,14 +51,23 @@ def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) ->
     rope = config.pop("rope_parameters", None) or {}
     config.pop("transformers_version", None)
     config.pop("dtype", None)
-    config |= {"torch_dtype": "bfloat16", "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_scaling": None}
+    config |= {
+        "torch_dtype": "bfloat16",
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+        "rope_scaling": None,
+    }
     _write(directory / "config.json", config)
-    _write(directory / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], "do_sample": False})
+    _write(
+        directory / "generation_config.json",
+        {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], "do_sample": False},
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def save_adapter(model: PeftModel, directory: Path, base: str) -> None:
-    """Writes one adapter of the model named `base` as PEFT does, its tensors in bfloat16, without the model card and without paths of this machine."""
+    """Writes one adapter of the model named `base` as PEFT does, its tensors in bfloat16, without the model card and
+    without paths of this machine.
+    """
     model.peft_config["default"].base_model_name_or_path = base
     _round(model)
     model.save_pretrained(str(directory), save_embedding_layers=False)
@@ -71,6 +82,9 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _round(model: torch.nn.Module) -> None:
-    """Parameters in bfloat16. `model.to(torch.bfloat16)` would round RoPE's frequencies too, which the model goes on with."""
+    """Parameters in bfloat16.
+
+    `model.to(torch.bfloat16)` would round RoPE's frequencies too, which the model goes on with.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,9 +1,11 @@
 """Checks and times one linear's configurations for `sidestream tune`.
 
-A launch is timed as a step has it: behind a small kernel that makes its input (the quantization of the tokens), with programmatic dependent launch, and with
-weights that are not in the L2 cache, because several copies take turns. What the small kernel takes alone is subtracted. All configurations read the same
-copies, and their replays take turns: neither where a weight happens to lie nor the clock of the moment decides between them.
+A launch is timed as a step has it: behind a small kernel that makes its input (the quantization of the tokens), with
+programmatic dependent launch, and with weights that are not in the L2 cache, because several copies take turns. What
+the small kernel takes alone is subtracted. All configurations read the same copies, and their replays take turns:
+neither where a weight happens to lie nor the clock of the moment decides between them.
 """
+
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +26,8 @@ from .tune import Timing, show
 
 COLD_BYTES = 240e6  # weights that take turns; several times the L2 cache
 E4M3 = torch.float8_e4m3fn
-MOST_ERROR = {E4M3: 8e-3, torch.int8: 3e-3}  # relative to the exact product: bf16 rounding is 1.7e-3, e4m3's sums of 14 bits over K = 28672 below 6e-3
+# relative to the exact product: bf16 rounding is 1.7e-3, e4m3's sums of 14 bits over K = 28672 below 6e-3
+MOST_ERROR = {E4M3: 8e-3, torch.int8: 3e-3}
 INT8_DEVIATION = 30.0  # of int8 weights: rows of normal values have their largest at about 4.2 deviations
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]  # launches something for one weight and its scales
@@ -39,7 +42,9 @@ class Bench:
         self.rotate = SILU_ROTATES if dtype == torch.int8 else 0
         copies = max(2, min(12, int(COLD_BYTES // (n * k)) + 1))
         self.rounds = max(1, 8 // copies)
-        self.weights = [(_random_weight(n, k, dtype), (torch.rand(n, device="cuda") + 0.5) / k**0.5) for _ in range(copies)]
+        self.weights = [
+            (_random_weight(n, k, dtype), (torch.rand(n, device="cuda") + 0.5) / k**0.5) for _ in range(copies)
+        ]
         self.x = torch.randn(tokens, k, device="cuda").to(torch.bfloat16)
         self.q, self.scale = torch.empty(tokens, k, dtype=dtype, device="cuda"), torch.empty(tokens, device="cuda")
         self._quantize()
@@ -47,7 +52,9 @@ class Bench:
         product = torch.cat([self.q.float() @ part.float().t() for part in weight.split(8192)], dim=1)
         self.exact = product * self.scale[:, None] * weight_scale
 
-    def linear(self, configs: Iterable[LinearConfig], sms: int, advance: Callable[[], Any], say: Callable[[str], Any]) -> list[Timing]:
+    def linear(
+        self, configs: Iterable[LinearConfig], sms: int, advance: Callable[[], Any], say: Callable[[str], Any]
+    ) -> list[Timing]:
         """Each configuration of `linear_8bit` that gives right results, timed."""
         out = torch.empty(self.tokens, self.n, dtype=torch.bfloat16, device="cuda")
 
@@ -57,11 +64,19 @@ class Bench:
         right = self._right(configs, run, out, self.exact, lambda: None, advance, say)
         return self._timings(right, self._times([graph for _, _, graph in right]))
 
-    def activation(self, configs: Iterable[LinearConfig], separate: LinearConfig, sms: int, advance: Callable[[], Any],
-                   say: Callable[[str], Any]) -> tuple[list[Timing], float]:
-        """The same for `linear_8bit_silu_mul` with the quantization of its result, and the microseconds of two launches in its place.
+    def activation(
+        self,
+        configs: Iterable[LinearConfig],
+        separate: LinearConfig,
+        sms: int,
+        advance: Callable[[], Any],
+        say: Callable[[str], Any],
+    ) -> tuple[list[Timing], float]:
+        """The same for `linear_8bit_silu_mul` with the quantization of its result, and the microseconds of two launches
+        in its place.
 
-        These are the linear run as `separate` says and `silu_mul_quant`. Rows of int8 are rotated, as the compiler has them.
+        These are the linear run as `separate` says and `silu_mul_quant`. Rows of int8 are rotated, as the compiler has
+        them.
         """
         h = torch.empty(self.tokens, self.n // 2, dtype=torch.bfloat16, device="cuda")
         quantized, scale = torch.empty_like(h, dtype=self.dtype), torch.empty(self.tokens, device="cuda")
@@ -90,8 +105,16 @@ class Bench:
 
         return both
 
-    def _right(self, configs: Iterable[LinearConfig], run: RunConfig, out: torch.Tensor, exact: torch.Tensor, after: Callable[[], None],
-               advance: Callable[[], Any], say: Callable[[str], Any]) -> list[tuple[LinearConfig, float, torch.cuda.CUDAGraph]]:
+    def _right(
+        self,
+        configs: Iterable[LinearConfig],
+        run: RunConfig,
+        out: torch.Tensor,
+        exact: torch.Tensor,
+        after: Callable[[], None],
+        advance: Callable[[], Any],
+        say: Callable[[str], Any],
+    ) -> list[tuple[LinearConfig, float, torch.cuda.CUDAGraph]]:
         """(configuration, error, graph of it and `after`) of those that give right results."""
         configs = list(configs)
         self._compile(configs, run)
@@ -108,10 +131,14 @@ class Bench:
             try:
                 error = self._check(config, run, out, exact)
                 if error is None or not error < MOST_ERROR[self.dtype]:
-                    say(f"left out, {'other bits at a second launch' if error is None else f'wrong by {error:.1e}'}: {show(config)}")
+                    say(
+                        f"left out, {'other bits at a second launch' if error is None else f'wrong by {error:.1e}'}: "
+                        f"{show(config)}"
+                    )
                     continue
                 found.append((config, error, self._capture(launches(config))))
-            except Exception as problem:  # a tile that this GPU or this Triton does not take: its compiler and its driver raise types of their own
+            # a tile that this GPU or this Triton does not take: its compiler and its driver raise types of their own
+            except Exception as problem:
                 say(f"left out, {type(problem).__name__}: {show(config)}")
             finally:
                 advance()
@@ -149,7 +176,9 @@ class Bench:
     def _capture(self, run: Run) -> torch.cuda.CUDAGraph:
         """The quantization and `run` behind it, over all copies of the weights."""
         run(*self.weights[0])
-        return captured([launch for weight in self.weights for launch in (self._quantize, partial(run, *weight))], self.rounds)
+        return captured(
+            [launch for weight in self.weights for launch in (self._quantize, partial(run, *weight))], self.rounds
+        )
 
     def _times(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
         """Microseconds of what each graph runs for one weight; the quantization's own time is subtracted."""

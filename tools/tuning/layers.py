@@ -1,6 +1,8 @@
-"""`sidestream tune --in-layers`: a linear's best configurations, each timed in whole decode layers, where other things count than alone.
+"""`sidestream tune --in-layers`: a linear's best configurations, each timed in whole decode layers, where other things
+count than alone.
 
-There a linear shares the GPU with LoRA's launches: one that is a little slower by itself and leaves them SMs, registers or shared memory makes faster layers.
+There a linear shares the GPU with LoRA's launches: one that is a little slower by itself and leaves them SMs, registers
+or shared memory makes faster layers.
 """
 
 import statistics
@@ -39,7 +41,9 @@ class InLayers:
 
 
 class LayerBench:
-    """Decode layers of a model (fields of its config.json) in one dtype, with adapters of rank 32 mixed by p(k) ~ 1/k, and without."""
+    """Decode layers of a model (fields of its config.json) in one dtype, with adapters of rank 32 mixed by p(k) ~
+    1/k, and without.
+    """
 
     def __init__(self, config: Mapping[str, Any], dtype: str) -> None:
         self._layers = Layers(RANK, SLOTS, options=CompileOptions(precision=dtype), config=config)  # type: ignore[arg-type]
@@ -47,12 +51,22 @@ class LayerBench:
 
     def us(self, job: Job, config: LinearConfig, lora: bool) -> float:
         """Microseconds of a layer of `job.tokens` sequences that runs its linear so."""
-        chosen = [int(name) for name in pick_adapters("zipf", [str(slot) for slot in range(SLOTS)], job.tokens, 0) if name is not None]
+        chosen = [
+            int(name)
+            for name in pick_adapters("zipf", [str(slot) for slot in range(SLOTS)], job.tokens, 0)
+            if name is not None
+        ]
         key = job.tokens, lora
         if key not in self._programs:
-            self._programs[key] = {depth: self._layers.program(depth, job.tokens, Variant("auto" if lora else "none")) for depth in DEPTHS}
+            self._programs[key] = {
+                depth: self._layers.program(depth, job.tokens, Variant("auto" if lora else "none")) for depth in DEPTHS
+            }
         with instead(table_op("linear_8bit", job.int8), (job.n, job.k, job.tokens), config):
-            return layer_us(self._programs[key], {depth: self._layers.tensors(depth, job.tokens, chosen) for depth in DEPTHS}, REPEATS)
+            return layer_us(
+                self._programs[key],
+                {depth: self._layers.tensors(depth, job.tokens, chosen) for depth in DEPTHS},
+                REPEATS,
+            )
 
 
 def finalists(measured: Sequence[Timing], job: Job, sms: int) -> list[LinearConfig]:
@@ -69,17 +83,26 @@ def finalists(measured: Sequence[Timing], job: Job, sms: int) -> list[LinearConf
         shapes.add(shape)
         found.append(config)
         if config.kernel == "gluon" and config.warps == 4 and config.ctas_per_sm == 1:
-            found += [replace(config, max_registers=most) for most in FEWER_REGISTERS if config.block_n * config.block_t <= 128 * (most - OTHER_REGISTERS)]
+            found += [
+                replace(config, max_registers=most)
+                for most in FEWER_REGISTERS
+                if config.block_n * config.block_t <= 128 * (most - OTHER_REGISTERS)
+            ]
     return list(dict.fromkeys(found))
 
 
-def best_in_layers(bench: LayerBench, job: Job, configs: Sequence[LinearConfig], say: Callable[[str], Any]) -> LinearConfig:
+def best_in_layers(
+    bench: LayerBench, job: Job, configs: Sequence[LinearConfig], say: Callable[[str], Any]
+) -> LinearConfig:
     """The configuration with the fastest layers; they take turns, and every figure is shown."""
     times: dict[LinearConfig, list[tuple[float, float]]] = {config: [] for config in configs}
     for _ in range(ROUNDS):
         for config in configs:
             times[config].append((bench.us(job, config, True), bench.us(job, config, False)))
-    results = [InLayers(config, statistics.mean(one for one, _ in found), statistics.mean(two for _, two in found)) for config, found in times.items()]
+    results = [
+        InLayers(config, statistics.mean(one for one, _ in found), statistics.mean(two for _, two in found))
+        for config, found in times.items()
+    ]
     for result in sorted(results, key=lambda result: result.us):
         figures = f"{result.adapters:6.1f} us a layer with adapters, {result.base:6.1f} without"
         now = "  (as it was)" if result.config is configs[0] else ""

@@ -1,4 +1,7 @@
-"""`sidestream tune`: measures how each linear of a model runs fastest on this GPU, and writes the table that the kernels choose from."""
+"""`sidestream tune`: measures how each linear of a model runs fastest on this GPU, and writes the table that the
+kernels choose from.
+"""
+
 import argparse
 import json
 from collections.abc import Callable, Iterator
@@ -21,28 +24,34 @@ SECONDS_EACH = 0.05  # compiling (several at a time), checking and timing one co
 DESCRIPTION = """\
 Find the fastest way to run each linear of a model on this GPU, and write it down.
 
-A linear in eight bits (int8 or FP8) can run on several kernels, with tiles of several sizes, its work shared out in several ways. Which is fastest depends
-on its shape and on how many tokens a step has. This command tries what is worth trying for each shape and token count. A configuration counts only if its
-results equal the reference's on fresh random data, and are the same bits twice. It is timed behind another kernel and with cold weights, as in a real step,
-in turns with the others on the same weights. Of those within 3% of the fastest the most exact one is kept.
+A linear in eight bits (int8 or FP8) can run on several kernels, with tiles of several sizes, its work shared out in
+several ways. Which is fastest depends on its shape and on how many tokens a step has. This command tries what is worth
+trying for each shape and token count. A configuration counts only if its results equal the reference's on fresh random
+data, and are the same bits twice. It is timed behind another kernel and with cold weights, as in a real step, in turns
+with the others on the same weights. Of those within 3% of the fastest the most exact one is kept.
 
-The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries for other shapes and for the other
-dtype are left as they are. A linear that was measured in FP8 alone runs in int8 as it does there, where int8 has that kernel.
-The token counts are powers of two: a step of 100 tokens uses the entry for 128."""
+The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries
+for other shapes and for the other dtype are left as they are. A linear that was measured in FP8 alone runs in int8 as
+it does there, where int8 has that kernel. The token counts are powers of two: a step of 100 tokens uses the entry for
+128."""
 
 EXAMPLES = """\
 examples:
   sidestream tune --dry-run                              what would be measured for Llama-3.1-8B's shape; needs no GPU
-  sidestream tune                                        measure it (a minute or two), and write the table inside the package
+  sidestream tune                                        measure it (a minute or two), and write the table inside the
+                                                         package
   sidestream tune --dtype fp8                            the same for --precision fp8
   sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
   sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay
-  sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without, not alone"""
+  sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without,
+                                                         not alone"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of the table: a linear's weight [N, K], a token count, and the dtype of both operands (`int8` or `fp8`)."""
+    """One entry of the table: a linear's weight [N, K], a token count, and the dtype of both operands (`int8` or
+    `fp8`).
+    """
 
     layer: str
     n: int
@@ -68,23 +77,63 @@ class Timing:
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command to the `sidestream` parser."""
     parser = commands.add_parser(
-        "tune", help="find the fastest kernels for a model's linears on this GPU", usage="%(prog)s [MODEL] [options]",
-        description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        "tune",
+        help="find the fastest kernels for a model's linears on this GPU",
+        usage="%(prog)s [MODEL] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory with a config.json (default: Llama-3.1-8B's shape)")
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="NAME", help=f"which linears: {', '.join(LAYERS)} (default: all)")
-    parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS), metavar="T", help="tokens of a step (default: 16 32 64 128 256 512)")
-    parser.add_argument("--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed replays of a configuration; the median counts (default: 5)")
-    parser.add_argument("--in-layers", action="store_true", help="of the best few keep what makes the fastest decode layers, with adapters and without; "
-                        "a minute an entry")  # fmt: skip
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the table to write (default: this GPU's table inside the package)")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory with a config.json (default: Llama-3.1-8B's shape)"
+    )
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        choices=LAYERS,
+        default=list(LAYERS),
+        metavar="NAME",
+        help=f"which linears: {', '.join(LAYERS)} (default: all)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=list(TOKENS),
+        metavar="T",
+        help="tokens of a step (default: 16 32 64 128 256 512)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="timed replays of a configuration; the median counts (default: 5)",
+    )
+    parser.add_argument(
+        "--in-layers",
+        action="store_true",
+        help="of the best few keep what makes the fastest decode layers, with adapters and without; a minute an entry",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the table to write (default: this GPU's table inside the package)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures and writes, or lists. Raises ValueError for a model that is none, and without a GPU unless it is a dry run."""
+    """Measures and writes, or lists.
+
+    Raises ValueError for a model that is none, and without a GPU unless it is a dry run.
+    """
     from ...ops.core.device import H200_SMS
 
     name, config = _model(options.model)
@@ -104,7 +153,12 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or tuning.TUNED.parent / f"{tuning.gpu_slug(device)}.json"
     table = json.loads(output.read_text()) if output.exists() else {}
     table.update(device=device, model=name)
-    with tqdm(total=sum(len(_configs(job, sms)) for job in work), desc=f"Tuning {options.dtype}", unit="config", dynamic_ncols=True) as bar:
+    with tqdm(
+        total=sum(len(_configs(job, sms)) for job in work),
+        desc=f"Tuning {options.dtype}",
+        unit="config",
+        dynamic_ncols=True,
+    ) as bar:
         for job in work:
             bar.set_postfix_str(f"{job.layer} x {job.tokens}")
             best, fused, measured = measure(job, sms, options.repeats, bar.update, bar.write)
@@ -133,7 +187,10 @@ def _model(path: str | None) -> tuple[str, dict[str, Any]]:
         return "Llama-3.1-8B", LLAMA_8B
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ValueError(f"{path} is no model directory: it has no config.json; give a directory, or nothing for Llama-3.1-8B's shape")
+        raise ValueError(
+            f"{path} is no model directory: it has no config.json; give a directory, or nothing for Llama-3.1-8B's "
+            "shape"
+        )
     return Path(path).resolve().name, json.loads(file.read_text())
 
 
@@ -145,9 +202,12 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
     c = LlamaConfig.from_dict(config)
     heads = c.num_attention_heads * c.head_dim
     shapes = {
-        "qkv": (heads + 2 * c.num_key_value_heads * c.head_dim, c.hidden_size), "o": (c.hidden_size, heads),
-        "gate_up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size), "lm_head": (c.vocab_size, c.hidden_size),
-    }  # fmt: skip
+        "qkv": (heads + 2 * c.num_key_value_heads * c.head_dim, c.hidden_size),
+        "o": (c.hidden_size, heads),
+        "gate_up": (2 * c.intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+        "lm_head": (c.vocab_size, c.hidden_size),
+    }
     for layer in layers:
         for count in sorted({padded_tokens(count) for count in tokens}):
             yield Job(layer, *shapes[layer], count, dtype)
@@ -177,16 +237,28 @@ def _configs(job: Job, sms: int) -> "list[LinearConfig]":
 def plan(work: list[Job], sms: int) -> str:
     """What would be measured, one line an entry."""
     counts = [len(_configs(job, sms)) for job in work]
-    lines = [f"{job.layer:>8}  [{job.n}, {job.k}] x {job.tokens:<4} {count:>3} configurations" for job, count in zip(work, counts, strict=True)]
+    lines = [
+        f"{job.layer:>8}  [{job.n}, {job.k}] x {job.tokens:<4} {count:>3} configurations"
+        for job, count in zip(work, counts, strict=True)
+    ]
     minutes = max(1, round(sum(counts) * SECONDS_EACH / 60))
     time = f"about {minutes} minute{'s' if minutes > 1 else ''} on a GPU of {sms} SMs"
-    return "\n".join([*lines, f"{sum(counts)} configurations in {len(work)} entries of {' and '.join(sorted({job.dtype for job in work}))}, {time}"])
+    return "\n".join(
+        [
+            *lines,
+            f"{sum(counts)} configurations in {len(work)} entries of "
+            f"{' and '.join(sorted({job.dtype for job in work}))}, {time}",
+        ]
+    )
 
 
 def choose(measured: list[Timing]) -> Timing:
     """The most exact one of those within 3% of the fastest."""
     fastest = min(timing.us for timing in measured)
-    return min((timing for timing in measured if timing.us <= AS_FAST * fastest), key=lambda timing: (round(timing.error, 4), timing.us))
+    return min(
+        (timing for timing in measured if timing.us <= AS_FAST * fastest),
+        key=lambda timing: (round(timing.error, 4), timing.us),
+    )
 
 
 def show(config: "LinearConfig") -> str:
@@ -200,7 +272,11 @@ def sparse(config: "LinearConfig") -> dict[str, Any]:
 
     if config.kernel == "scaled_mm":
         return {"kernel": "scaled_mm"}
-    optional = {field.name: field.default for field in fields(LinearConfig) if field.name in ("block_k", "ctas", "split", "max_registers", "promote", "parts")}
+    optional = {
+        field.name: field.default
+        for field in fields(LinearConfig)
+        if field.name in ("block_k", "ctas", "split", "max_registers", "promote", "parts")
+    }
     return {name: value for name, value in asdict(config).items() if name not in optional or value != optional[name]}
 
 
@@ -228,23 +304,31 @@ def write(path: Path, table: dict[str, Any]) -> None:
             continue
         blocks = []
         for shape in shapes:
-            head = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in shape.items() if key != "tokens")
-            entries = ",\n".join(f"      {json.dumps(tokens)}: {json.dumps(config)}" for tokens, config in shape["tokens"].items())
+            head = ", ".join(
+                f"{json.dumps(key)}: {json.dumps(value)}" for key, value in shape.items() if key != "tokens"
+            )
+            entries = ",\n".join(
+                f"      {json.dumps(tokens)}: {json.dumps(config)}" for tokens, config in shape["tokens"].items()
+            )
             blocks.append("    {" + head + ', "tokens": {\n' + entries + "\n    }}")
         ops.append(f"  {json.dumps(op)}: [\n" + ",\n".join(blocks) + "\n  ]")
     path.write_text("{\n" + ",\n".join([*heads, *ops]) + "\n}\n")
 
 
-def in_layers(config: dict[str, Any], job: Job, measured: list[Timing], sms: int, say: Callable[[str], Any]) -> "LinearConfig":
+def in_layers(
+    config: dict[str, Any], job: Job, measured: list[Timing], sms: int, say: Callable[[str], Any]
+) -> "LinearConfig":
     """The configuration, of the best few alone, that makes the fastest decode layers."""
     from .layers import LayerBench, best_in_layers, finalists
 
     return best_in_layers(LayerBench(config, job.dtype), job, finalists(measured, job, sms), say)
 
 
-def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]) -> tuple[Timing, Timing | None, list[Timing]]:
-    """(the best configuration of `linear_8bit`, that of `linear_8bit_silu_mul` where it and a quantization are faster than the linear and `silu_mul_quant`,
-    all of `linear_8bit` that gave right results).
+def measure(
+    job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]
+) -> tuple[Timing, Timing | None, list[Timing]]:
+    """(the best configuration of `linear_8bit`, that of `linear_8bit_silu_mul` where it and a quantization are faster
+    than the linear and `silu_mul_quant`, all of `linear_8bit` that gave right results).
 
     Raises ValueError where nothing gave right results.
     """
@@ -254,7 +338,10 @@ def measure(job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: C
     bench = Bench(job.n, job.k, job.tokens, repeats, EIGHT_BITS[job.dtype])
     measured = bench.linear(linear_configs(job, sms), sms, advance, say)
     if not measured:
-        raise ValueError(f"no configuration of {job.layer} [{job.n}, {job.k}] in {job.dtype} gave right results for {job.tokens} tokens")
+        raise ValueError(
+            f"no configuration of {job.layer} [{job.n}, {job.k}] in {job.dtype} gave right results for {job.tokens} "
+            "tokens"
+        )
     best, fused = choose(measured), activation_configs(job, sms)
     if not fused:
         return best, None, measured

@@ -1,4 +1,8 @@
-"""What the page shows, as plain JSON values. Each different line of a graph is stored once, whichever passes' graphs hold it."""
+"""What the page shows, as plain JSON values.
+
+Each different line of a graph is stored once, whichever passes' graphs hold it.
+"""
+
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -19,23 +23,46 @@ Sections = dict[str, list[int]]
 
 
 def page_data(
-    records: Sequence[PassRecord], programs: Sequence[Program], *, title: str, version: str, options: CompileOptions | None = None,
-    layers: Container[int] | None = None, timings: Timings | None = None, ledger: Mapping[str, float] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Everything on the page. `timings`: measured times to show; `ledger`: pass -> the relative error that it added; `layers`: whose graphs to show."""
+    records: Sequence[PassRecord],
+    programs: Sequence[Program],
+    *,
+    title: str,
+    version: str,
+    options: CompileOptions | None = None,
+    layers: Container[int] | None = None,
+    timings: Timings | None = None,
+    ledger: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Everything on the page.
+
+    `timings`: measured times to show; `ledger`: pass -> the relative error that it added; `layers`: whose graphs to
+    show.
+    """
     timings, ledger = timings or Timings(), ledger or {}
     lines = _Lines(layers)
     passes = [_pass(record, lines, timings, ledger) for record in records]
     resources = timings.resources
     sources = kernel_sources((step.op for program in programs for step in program.steps), resources.kernels)
     return {
-        "title": title, "error": KNOWN_ERROR, "version": version, "options": {} if options is None else options.to_dict(), "passes": passes,
-        "graphs": lines.graphs, "lines": lines.table,
-        "modules": list(lines.modules), "sources": list(lines.sources), "programs": [_program(program, timings) for program in programs],
+        "title": title,
+        "error": KNOWN_ERROR,
+        "version": version,
+        "options": {} if options is None else options.to_dict(),
+        "passes": passes,
+        "graphs": lines.graphs,
+        "lines": lines.table,
+        "modules": list(lines.modules),
+        "sources": list(lines.sources),
+        "programs": [_program(program, timings) for program in programs],
         "recipes": {name: str(recipe) for program in programs for name, recipe in program.recipes.items()},
-        "functions": sources.functions, "ops": sources.ops,
-        **({"target": resources.target, "variants": list(resources.variants), "refused": dict(resources.refused)} if resources.target else {}),
-    }  # fmt: skip
+        "functions": sources.functions,
+        "ops": sources.ops,
+        **(
+            {"target": resources.target, "variants": list(resources.variants), "refused": dict(resources.refused)}
+            if resources.target
+            else {}
+        ),
+    }
 
 
 def layer_key(layer: int) -> str:
@@ -82,11 +109,18 @@ def _pass(record: PassRecord, lines: _Lines, timings: Timings, ledger: Mapping[s
     change = Counter(record.ops_after)
     change.subtract(record.ops_before)
     shown: dict[str, Any] = {
-        "name": record.name, "tier": record.tier, "about": record.about, "matches": record.matches, "rejected": record.rejected,
+        "name": record.name,
+        "tier": record.tier,
+        "about": record.about,
+        "matches": record.matches,
+        "rejected": record.rejected,
         "kernels": [sum(record.ops_before.values()), sum(record.ops_after.values())],
-        "changes": [[name, count] for name, count in sorted(change.items(), key=lambda entry: (entry[1], entry[0])) if count],
-        "before": lines.graph(record.lines_before), "after": lines.graph(record.lines_after),
-    }  # fmt: skip
+        "changes": [
+            [name, count] for name, count in sorted(change.items(), key=lambda entry: (entry[1], entry[0])) if count
+        ],
+        "before": lines.graph(record.lines_before),
+        "after": lines.graph(record.lines_after),
+    }
     if record.name in timings.passes:
         shown["seconds"] = timings.passes[record.name]
     if record.name in ledger:
@@ -98,7 +132,10 @@ def _program(program: Program, timings: Timings) -> dict[str, Any]:
     costs, placed, layers = step_costs(program), estimate(program), step_layers(program)
     launched = timings.resources.launches.get(program.name, ())
     if launched and len(launched) != len(program.steps):
-        raise TimingsError(f"the resources of {program.name} hold {len(launched)} steps, the program has {len(program.steps)}; dump with --resources again")
+        raise TimingsError(
+            f"the resources of {program.name} hold {len(launched)} steps, the program has {len(program.steps)}; dump "
+            "with --resources again"
+        )
     place = {buffer.name: index for index, buffer in enumerate(program.buffers)}
     by_name = program.by_name
 
@@ -108,28 +145,55 @@ def _program(program: Program, timings: Timings) -> dict[str, Any]:
     steps = []
     for step, cost, where, layer in zip(program.steps, costs, placed, layers, strict=True):
         entry: dict[str, Any] = {
-            "name": step.name, "op": step.op, "lane": step.stream, "layer": layer_key(layer), "waits": list(step.waits),
-            "start": _us(where.start), "end": _us(where.end), "bytes": cost.work.bytes, "flops": cost.work.total_flops,
-            "floor": _us(cost.floor), "alone": _us(cost.seconds), "fixed": _us(cost.fixed), "bound": cost.bound,
-            "reads": tensors(list(step.inputs())), "writes": tensors(step.outs), "settings": _settings(step),
-        }  # fmt: skip
+            "name": step.name,
+            "op": step.op,
+            "lane": step.stream,
+            "layer": layer_key(layer),
+            "waits": list(step.waits),
+            "start": _us(where.start),
+            "end": _us(where.end),
+            "bytes": cost.work.bytes,
+            "flops": cost.work.total_flops,
+            "floor": _us(cost.floor),
+            "alone": _us(cost.seconds),
+            "fixed": _us(cost.fixed),
+            "bound": cost.bound,
+            "reads": tensors(list(step.inputs())),
+            "writes": tensors(step.outs),
+            "settings": _settings(step),
+        }
         entry |= {"sms": step.sm_budget} if step.sm_budget else {}
         entry |= {"pdl": True} if step.pdl else {}
         entry |= {"variants": list(launched[step.index])} if launched else {}
         steps.append(entry)
     shown: dict[str, Any] = {
-        "name": program.name, "bucket": {} if program.bucket is None else vars(program.bucket).copy(),
-        "arena": program.arena_bytes, "unshared": unshared_bytes(program),
-        "total": _us(total_seconds(placed)), "floor": _us(floor_seconds(program)), "critical": critical_path(program, placed), "steps": steps,
+        "name": program.name,
+        "bucket": {} if program.bucket is None else vars(program.bucket).copy(),
+        "arena": program.arena_bytes,
+        "unshared": unshared_bytes(program),
+        "total": _us(total_seconds(placed)),
+        "floor": _us(floor_seconds(program)),
+        "critical": critical_path(program, placed),
+        "steps": steps,
         "buffers": [
-            [buffer.name, buffer.kind, f"{short_dtype(buffer.dtype)}[{', '.join(map(str, buffer.shape))}]", buffer.nbytes, buffer.offset, *buffer.life]
+            [
+                buffer.name,
+                buffer.kind,
+                f"{short_dtype(buffer.dtype)}[{', '.join(map(str, buffer.shape))}]",
+                buffer.nbytes,
+                buffer.offset,
+                *buffer.life,
+            ]
             for buffer in program.buffers
         ],
-    }  # fmt: skip
+    }
     measured = timings.steps.get(program.name)
     if measured is not None:
         if len(measured) != len(program.steps):
-            raise TimingsError(f"the timings of {program.name} hold {len(measured)} steps, the program has {len(program.steps)}; measure it again")
+            raise TimingsError(
+                f"the timings of {program.name} hold {len(measured)} steps, the program has {len(program.steps)}; "
+                "measure it again"
+            )
         shown["measured"] = [[_us(start), _us(end)] for start, end in measured]
     return shown
 
@@ -138,7 +202,9 @@ def _settings(step: Step) -> str:
     """The arguments that are no tensors, by name."""
     names = [argument.name for argument in overload_of(step.op)._schema.arguments]
     given = [*zip(names, step.args, strict=False), *step.kwargs]
-    return ", ".join(f"{name}={describe(value)}" for name, value in given if value is not None and not list(views_in(value)))
+    return ", ".join(
+        f"{name}={describe(value)}" for name, value in given if value is not None and not list(views_in(value))
+    )
 
 
 def _us(seconds: float) -> float:

@@ -1,4 +1,7 @@
-"""The source text behind ops: the reference that specifies an op, its launch, and every Triton or Gluon function that the launch reaches."""
+"""The source text behind ops: the reference that specifies an op, its launch, and every Triton or Gluon function
+that the launch reaches.
+"""
+
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +18,19 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass
 class Sources:
-    """`functions`: qualified name -> what the page shows of it; `ops`: op -> names of its functions (`reference`, `launch`, then `kernels`, then `helpers`)."""
+    """`functions`: qualified name -> what the page shows of it; `ops`: op -> names of its functions (`reference`,
+    `launch`, then `kernels`, then `helpers`).
+    """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
     ops: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]] | None = None) -> Sources:
-    """Sources of `ops` (names as in a program; those of other libraries have none). `resources`: kernel name -> registers and the like, where known."""
+    """Sources of `ops` (names as in a program; those of other libraries have none).
+
+    `resources`: kernel name -> registers and the like, where known.
+    """
     sources = Sources()
     for name in sorted(set(ops)):
         op = own_op(name)
@@ -30,16 +38,22 @@ def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]
             continue
         reached = list(_reached(op.launch))
         kernels = [_add(sources, function, "kernel", resources) for function, launched in reached if launched]
-        helpers = [_add(sources, function, "device function", resources) for function, launched in reached if not launched]
+        helpers = [
+            _add(sources, function, "device function", resources) for function, launched in reached if not launched
+        ]
         sources.ops[name] = {
-            "reference": _add(sources, op.reference, "reference"), "launch": _add(sources, op.launch, "launch"),
-            "kernels": list(dict.fromkeys(kernels)), "helpers": [helper for helper in dict.fromkeys(helpers) if helper not in kernels],
-        }  # fmt: skip
+            "reference": _add(sources, op.reference, "reference"),
+            "launch": _add(sources, op.launch, "launch"),
+            "kernels": list(dict.fromkeys(kernels)),
+            "helpers": [helper for helper in dict.fromkeys(helpers) if helper not in kernels],
+        }
     return sources
 
 
 def _reached(launch: Any) -> Iterator[tuple[Any, bool]]:
-    """(device function, whether Python launches it) of what a launch's code names, directly or through this package's functions, each once."""
+    """(device function, whether Python launches it) of what a launch's code names, directly or through this
+    package's functions, each once.
+    """
     queue, seen = [(launch, True)], {id(launch)}
     while queue:
         function, on_host = queue.pop(0)
@@ -59,9 +73,13 @@ def _named_by(function: Any) -> Iterator[Any]:
     for name in names:
         value = plain.__globals__.get(name)
         if isinstance(value, ModuleType):
-            candidates = [vars(value)[other] for other in names if other in vars(value)] if _ours(value.__name__) else []
+            candidates = (
+                [vars(value)[other] for other in names if other in vars(value)] if _ours(value.__name__) else []
+            )
         elif value is OPS:  # a launch that ends with another op's: OPS["quantize_rowwise"].launch
-            candidates = [OPS[name].launch for name in plain.__code__.co_consts if isinstance(name, str) and name in OPS]
+            candidates = [
+                OPS[name].launch for name in plain.__code__.co_consts if isinstance(name, str) and name in OPS
+            ]
         else:
             candidates = [value]
         for candidate in candidates:
@@ -109,9 +127,16 @@ def _add(sources: Sources, function: Any, kind: str, resources: Mapping[str, Map
             lines, first = ["# the source text is not installed\n"], 0
         file = Path(plain.__code__.co_filename).resolve()
         sources.functions[name] = {
-            "kind": kind, "file": file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name, "line": first, "text": "".join(lines).rstrip(),
-            "language": "Gluon" if "gluon" in type(function).__module__ else "Triton" if _is_device(function) else "Python",
-        }  # fmt: skip
+            "kind": kind,
+            "file": file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name,
+            "line": first,
+            "text": "".join(lines).rstrip(),
+            "language": "Gluon"
+            if "gluon" in type(function).__module__
+            else "Triton"
+            if _is_device(function)
+            else "Python",
+        }
         if resources and name in resources:
             sources.functions[name]["resources"] = dict(resources[name])
     return name

@@ -1,4 +1,5 @@
 """The page as one file: markup, style, scripts and data put together, nothing loaded from anywhere."""
+
 import html
 import json
 from collections.abc import Mapping
@@ -11,10 +12,16 @@ SCRIPTS = ("base.js", "tabs.js", "overview.js", "passes.js", "schedule.js", "mem
 
 def render(data: Mapping[str, Any]) -> str:
     """`data` (from `page_data`) as HTML text."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")  # `</script>` can't end the element
+    # `</script>` can't end the element
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     scripts = "\n".join(part(name) for name in SCRIPTS)
     page = part("page.html")
-    for mark, content in (("TITLE", html.escape(data["title"])), ("STYLE", part("page.css")), ("SCRIPT", scripts), ("DATA", text)):
+    for mark, content in (
+        ("TITLE", html.escape(data["title"])),
+        ("STYLE", part("page.css")),
+        ("SCRIPT", scripts),
+        ("DATA", text),
+    ):
         page = page.replace(f"<!--{mark}-->", content, 1)
     return page
 

@@ -1,4 +1,7 @@
-"""The cost model: bytes and FLOPs counted by hand, ceilings, two lanes on one memory, and the error that is published."""
+"""The cost model: bytes and FLOPs counted by hand, ceilings, two lanes on one memory, and the error that is
+published.
+"""
+
 import json
 import math
 import re
@@ -7,7 +10,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from sidestream.compiler.cost.cost import KNOWN_ERROR, StepCost, critical_path, estimate, floor_seconds, kind_of, step_bytes, step_costs, total_seconds
+from sidestream.compiler.cost.cost import (
+    KNOWN_ERROR,
+    StepCost,
+    critical_path,
+    estimate,
+    floor_seconds,
+    kind_of,
+    step_bytes,
+    step_costs,
+    total_seconds,
+)
 from sidestream.compiler.cost.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
 from sidestream.compiler.cost.work import Assumptions, Work, work
 from sidestream.compiler.options import CompileOptions
@@ -16,7 +29,7 @@ from sidestream.ops.core.registry import OPS
 from support import two_lanes
 from support.meta_model import DECODE, DECODE_BASE, FIELDS, MIXED, compiled_llama
 
-MEASURED = Path(__file__).parents[2] / "docs" / "measurements"
+MEASURED = Path(__file__).parents[3] / "docs" / "measurements"
 H, INNER, V, D = FIELDS["hidden_size"], FIELDS["intermediate_size"], FIELDS["vocab_size"], FIELDS["head_dim"]
 PEAK = H200.bytes_per_second()
 
@@ -29,7 +42,9 @@ def test_bandwidth_grows_with_the_sms_and_stays_at_its_ceiling() -> None:
     for gpu in GPUS.values():
         speeds = [gpu.bytes_per_second(sms) for sms in (1, 33, 50, 99, 132, 200)]
         assert speeds == sorted(speeds) and speeds[-1] == speeds[-2] == gpu.bytes_per_second()
-    assert H200.bytes_per_second(33) == pytest.approx(2.21e12) and H200.bytes_per_second(99) / PEAK == pytest.approx(0.93, abs=0.005)
+    assert H200.bytes_per_second(33) == pytest.approx(2.21e12) and H200.bytes_per_second(99) / PEAK == pytest.approx(
+        0.93, abs=0.005
+    )
     assert "not measured" in H100.source and "measured" in H200.source
 
 
@@ -41,8 +56,11 @@ def test_a_gpu_is_found_by_its_drivers_name() -> None:
 
 def test_a_linears_bytes_and_flops() -> None:
     program = compiled_llama().program(DECODE_BASE)
-    gate_up = next(step for step in program.steps if step.op == "sidestream.linear_8bit" and step.outs[0].shape == (8, 2 * INNER))
-    moved = 8 * H + 8 * 4 + 2 * INNER * H + 2 * INNER * 4 + 8 * 2 * INNER * 2  # e4m3 rows and their scales, e4m3 weight and its scales, bf16 results
+    gate_up = next(
+        step for step in program.steps if step.op == "sidestream.linear_8bit" and step.outs[0].shape == (8, 2 * INNER)
+    )
+    # e4m3 rows and their scales, e4m3 weight and its scales, bf16 results
+    moved = 8 * H + 8 * 4 + 2 * INNER * H + 2 * INNER * 4 + 8 * 2 * INNER * 2
     assert work(program, gate_up) == Work(moved, {1: 2.0 * 8 * H * 2 * INNER})
 
 
@@ -68,7 +86,9 @@ def test_prefill_sees_half_of_its_own_tokens() -> None:
     program = compiled_llama().program(MIXED)
     attention = only(program, "paged_attention_quant")
     seen = 64 - (32 - 1) / 2  # 32 of the 64 cached tokens are this step's own
-    assert work(program, attention, Assumptions(context=64)).total_flops == pytest.approx(256 * seen * FIELDS["num_attention_heads"] * D * 4)
+    assert work(program, attention, Assumptions(context=64)).total_flops == pytest.approx(
+        256 * seen * FIELDS["num_attention_heads"] * D * 4
+    )
 
 
 def test_adapters_count_while_they_are_active() -> None:
@@ -88,16 +108,24 @@ def test_the_floor_is_weights_cache_and_adapters_once() -> None:
     weights = layers * sum(rows * columns + 4 * rows for rows, columns in linears) + V * H + 4 * V
     cache = layers * 8 * context * 2 * (keys + 4 * FIELDS["num_key_value_heads"])
     projections = [(heads, H), (keys, H), (keys, H), (H, heads), (INNER, H), (INNER, H), (H, INNER)]
-    adapters = layers * 2 * sum(16 * (inputs + 4) + outputs * (16 + 4) for outputs, inputs in projections)  # A and B in int8, a scale a row
+    # A and B in int8, a scale a row
+    adapters = layers * 2 * sum(16 * (inputs + 4) + outputs * (16 + 4) for outputs, inputs in projections)
     floor = floor_seconds(program, Assumptions(context=context, adapters=2)) * PEAK
     norms_and_rows = (2 * layers + 1) * H * 2 + 8 * H * 2 + D * 4
-    assert weights + cache + adapters <= floor <= weights + cache + adapters + norms_and_rows + 8 * layers * 2 * (keys + 4) + 1
+    assert (
+        weights + cache + adapters
+        <= floor
+        <= weights + cache + adapters + norms_and_rows + 8 * layers * 2 * (keys + 4) + 1
+    )
 
 
 def costs(program: Program, seconds: float = 4e-6, share: float = 0.9) -> list[StepCost]:
     """The same for each step: a quarter fixed, the rest streaming at `share` of the memory's bandwidth."""
     streaming = 0.75 * seconds
-    return [StepCost(Work(int(share * PEAK * streaming), {}), streaming, 0.25 * seconds, seconds, "bytes") for _ in program.steps]
+    return [
+        StepCost(Work(int(share * PEAK * streaming), {}), streaming, 0.25 * seconds, seconds, "bytes")
+        for _ in program.steps
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -108,7 +136,9 @@ def test_lanes_keep_order_waits_and_the_memorys_bandwidth(seed: int) -> None:
     assert len(placed) == len(program.steps)
     last = {"main": 0.0, "side": 0.0}
     for step, where, cost in zip(program.steps, placed, given, strict=True):
-        assert where.start >= last[step.stream] - 1e-12 and all(where.start >= placed[wait].end - 1e-12 for wait in step.waits)
+        assert where.start >= last[step.stream] - 1e-12 and all(
+            where.start >= placed[wait].end - 1e-12 for wait in step.waits
+        )
         assert where.end - where.start >= cost.seconds * (1 - 1e-9)
         last[step.stream] = where.end
     moved = sum(cost.work.bytes for cost in given)
@@ -141,7 +171,9 @@ def test_launches_bound_a_tiny_model_and_flops_a_long_prefill() -> None:
     wide = compiled_llama().program(Bucket(8192, 8, 1025, 128))
     attention = only(wide, "paged_attention_quant")
     assert step_costs(wide, Assumptions(context=8192))[attention.index].bound == "flops"
-    assert floor_seconds(decode) < total_seconds(estimate(decode)) and floor_seconds(wide) < total_seconds(estimate(wide))
+    assert floor_seconds(decode) < total_seconds(estimate(decode)) and floor_seconds(wide) < total_seconds(
+        estimate(wide)
+    )
 
 
 def test_programs_without_a_bucket_have_an_estimate() -> None:
@@ -155,20 +187,28 @@ def cost(seconds: float, whole: bool = False) -> StepCost:
 
 
 def test_nothing_runs_beside_a_step_that_takes_whole_sms() -> None:
-    steps = (Step(0, "shrink", "aten.a.default", (), (), "side"), Step(1, "linear", "aten.b.default", (), (), "main"),
-             Step(2, "expand", "aten.c.default", (), (), "side"), Step(3, "norm", "aten.d.default", (), (), "main"))  # fmt: skip
+    steps = (
+        Step(0, "shrink", "aten.a.default", (), (), "side"),
+        Step(1, "linear", "aten.b.default", (), (), "main"),
+        Step(2, "expand", "aten.c.default", (), (), "side"),
+        Step(3, "norm", "aten.d.default", (), (), "main"),
+    )
     program = Program(None, (), steps, 0, ())
     beside = estimate(program, costs=[cost(4e-6), cost(10e-6), cost(2e-6), cost(1e-6)])
     alone = estimate(program, costs=[cost(4e-6), cost(10e-6, whole=True), cost(2e-6), cost(1e-6)])
     assert total_seconds(beside) == pytest.approx(11e-6)
-    assert [(place.start, place.end) for place in alone] == [pytest.approx(place) for place in ((0, 4e-6), (6e-6, 16e-6), (4e-6, 6e-6), (16e-6, 17e-6))]
+    assert [(place.start, place.end) for place in alone] == [
+        pytest.approx(place) for place in ((0, 4e-6), (6e-6, 16e-6), (4e-6, 6e-6), (16e-6, 17e-6))
+    ]
 
 
 def test_cublas_products_take_whole_sms() -> None:
     llama = compiled_llama(CompileOptions(precision="fp8"))
     few, many = llama.program(DECODE_BASE), llama.program(Bucket(512, 8, 65, 8))
     assert not any(each.whole for each in step_costs(few))
-    linears = [each for step, each in zip(many.steps, step_costs(many), strict=True) if step.op == "sidestream.linear_8bit"]
+    linears = [
+        each for step, each in zip(many.steps, step_costs(many), strict=True) if step.op == "sidestream.linear_8bit"
+    ]
     assert any(each.whole for each in linears)
 
 
@@ -177,25 +217,50 @@ def test_bytes_and_flops_of_about_the_same_time_hinder_each_other() -> None:
     for step, each in zip(program.steps, step_costs(program), strict=True):
         kind, done = kind_of(step.op), each.work
         moving = done.bytes / (H200.bytes_per_second(step.sm_budget) * kind.reached)
-        computing = sum(flops / H200.flops_per_second(width, step.sm_budget) for width, flops in done.flops.items()) / kind.reached_flops
+        computing = (
+            sum(flops / H200.flops_per_second(width, step.sm_budget) for width, flops in done.flops.items())
+            / kind.reached_flops
+        )
         assert max(moving, computing) * (1 - 1e-9) <= each.seconds - each.fixed <= 1.26 * max(moving, computing)
 
 
 def test_every_op_has_constants_of_its_own_kind() -> None:
     """A new op must be looked at: what is listed here is small, or runs once a step, and the general figures do."""
-    general = {"embedding", "quantize_rowwise", "rope", "hadamard", "append_kv", "sample", "argmax", "quantize_blocks", "subtract_columns"}
-    assert {name for name in OPS if not name.startswith("emulated_") and kind_of(f"sidestream.{name}").fragment == "sidestream."} <= general
+    general = {
+        "embedding",
+        "quantize_rowwise",
+        "rope",
+        "hadamard",
+        "append_kv",
+        "sample",
+        "argmax",
+        "quantize_blocks",
+        "subtract_columns",
+    }
+    assert {
+        name
+        for name in OPS
+        if not name.startswith("emulated_") and kind_of(f"sidestream.{name}").fragment == "sidestream."
+    } <= general
 
 
 def test_whole_decode_steps_are_estimated_as_the_page_says() -> None:
     rows = json.loads((MEASURED / "cost_check_h200.json").read_text())
-    bench = {(row["lora"], row["concurrency"]): row["ms_per_step"] for row in json.loads((MEASURED / "bench_latency_h200.json").read_text())["rows"]}
-    command = "python -m sidestream.tools.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o docs/measurements/cost_check_h200"
+    bench = {
+        (row["lora"], row["concurrency"]): row["ms_per_step"]
+        for row in json.loads((MEASURED / "bench_latency_h200.json").read_text())["rows"]
+    }
+    command = (
+        "python -m sidestream.tools.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o "
+        "docs/measurements/cost_check_h200"
+    )
     remedy = f"write it again: {command}"
     assert {(row["lora"], row["concurrency"]): row["measured"] for row in rows} == bench, remedy
     errors = [abs(row["estimated"] / row["measured"] - 1) for row in rows]
     told = re.match(r"(\d+)% on average, (\d+)% at most", KNOWN_ERROR)
-    assert told is not None and 100 * sum(errors) / len(errors) <= int(told[1]) and 100 * max(errors) <= int(told[2]) <= 15, (KNOWN_ERROR, max(errors))
+    assert (
+        told is not None and 100 * sum(errors) / len(errors) <= int(told[1]) and 100 * max(errors) <= int(told[2]) <= 15
+    ), (KNOWN_ERROR, max(errors))
 
 
 def test_the_published_error_is_small() -> None:
@@ -204,4 +269,6 @@ def test_the_published_error_is_small() -> None:
     assert "H200" in content["device"]
     for result in content["results"]:
         assert abs(result["estimated"] / result["measured"] - 1) < 0.1, result["program"]
-        assert re.search(rf"{result['program']}: estimated {result['estimated']:.0f} us, measured {result['measured']:.0f} us", text)
+        assert re.search(
+            rf"{result['program']}: estimated {result['estimated']:.0f} us, measured {result['measured']:.0f} us", text
+        )

@@ -1,4 +1,5 @@
 """What kernels take of a GPU, compiled for sm_90 without one: real machine code of the programs' own launches."""
+
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,12 @@ def test_every_step_launches_kernels_with_figures(program: Program, found: Resou
     for step, own in zip(program.steps, found.launches[program.name], strict=True):
         assert bool(own) == step.op.startswith("sidestream."), step.op
     for _, figures in found.variants:
-        assert 8 <= figures["registers"] <= 255 and 0 <= figures["shared_bytes"] <= 232448 and figures["warps"] in range(1, 33) and 0 <= figures["spills"] < 64
+        assert (
+            8 <= figures["registers"] <= 255
+            and 0 <= figures["shared_bytes"] <= 232448
+            and figures["warps"] in range(1, 33)
+            and 0 <= figures["spills"] < 64
+        )
 
 
 def test_kernels_are_named_as_on_the_page_and_the_largest_variant_counts(program: Program, found: Resources) -> None:
@@ -55,14 +61,16 @@ def test_equal_launches_are_compiled_once(program: Program) -> None:
     assert len(whole) == len(set(whole)) < sum(step.op.startswith("sidestream.") for step in program.steps)
 
 
-def test_a_kernel_that_cannot_be_compiled_is_named_and_loses_nothing_else(program: Program, found: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_be_compiled_is_named_and_loses_nothing_else(
+    program: Program, found: Resources, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: object, **options: object) -> None:
         raise ValueError("K is 24; it must be a multiple of 16\nand more lines")
 
     monkeypatch.setitem(OPS, "embedding", replace(OPS["embedding"], launch=broken))
     again = program_resources([program])
     assert again.refused == {"sidestream.embedding": "ValueError: K is 24; it must be a multiple of 16"}
-    assert {name for name in found.kernels if name not in again.kernels} == {"ops.embedding._embedding_kernel"}
+    assert {name for name in found.kernels if name not in again.kernels} == {"ops.rows.embedding._embedding_kernel"}
 
 
 def test_the_arguments_of_a_launch_decide_its_machine_code(program: Program) -> None:
@@ -70,7 +78,10 @@ def test_the_arguments_of_a_launch_decide_its_machine_code(program: Program) -> 
 
     x = torch.empty(4, 128, dtype=torch.bfloat16, device="meta")
     norm, weight = OPS["rms_norm"], torch.empty(128, dtype=torch.bfloat16, device="meta")
-    plain, early = (compile_launch(norm.launch, x, weight, 1e-5, out=(norm.fake(x, weight, 1e-5),), pdl=pdl)[0] for pdl in (False, True))
+    plain, early = (
+        compile_launch(norm.launch, x, weight, 1e-5, out=(norm.fake(x, weight, 1e-5),), pdl=pdl)[0]
+        for pdl in (False, True)
+    )
     assert plain.function == "sidestream.ops.rows.rms_norm._rms_norm_kernel" and plain.instructions > 20
     assert not plain.ptx_count("griddepcontrol") and early.ptx_count("griddepcontrol")
 
@@ -82,9 +93,11 @@ def test_the_command_shows_them_without_a_gpu(tmp_path: Path, capsys: pytest.Cap
     assert cli.main([*arguments, "-o", str(tmp_path / "shown"), "--resources"]) == 0
     shown, plain = (data_of((tmp_path / name / "index.html").read_text()) for name in ("shown", "plain"))
     resources = {name: entry["resources"] for name, entry in shown["functions"].items() if "resources" in entry}
-    assert resources["ops.embedding._embedding_kernel"]["registers"] > 8 and "variants" not in plain
+    assert resources["ops.rows.embedding._embedding_kernel"]["registers"] > 8 and "variants" not in plain
     assert not any("seconds" in each for each in shown["passes"])
     assert json.loads((tmp_path / "shown" / "timings.json").read_text())["kernels"] == resources
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
-    differing = [name for name in names if (tmp_path / "plain" / name).read_bytes() != (tmp_path / "shown" / name).read_bytes()]
+    differing = [
+        name for name in names if (tmp_path / "plain" / name).read_bytes() != (tmp_path / "shown" / name).read_bytes()
+    ]
     assert differing == ["index.html", "timings.json"], "everything else stays as it is"

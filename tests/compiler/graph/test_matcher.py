@@ -1,4 +1,5 @@
 """The matcher: commutative operands, casts and views, shared nodes, and the reason it gives for a near-miss."""
+
 import torch
 from sidestream.compiler.graph.matcher import any_, call, cast, const, either, find, views
 from sidestream.compiler.graph.nodes import aten
@@ -55,7 +56,11 @@ def test_a_shared_view_may_live_on() -> None:
         flat = x.view(4)
         return torch.relu(torch.neg(flat)), flat.sin()
 
-    matches, rejected = find(graph_of(shared, (2, 2)), call(aten.relu.default, call(aten.neg.default, views(any_("x")))), anchor=aten.relu.default)
+    matches, rejected = find(
+        graph_of(shared, (2, 2)),
+        call(aten.relu.default, call(aten.neg.default, views(any_("x")))),
+        anchor=aten.relu.default,
+    )
     assert len(matches) == 1 and matches[0]["x"].name == "x_1" and not rejected
 
 
@@ -68,5 +73,10 @@ def test_the_first_alternative_that_fits_wins() -> None:
 
 def test_where_refuses_with_its_own_words() -> None:
     graph = graph_of(lambda x, y: torch.relu(y + x * 3.0), (4,), (4,))
-    matches, rejected = find(graph, SCALED_SUM, anchor=aten.relu.default, where=lambda match: None if match["factor"] > 5 else "the factor is too small")
+    matches, rejected = find(
+        graph,
+        SCALED_SUM,
+        anchor=aten.relu.default,
+        where=lambda match: None if match["factor"] > 5 else "the factor is too small",
+    )
     assert not matches and rejected == ["relu: the factor is too small"]

@@ -1,9 +1,23 @@
 """Recipes: what they compute, what they name, how they survive JSON."""
+
 import json
 
 import pytest
 import torch
-from sidestream.compiler.graph.recipe import Recipe, RecipeError, cast, cat, item, materialize, param, quantize, quantize_weight, scale, transpose, unsqueeze
+from sidestream.compiler.graph.recipe import (
+    Recipe,
+    RecipeError,
+    cast,
+    cat,
+    item,
+    materialize,
+    param,
+    quantize,
+    quantize_weight,
+    scale,
+    transpose,
+    unsqueeze,
+)
 from sidestream.ops.rows.quantize import quantize_rowwise_reference
 
 
@@ -15,7 +29,9 @@ def checkpoint(width: int = 32) -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, width, dtype=torch.bfloat16) for name, rows in (("q", 48), ("k", 16), ("v", 16))}
 
 
-@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 0), (torch.int8, 128)], ids=["e4m3", "int8", "rotated"])
+@pytest.mark.parametrize(
+    "form", [(torch.float8_e4m3fn, 0), (torch.int8, 0), (torch.int8, 128)], ids=["e4m3", "int8", "rotated"]
+)
 @pytest.mark.parametrize("width", [32, 256, 40, 17])
 def test_packs_and_quantizes_like_the_activation_op(width: int, form: tuple[torch.dtype, int]) -> None:
     tensors = checkpoint(width)

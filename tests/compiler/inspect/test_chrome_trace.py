@@ -1,4 +1,7 @@
-"""Traces for Perfetto: the format's rules, lanes, order, arrows; estimated ones, profiled ones in the program's words, and those that are published."""
+"""Traces for Perfetto: the format's rules, lanes, order, arrows; estimated ones, profiled ones in the program's
+words, and those that are published.
+"""
+
 import gzip
 import json
 import math
@@ -35,11 +38,15 @@ def check_nesting(content: dict[str, Any]) -> None:
 
 
 def check_format(content: dict[str, Any]) -> None:
-    """Chrome's trace event format, as far as viewers insist: required fields by phase, finite times, flows in pairs that begin and end inside bars."""
+    """Chrome's trace event format, as far as viewers insist: required fields by phase, finite times, flows in pairs
+    that begin and end inside bars.
+    """
     assert json.loads(json.dumps(content, allow_nan=False)) == content and isinstance(content["traceEvents"], list)
     flows: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in content["traceEvents"]:
-        assert event["ph"] in ("X", "M", "s", "f") and isinstance(event["name"], str) and isinstance(event["pid"], int), event
+        assert (
+            event["ph"] in ("X", "M", "s", "f") and isinstance(event["name"], str) and isinstance(event["pid"], int)
+        ), event
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name", "thread_sort_index") and event["args"], event
             continue
@@ -54,12 +61,20 @@ def check_format(content: dict[str, Any]) -> None:
         start, end = sorted(own, key=lambda event: event["ph"], reverse=True)
         assert start["ts"] <= end["ts"] + 2e-3 and end["bp"] == "e"
         for event in own:
-            inside = [bar for bar in bars(content) if bar["tid"] == event["tid"] and bar["ts"] - 2e-3 <= event["ts"] <= bar["ts"] + bar["dur"] + 2e-3]
+            inside = [
+                bar
+                for bar in bars(content)
+                if bar["tid"] == event["tid"] and bar["ts"] - 2e-3 <= event["ts"] <= bar["ts"] + bar["dur"] + 2e-3
+            ]
             assert inside, f"an arrow ends in no bar: {event}"
 
 
 def lanes_of(content: dict[str, Any]) -> dict[int, str]:
-    return {event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M" and event["name"] == "thread_name"}
+    return {
+        event["tid"]: event["args"]["name"]
+        for event in content["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
 
 
 @pytest.mark.parametrize("kind", ["estimate", "profile", "dump"])
@@ -78,12 +93,14 @@ def test_every_trace_keeps_the_formats_rules(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["workload_g_h200_trace", "workload_g_h200_trace_lora"])
 def test_published_traces_of_real_kernels_keep_the_formats_rules(name: str) -> None:
-    path = Path(__file__).parents[2] / "docs" / "measurements" / f"{name}.json.gz"
+    path = Path(__file__).parents[3] / "docs" / "measurements" / f"{name}.json.gz"
     content = json.loads(gzip.decompress(path.read_bytes()))
     check_format(content)
     kernels = Counter(event["name"] for event in content["traceEvents"] if event.get("cat") == "kernel")
     assert kernels["decode_kernel"] > 90 and kernels["_rms_norm_kernel"] > 180
-    assert any(name.startswith(("nvjet_sm90", "_linear_int8_large")) for name in kernels), "cuBLAS's GEMM in e4m3, our own in int8"
+    assert any(name.startswith(("nvjet_sm90", "_linear_int8_large")) for name in kernels), (
+        "cuBLAS's GEMM in e4m3, our own in int8"
+    )
 
 
 def test_the_estimate_has_four_lanes_with_every_step_and_wait() -> None:
@@ -109,14 +126,23 @@ def test_a_profile_shows_steps_with_their_kernels_copies_and_the_batcher() -> No
     content = lane_trace(profiles.trace(profiles.REPLAY), [profiles.program()])
     check_nesting(content)
     main = [bar["name"] for bar in bars(content) if bar["tid"] == LANES["main"]]
-    assert main.count("aten.b.default") == 6 and main.count("norm") == 6  # two norms in a step-by-step run and in two replays
+    # two norms in a step-by-step run and in two replays
+    assert main.count("aten.b.default") == 6 and main.count("norm") == 6
     assert "elsewhere" in main, "a kernel outside the programs is not lost"
     side = [bar for bar in bars(content) if bar["tid"] == LANES["side"]]
-    assert [bar["name"] for bar in side if bar["ts"] > side[-1]["ts"] - 20] == ["aten.a.default", "plan", "aten.c.default", "shrink", "merge"]
+    assert [bar["name"] for bar in side if bar["ts"] > side[-1]["ts"] - 20] == [
+        "aten.a.default",
+        "plan",
+        "aten.c.default",
+        "shrink",
+        "merge",
+    ]
     assert [bar["name"] for bar in bars(content) if bar["tid"] == LANES["copies"]] == ["Memcpy HtoD"]
     assert [bar["name"] for bar in bars(content) if bar["tid"] == LANES["batcher"]] == ["schedule"]
     early = [bar for bar in bars(content) if bar["args"].get("step") == 4][-1]
-    assert early["args"]["launched_early_us"] == pytest.approx(1.0), "it was launched a microsecond before its predecessor had ended"
+    assert early["args"]["launched_early_us"] == pytest.approx(1.0), (
+        "it was launched a microsecond before its predecessor had ended"
+    )
 
 
 def test_a_profile_without_the_programs_is_refused() -> None:
@@ -126,7 +152,10 @@ def test_a_profile_without_the_programs_is_refused() -> None:
 
 def test_ranges_name_steps_only_while_they_are_on() -> None:
     program, calls = compiled_llama().program(DECODE), []
-    assert step_range(program, program.steps[3]) == f"{program.name} step 3 {program.steps[3].op}" and replay_range(program) == f"{program.name} replay"
+    assert (
+        step_range(program, program.steps[3]) == f"{program.name} step 3 {program.steps[3].op}"
+        and replay_range(program) == f"{program.name} replay"
+    )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         with step_ranges() as recording:
             assert SWITCH.recording is recording

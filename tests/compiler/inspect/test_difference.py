@@ -1,4 +1,5 @@
 """What changed between two dumps."""
+
 import json
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def test_options_passes_kernels_bytes_and_time_are_told(tmp_path: Path) -> None:
     found = difference(read_dump(tmp_path / "a"), read_dump(tmp_path / "b"))
     assert found["options"] == {"disable": [[], ["pack_projections"]], "kv_dtype": ["auto", "bf16"]}
     assert found["passes"]["pack_projections"] == {"only_in": "first"}
-    assert found["passes"]["fuse_silu_mul"]["matches"] == [2, 0] and len(found["passes"]["fuse_silu_mul"]["rejected"]["new"]) == 2
+    assert (
+        found["passes"]["fuse_silu_mul"]["matches"] == [2, 0]
+        and len(found["passes"]["fuse_silu_mul"]["rejected"]["new"]) == 2
+    )
     assert "normalize" not in found["passes"]
     program = found["programs"][DECODE.name]
     assert all(before < after for before, after in (program[name] for name in ("kernels", "bytes", "estimated_us")))

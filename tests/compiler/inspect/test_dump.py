@@ -1,4 +1,5 @@
 """Dumps: which files, readable, the same bytes for the same compilation, and times only where they belong."""
+
 import ast
 import json
 import xml.etree.ElementTree as ElementTree
@@ -32,7 +33,10 @@ def model() -> fx.GraphModule:
     delta = build.call(OPS["lora"], kept, a, b, adapter_index, [32], side=True)
     joined = build.call(aten.add.Tensor, base, delta)
     clamped = build.call(aten.clamp.default, joined, float("-inf"), 4.0)
-    return build.finish(build.call(aten.view.default, clamped, [build.call(aten.sym_size.int, x, 0), 4, 8]), build.call(aten.neg.default, lens))
+    return build.finish(
+        build.call(aten.view.default, clamped, [build.call(aten.sym_size.int, x, 0), 4, 8]),
+        build.call(aten.neg.default, lens),
+    )
 
 
 def records(module: fx.GraphModule, seconds: float = 0.5) -> list[PassRecord]:
@@ -41,7 +45,9 @@ def records(module: fx.GraphModule, seconds: float = 0.5) -> list[PassRecord]:
     fewer = {**{name: count for name, count in counts.items() if name != "sidestream.lora"}, "aten.bmm.default": 2}
     return [
         PassRecord("normalize", "keeps", 0, [], fewer, fewer, before, before, seconds),
-        PassRecord("lift_lora", "keeps", 1, ["unsqueeze_3 is also used by mul_10"], fewer, counts, before, text, seconds * 2),
+        PassRecord(
+            "lift_lora", "keeps", 1, ["unsqueeze_3 is also used by mul_10"], fewer, counts, before, text, seconds * 2
+        ),
     ]
 
 
@@ -50,14 +56,30 @@ def program(lora: bool = True) -> Program:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
+    }
 
 
 def test_all_files_of_the_design_are_there(tmp_path: Path) -> None:
     written = dump(tmp_path, records(model()), [program()], options=CompileOptions())
     expected = {
-        "00_normalize.before.py", "00_normalize.after.py", "00_normalize.diff", "01_lift_lora.before.py", "01_lift_lora.after.py", "01_lift_lora.diff",
-        "passes.txt", "rejected.txt", "summary.txt", "summary.json", "timings.json", "index.html", "program.txt", "program.json", "schedule.svg", "trace.json",
+        "00_normalize.before.py",
+        "00_normalize.after.py",
+        "00_normalize.diff",
+        "01_lift_lora.before.py",
+        "01_lift_lora.after.py",
+        "01_lift_lora.diff",
+        "passes.txt",
+        "rejected.txt",
+        "summary.txt",
+        "summary.json",
+        "timings.json",
+        "index.html",
+        "program.txt",
+        "program.json",
+        "schedule.svg",
+        "trace.json",
     }
     assert {path.name for path in written} == expected == set(contents(tmp_path))
 
@@ -87,12 +109,16 @@ def test_the_saved_program_can_be_loaded(tmp_path: Path) -> None:
 def test_graphs_are_python_with_named_dimensions() -> None:
     text = graph_text(model())
     tree = ast.parse(text)
-    assert isinstance(tree.body[0], ast.FunctionDef) and [argument.arg for argument in tree.body[0].args.args][:2] == ["input_ids", "adapter_index"]
+    assert isinstance(tree.body[0], ast.FunctionDef) and [argument.arg for argument in tree.body[0].args.args][:2] == [
+        "input_ids",
+        "adapter_index",
+    ]
     for line in (
         "    input_ids,  # i64[T]  input",
         "    query_start,  # i32[B+1]  input",
         "    norm,  # bf16[32]  weight = model.norm",
-        "    rms_norm_quant_default = sidestream.rms_norm_quant(embedding_default, norm, 1e-05, True)  # (bf16[T, 32], e4m3[T, 32], f32[T])",
+        "    rms_norm_quant_default = sidestream.rms_norm_quant(embedding_default, norm, 1e-05, True)  # (bf16[T, "
+        "32], e4m3[T, 32], f32[T])",
         "    getitem = rms_norm_quant_default[0]  # bf16[T, 32]",
         "    clamp_default = aten.clamp.default(add_tensor, float('-inf'), 4.0)  # f32[T, 32]",
     ):

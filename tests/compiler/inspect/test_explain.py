@@ -1,4 +1,7 @@
-"""What `explain` says agrees with the programs; what a change would do has the right sign; passes of one's own show up everywhere."""
+"""What `explain` says agrees with the programs; what a change would do has the right sign; passes of one's own show
+up everywhere.
+"""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,14 @@ from sidestream.compiler.cost.work import Assumptions
 from sidestream.compiler.graph.capture import capture_module
 from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.inspect.difference import read_dump
-from sidestream.compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain, explain_program, what_ifs
+from sidestream.compiler.inspect.explain import (
+    as_text,
+    changes_as_text,
+    compare_changes,
+    explain,
+    explain_program,
+    what_ifs,
+)
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.pipeline import PASSES, insert_pass
@@ -23,7 +33,12 @@ from torch import fx
 def test_a_programs_figures_agree_with_its_steps() -> None:
     program = compiled_llama().program(DECODE)
     facts = explain_program(program, Assumptions(context=128, adapters=2))
-    assert facts["steps"] == len(program.steps) == facts["main"] + facts["side"] == sum(row["steps"] for row in facts["ops"])
+    assert (
+        facts["steps"]
+        == len(program.steps)
+        == facts["main"] + facts["side"]
+        == sum(row["steps"] for row in facts["ops"])
+    )
     assert (facts["context"], facts["adapters"], facts["layers"]) == (128, 2, 2)
     assert facts["estimated_us"] == pytest.approx(1e6 * total_seconds(estimate(program, Assumptions(128, 2))))
     assert facts["floor_us"] == pytest.approx(1e6 * floor_seconds(program, Assumptions(128, 2)))
@@ -31,7 +46,11 @@ def test_a_programs_figures_agree_with_its_steps() -> None:
     parts = [path[name] for name in ("launch_and_latency_us", "bytes_us", "flops_us", "lanes_wait_us")]
     assert sum(parts) == pytest.approx(facts["estimated_us"]) and min(parts) >= 0
     assert sum(row["critical_us"] for row in facts["ops"]) == pytest.approx(facts["estimated_us"])
-    inner = [step for step in program.steps if ".layers.1." in str([program.recipes.get(view.buffer) for view in step.inputs()])]
+    inner = [
+        step
+        for step in program.steps
+        if ".layers.1." in str([program.recipes.get(view.buffer) for view in step.inputs()])
+    ]
     assert sum(facts["kernels_of_a_layer"].values()) >= len(inner) > 8 and facts["kernels_of_a_layer"]["side"] == 8
 
 
@@ -39,21 +58,39 @@ def test_values_are_json_and_the_text_names_what_matters() -> None:
     facts = explain(compiled_llama(), [DECODE, MIXED], gpu=H100)
     assert json.loads(json.dumps(facts))["gpu"]["name"] == "H100"
     text = as_text(facts, compiled_llama().records)
-    for wanted in ("pack_projections", DECODE.name, MIXED.name, "floor", "not measured", "linear_8bit", "launch and latency", "4 adapters in the batch"):
+    for wanted in (
+        "pack_projections",
+        DECODE.name,
+        MIXED.name,
+        "floor",
+        "not measured",
+        "linear_8bit",
+        "launch and latency",
+        "4 adapters in the batch",
+    ):
         assert wanted in text
     assert compiled_llama().explain([DECODE]).startswith(compiled_llama().report())
 
 
 def capture(options: CompileOptions) -> Any:
     model = meta_llama(1, dtype=options.model_dtype)
-    return capture_module(model, model.example_inputs(), model.dynamic_shapes()), [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return capture_module(model, model.example_inputs(), model.dynamic_shapes()), [
+        name for name, _ in (*model.named_parameters(), *model.named_buffers())
+    ]
 
 
 def test_changes_are_found_and_point_the_right_way() -> None:
     seconds = what_ifs(capture, CompileOptions(), DECODE)
     changes = {change.change: change for change in compare_changes(seconds)}
     assert changes["no adapter in the batch"].difference < 0
-    for slower in ("lora_lowering=serial", "pdl=False", "precision=bf16", "kv_dtype=bf16", "without lift_lora", "without pack_projections"):
+    for slower in (
+        "lora_lowering=serial",
+        "pdl=False",
+        "precision=bf16",
+        "kv_dtype=bf16",
+        "without lift_lora",
+        "without pack_projections",
+    ):
         assert changes[slower].difference > 0, slower
     assert not any("auto" in change or "check_counts" in change or "normalize" in change for change in changes)
     ordered = [change.difference for change in compare_changes(seconds)]
@@ -79,18 +116,25 @@ def angles_beside(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def test_a_pass_of_ones_own_shows_up_everywhere(tmp_path: Path) -> None:
-    compiled = sidestream.compile(meta_llama(), passes=insert_pass(angles_beside, after="lift_rope_angles", tier="lowers"))
+    compiled = sidestream.compile(
+        meta_llama(), passes=insert_pass(angles_beside, after="lift_rope_angles", tier="lowers")
+    )
     names = [record.name for record in compiled.records]
     assert names.index("angles_beside") == names.index("lift_rope_angles") + 1
     assert "angles_beside" in compiled.report() and "angles_beside" in compiled.explain([DECODE_BASE])
     program = compiled.program(DECODE_BASE)
     assert [step.op for step in program.steps if step.stream == "side"] == ["sidestream.rope_angles"]
     compiled.dump(tmp_path, [DECODE_BASE])
-    assert list(tmp_path.glob("*_angles_beside.diff")) and "angles_beside: embedding: is not an angle" in (tmp_path / "rejected.txt").read_text()
+    assert (
+        list(tmp_path.glob("*_angles_beside.diff"))
+        and "angles_beside: embedding: is not an angle" in (tmp_path / "rejected.txt").read_text()
+    )
     assert "angles_beside" in (tmp_path / "index.html").read_text()
     dumped = read_dump(tmp_path)
     assert dumped.passes["angles_beside"]["matches"] == 1 and dumped.passes["angles_beside"]["tier"] == "lowers"
-    without = sidestream.compile(meta_llama(), CompileOptions(disable=("angles_beside",)), passes=insert_pass(angles_beside, before="lift_rope"))
+    without = sidestream.compile(
+        meta_llama(), CompileOptions(disable=("angles_beside",)), passes=insert_pass(angles_beside, before="lift_rope")
+    )
     assert {step.stream for step in without.program(DECODE_BASE).steps} == {"main"}
 
 

@@ -1,4 +1,7 @@
-"""The numerics ledger: passes that keep numerics add nothing, quantization is charged to the passes that quantize, and a planted bug to its pass."""
+"""The numerics ledger: passes that keep numerics add nothing, quantization is charged to the passes that quantize,
+and a planted bug to its pass.
+"""
+
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +25,8 @@ from torch import fx
 CHUNKS = [Chunk(0, list(range(3, 33)), -1), Chunk(1, [7, 200, 31, 99, 4], 0), Chunk(2, list(range(150, 130, -1)), 1)]
 
 
-Model = tuple[Captured, dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]  # graph, inputs, weights, eager logits
+# graph, inputs, weights, eager logits
+Model = tuple[Captured, dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +49,33 @@ def test_passes_that_keep_numerics_add_nothing_in_fp32(models: dict[torch.dtype,
     captured, inputs, state, logits = models[torch.float32]
     text = captured.graph_module.graph.python_code("self").src
     rows = ledger(captured, CompileOptions(precision="fp32"), inputs, state, reference=logits)
-    assert [row.name for row in rows] == [CAPTURE, *(each.name for each in PASSES), PROGRAM, *(each.name + DECODE for each in DECODE_PASSES)]
+    assert [row.name for row in rows] == [
+        CAPTURE,
+        *(each.name for each in PASSES),
+        PROGRAM,
+        *(each.name + DECODE for each in DECODE_PASSES),
+    ]
     assert all(row.added < 1e-4 and row.total < 1e-4 and row.mean_kl < 1e-6 for row in rows), as_text(rows)
     assert sum(row.matches for row in rows) > 30 and any(row.added > 0 for row in rows), "the passes did nothing"
     assert captured.graph_module.graph.python_code("self").src == text, "the captured graph is the caller's"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_in_fp8_the_error_is_charged_to_the_passes_that_quantize(models: dict[torch.dtype, Model], dtype: torch.dtype) -> None:
+def test_in_fp8_the_error_is_charged_to_the_passes_that_quantize(
+    models: dict[torch.dtype, Model], dtype: torch.dtype
+) -> None:
     """What is left in fp32 rounds nothing, so that there nothing hides behind the roundings of bf16."""
     captured, inputs, state, _ = models[dtype]
     rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state)
-    quantizing = [row for row in rows if row.tier == "quantizes" and row.matches and row.name != "balance_keys"]  # nothing to balance here
+    # nothing to balance here
+    quantizing = [row for row in rows if row.tier == "quantizes" and row.matches and row.name != "balance_keys"]
     others = max(row.added for row in rows if row.tier != "quantizes")
-    assert [row.name for row in quantizing] == ["quantize_kv", "quantize_linears"] and largest(rows).name == "quantize_linears", as_text(rows)
-    assert largest(rows).added > 2 * others and (dtype == torch.bfloat16 or quantizing[0].added > 2 * others), as_text(rows)
+    assert [row.name for row in quantizing] == ["quantize_kv", "quantize_linears"] and largest(
+        rows
+    ).name == "quantize_linears", as_text(rows)
+    assert largest(rows).added > 2 * others and (dtype == torch.bfloat16 or quantizing[0].added > 2 * others), as_text(
+        rows
+    )
     assert all(row.worst_layer and row.worst_token is not None and row.mean_kl > 0 for row in quantizing), as_text(rows)
 
 
@@ -72,7 +88,11 @@ def test_a_pass_that_is_off_adds_nothing(models: dict[torch.dtype, Model]) -> No
 
 def halve_a_scale(graph: fx.Graph, context: Context) -> PassReport:
     """A wrong scale: half of what it should be, for the down projection of layer 0."""
-    found = [node for node in graph.nodes if node.op == "placeholder" and "layers_0" in node.name and node.name.endswith("down_proj_weight_scale")]
+    found = [
+        node
+        for node in graph.nodes
+        if node.op == "placeholder" and "layers_0" in node.name and node.name.endswith("down_proj_weight_scale")
+    ]
     for node in found:
         node.meta["recipe"] = scale(node.meta["recipe"], 0.5)
     return PassReport(len(found))
@@ -95,7 +115,13 @@ def spoiled(graph: fx.Graph, context: Context) -> PassReport:
 
 def test_a_planted_wrong_scale_is_named_with_its_layer(models: dict[torch.dtype, Model]) -> None:
     captured, inputs, state, _ = models[torch.bfloat16]
-    rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state, passes=insert_pass(halve_a_scale, after="quantize_linears"))
+    rows = ledger(
+        captured,
+        CompileOptions(precision="fp8"),
+        inputs,
+        state,
+        passes=insert_pass(halve_a_scale, after="quantize_linears"),
+    )
     worst = largest(rows)
     assert (worst.name, worst.matches, worst.worst_layer) == ("halve_a_scale", 1, "layer 0 MLP"), as_text(rows)
     assert as_json(rows)["halve_a_scale"] == worst.added and not {CAPTURE, PROGRAM} & set(as_json(rows))
@@ -118,15 +144,23 @@ def wrong_residual(graph: fx.Graph, context: Context) -> PassReport:
     return PassReport(1)
 
 
-def test_a_fault_in_a_pass_of_decode_programs_is_named(models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_pass_of_decode_programs_is_named(
+    models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured, inputs, state, _ = models[torch.bfloat16]
-    monkeypatch.setattr("sidestream.compiler.inspect.ledger.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
+    monkeypatch.setattr(
+        "sidestream.compiler.inspect.ledger.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps"))
+    )
     monkeypatch.setattr("sidestream.compiler.build.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
     rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state)
     found = {row.name: row for row in rows if row.name.endswith(DECODE)}
-    assert list(found) == [*(each.name + DECODE for each in DECODE_PASSES), "wrong_residual" + DECODE] and not set(found) & set(as_json(rows))
+    assert list(found) == [*(each.name + DECODE for each in DECODE_PASSES), "wrong_residual" + DECODE] and not set(
+        found
+    ) & set(as_json(rows))
     assert found["fuse_quantize" + DECODE].matches == found["wrong_residual" + DECODE].matches == 1
-    assert found["fuse_quantize" + DECODE].added < 1e-2 and largest(list(found.values())).name == "wrong_residual" + DECODE, as_text(rows)
+    assert (
+        found["fuse_quantize" + DECODE].added < 1e-2 and largest(list(found.values())).name == "wrong_residual" + DECODE
+    ), as_text(rows)
     assert found["fuse_quantize" + DECODE].total < 0.3
 
 
@@ -144,17 +178,25 @@ def wrong_adapters(graph: fx.Graph, context: Context) -> PassReport:
 def test_a_fault_with_adapters_is_named(models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     captured, inputs, state, _ = models[torch.bfloat16]
     for module in ("inspect.ledger", "build"):
-        monkeypatch.setattr(f"sidestream.compiler.{module}.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_adapters, "keeps")))
+        monkeypatch.setattr(
+            f"sidestream.compiler.{module}.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_adapters, "keeps"))
+        )
     rows = ledger(captured, CompileOptions(), inputs, state)
     found = {row.name: row for row in rows if row.name.endswith(DECODE_LORA)}
     assert list(found) == ["fuse_quantize" + DECODE_LORA, "wrong_adapters" + DECODE_LORA], as_text(rows)
-    assert found["fuse_quantize" + DECODE_LORA].added < 0.03 < 0.1 < found["wrong_adapters" + DECODE_LORA].added, as_text(rows)
-    assert "wrong_adapters" + DECODE not in {row.name for row in rows if row.matches} and not set(found) & set(as_json(rows))
+    assert found["fuse_quantize" + DECODE_LORA].added < 0.03 < 0.1 < found["wrong_adapters" + DECODE_LORA].added, (
+        as_text(rows)
+    )
+    assert "wrong_adapters" + DECODE not in {row.name for row in rows if row.matches} and not set(found) & set(
+        as_json(rows)
+    )
 
 
 def test_nan_is_the_largest_error_of_all(models: dict[torch.dtype, Model]) -> None:
     captured, inputs, state, _ = models[torch.float32]
-    rows = ledger(captured, CompileOptions(precision="fp32"), inputs, state, passes=insert_pass(poison, after="fuse_add_rms_norm"))
+    rows = ledger(
+        captured, CompileOptions(precision="fp32"), inputs, state, passes=insert_pass(poison, after="fuse_add_rms_norm")
+    )
     assert (largest(rows).name, largest(rows).worst_layer) == ("poison", "layer 1 MLP"), as_text(rows)
 
 
@@ -168,4 +210,9 @@ def test_totals_are_against_the_reference_that_is_given(models: dict[torch.dtype
 def test_a_missing_input_is_named(models: dict[torch.dtype, Model]) -> None:
     captured, inputs, state, _ = models[torch.float32]
     with pytest.raises(ValueError, match="'positions'"):
-        ledger(captured, CompileOptions(precision="fp32"), {name: value for name, value in inputs.items() if name != "positions"}, state)
+        ledger(
+            captured,
+            CompileOptions(precision="fp32"),
+            {name: value for name, value in inputs.items() if name != "positions"},
+            state,
+        )

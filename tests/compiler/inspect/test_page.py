@@ -1,4 +1,7 @@
-"""`index.html`: complete, self-contained, the same bytes for the same compilation, small enough, and measured times only when asked for."""
+"""`index.html`: complete, self-contained, the same bytes for the same compilation, small enough, and measured times
+only when asked for.
+"""
+
 import json
 import os
 import re
@@ -52,7 +55,11 @@ def test_equal_lines_are_stored_once(data: dict[str, Any]) -> None:
 
 
 def test_lines_know_their_module_and_source(data: dict[str, Any]) -> None:
-    (line,) = [line for line in data["lines"] if line[0].startswith("paged_attention =") and "sidestream.paged_attention" in line[0]][:1]
+    (line,) = [
+        line
+        for line in data["lines"]
+        if line[0].startswith("paged_attention =") and "sidestream.paged_attention" in line[0]
+    ][:1]
     assert data["modules"][line[1]] == "model.layers.0.self_attn"
     source = data["sources"][line[2]]
     assert re.match(r"graphs/llama\.py:\d+  output = torch\.ops\.sidestream\.paged_attention\(", source), source
@@ -64,7 +71,12 @@ def test_programs_have_steps_costs_and_memory(compiled: CompiledModel, data: dic
     program, shown = compiled.program(DECODE), data["programs"][0]
     assert len(shown["steps"]) == len(program.steps) and shown["arena"] == program.arena_bytes
     for step, entry in zip(program.steps, shown["steps"], strict=True):
-        assert entry["op"] == step.op and entry["lane"] == step.stream and tuple(entry["waits"]) == step.waits and entry.get("sms") == step.sm_budget
+        assert (
+            entry["op"] == step.op
+            and entry["lane"] == step.stream
+            and tuple(entry["waits"]) == step.waits
+            and entry.get("sms") == step.sm_budget
+        )
         assert 0 <= entry["floor"] <= entry["alone"] and entry["start"] < entry["end"] and entry["bytes"] > 0
         assert {shown["buffers"][place][0] for place, _ in entry["writes"]} == {view.buffer for view in step.outs}
     assert {entry["layer"] for entry in shown["steps"]} == {"start", "0", "1", "end"}
@@ -74,17 +86,27 @@ def test_programs_have_steps_costs_and_memory(compiled: CompiledModel, data: dic
 
 
 def test_kernels_come_with_their_source_text(data: dict[str, Any]) -> None:
-    called = {step["op"] for program in data["programs"] for step in program["steps"] if step["op"].startswith("sidestream.")}
+    called = {
+        step["op"] for program in data["programs"] for step in program["steps"] if step["op"].startswith("sidestream.")
+    }
     assert set(data["ops"]) == called
     norm = data["ops"]["sidestream.add_rms_norm_quant"]
     kernel = data["functions"][norm["kernels"][0]]
-    assert kernel["language"] == "Triton" and "def _rms_norm_kernel(" in kernel["text"] and kernel["file"] == "ops/rows/rms_norm.py" and kernel["line"] > 1
-    assert any(data["functions"][name]["language"] == "Gluon" for name in data["ops"]["sidestream.linear_8bit"]["kernels"])
+    assert (
+        kernel["language"] == "Triton"
+        and "def _rms_norm_kernel(" in kernel["text"]
+        and kernel["file"] == "ops/rows/rms_norm.py"
+        and kernel["line"] > 1
+    )
+    assert any(
+        data["functions"][name]["language"] == "Gluon" for name in data["ops"]["sidestream.linear_8bit"]["kernels"]
+    )
     assert "torch.Tensor" in data["functions"][norm["reference"]]["text"]
 
 
 def test_every_op_reaches_a_kernel() -> None:
-    sources = kernel_sources([f"sidestream.{name}" for name in OPS if not name.startswith("emulated_")])  # those are the evaluation's, which has no kernels
+    # those are the evaluation's, which has no kernels
+    sources = kernel_sources([f"sidestream.{name}" for name in OPS if not name.startswith("emulated_")])
     assert not [name for name, op in sources.ops.items() if not op["kernels"]]
     assert kernel_sources(["aten.add.Tensor"]).ops == {}
 
@@ -109,19 +131,36 @@ def test_scripts_stay_small_enough_to_read() -> None:
 
 def norm_resources(steps: int) -> Resources:
     """Step 2 launches a norm kernel in two variants."""
-    figures = [{"registers": registers, "spills": 0, "shared_bytes": shared} for registers, shared in ((40, 512), (32, 1024))]
-    variants = [("ops.rms_norm._rms_norm_kernel", each) for each in figures]
-    return Resources("sm_90", variants, {DECODE.name: [[0, 1] if index == 2 else [] for index in range(steps)]}, {"sidestream.hadamard": "no reason"})
+    figures = [
+        {"registers": registers, "spills": 0, "shared_bytes": shared} for registers, shared in ((40, 512), (32, 1024))
+    ]
+    variants = [("ops.rows.rms_norm._rms_norm_kernel", each) for each in figures]
+    return Resources(
+        "sm_90",
+        variants,
+        {DECODE.name: [[0, 1] if index == 2 else [] for index in range(steps)]},
+        {"sidestream.hadamard": "no reason"},
+    )
 
 
 def test_resources_are_on_the_page_only_when_asked_for(compiled: CompiledModel, tmp_path: Path) -> None:
     timings = Timings(resources=norm_resources(len(compiled.program(DECODE).steps)))
     compiled.dump(tmp_path / "none", [DECODE])
     compiled.dump(tmp_path / "plain", [DECODE], timings=timings)
-    shown = data_of((compiled.dump(tmp_path / "shown", [DECODE], timings=timings, show_resources=True) / "index.html").read_text())
+    shown = data_of(
+        (compiled.dump(tmp_path / "shown", [DECODE], timings=timings, show_resources=True) / "index.html").read_text()
+    )
     assert (tmp_path / "none" / "index.html").read_bytes() == (tmp_path / "plain" / "index.html").read_bytes()
-    assert shown["functions"]["ops.rms_norm._rms_norm_kernel"]["resources"] == {"registers": 40, "spills": 0, "shared_bytes": 1024}, "the largest of both"
-    assert shown["programs"][0]["steps"][2]["variants"] == [0, 1] and shown["target"] == "sm_90" and "sidestream.hadamard" in shown["refused"]
+    assert shown["functions"]["ops.rows.rms_norm._rms_norm_kernel"]["resources"] == {
+        "registers": 40,
+        "spills": 0,
+        "shared_bytes": 1024,
+    }, "the largest of both"
+    assert (
+        shown["programs"][0]["steps"][2]["variants"] == [0, 1]
+        and shown["target"] == "sm_90"
+        and "sidestream.hadamard" in shown["refused"]
+    )
     assert not any("seconds" in each for each in shown["passes"])
     with pytest.raises(TimingsError, match="hold 1 steps"):
         wrong = Timings(resources=Resources("sm_90", [], {DECODE.name: [[]]}))
@@ -130,25 +169,41 @@ def test_resources_are_on_the_page_only_when_asked_for(compiled: CompiledModel, 
 
 def test_measured_times_are_on_the_page_only_when_asked_for(compiled: CompiledModel, tmp_path: Path) -> None:
     steps = compiled.program(DECODE).steps
-    timings = Timings(steps={DECODE.name: [(1e-6 * index, 1e-6 * index + 3e-6) for index in range(len(steps))]},
-                      resources=norm_resources(len(steps)))  # fmt: skip
+    timings = Timings(
+        steps={DECODE.name: [(1e-6 * index, 1e-6 * index + 3e-6) for index in range(len(steps))]},
+        resources=norm_resources(len(steps)),
+    )
     plain = data_of((compiled.dump(tmp_path / "plain", [DECODE], timings=timings) / "index.html").read_text())
-    timed = data_of((compiled.dump(tmp_path / "timed", [DECODE], timings=timings, show_timings=True) / "index.html").read_text())
+    timed = data_of(
+        (compiled.dump(tmp_path / "timed", [DECODE], timings=timings, show_timings=True) / "index.html").read_text()
+    )
     assert not any("seconds" in each for each in plain["passes"]) and "measured" not in plain["programs"][0]
     assert all(each["seconds"] > 0 for each in timed["passes"]) and timed["programs"][0]["measured"][2] == [2.0, 5.0]
-    assert timed["functions"]["ops.rms_norm._rms_norm_kernel"]["resources"]["registers"] == 40
-    assert "resources" not in plain["functions"]["ops.rms_norm._rms_norm_kernel"]
+    assert timed["functions"]["ops.rows.rms_norm._rms_norm_kernel"]["resources"]["registers"] == 40
+    assert "resources" not in plain["functions"]["ops.rows.rms_norm._rms_norm_kernel"]
     again = Timings.load(tmp_path / "plain" / "timings.json")
     assert [list(place) for place in again.steps[DECODE.name]] == [list(place) for place in timings.steps[DECODE.name]]
     assert again.resources.kernels == timings.resources.kernels
     with pytest.raises(TimingsError, match="hold 1 steps"):
-        compiled.dump(tmp_path / "wrong", [DECODE], timings=Timings(steps={DECODE.name: [(0.0, 1.0)]}), show_timings=True)
+        compiled.dump(
+            tmp_path / "wrong", [DECODE], timings=Timings(steps={DECODE.name: [(0.0, 1.0)]}), show_timings=True
+        )
 
 
-BAD_RESOURCES = [f'{{"resources": {text}}}' for text in ("[]", '{"variants": [["k", 1]]}', '{"launches": {"p": [[0]]}}', '{"launches": {"p": 3}}')]
+BAD_RESOURCES = [
+    f'{{"resources": {text}}}'
+    for text in ("[]", '{"variants": [["k", 1]]}', '{"launches": {"p": [[0]]}}', '{"launches": {"p": 3}}')
+]
 
 
-BAD_TIMES = ["[", "[1]", '{"passes": []}', '{"passes": {"a": "b"}}', '{"steps": {"p": [1.0]}}', '{"steps": {"p": [[1.0]]}}']
+BAD_TIMES = [
+    "[",
+    "[1]",
+    '{"passes": []}',
+    '{"passes": {"a": "b"}}',
+    '{"steps": {"p": [1.0]}}',
+    '{"steps": {"p": [[1.0]]}}',
+]
 
 
 @pytest.mark.parametrize("text", [*BAD_TIMES, *BAD_RESOURCES])
@@ -165,9 +220,16 @@ def test_the_error_of_a_ledger_is_shown_with_its_pass(compiled: CompiledModel, t
 
 def test_chosen_layers_only(compiled: CompiledModel, tmp_path: Path) -> None:
     compiled.dump(tmp_path, [DECODE], layers=[1])
-    assert all(set(graph) == {"start", "1", "end"} for graph in data_of((tmp_path / "index.html").read_text())["graphs"])
+    assert all(
+        set(graph) == {"start", "1", "end"} for graph in data_of((tmp_path / "index.html").read_text())["graphs"]
+    )
     text = next(tmp_path.glob("*_lift_rms_norm.after.py")).read_text()
-    assert "# left out: layers 0" in text and "model.layers.1." in text and "model.layers.0." not in text and "p_lm_head_weight" in text
+    assert (
+        "# left out: layers 0" in text
+        and "model.layers.1." in text
+        and "model.layers.0." not in text
+        and "p_lm_head_weight" in text
+    )
     compile(text, "after.py", "exec")
 
 
@@ -181,8 +243,14 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     roots = (tmp_path / "a", tmp_path / "b")
-    first, second = ({str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()} for root in roots)
-    assert first.keys() == second.keys() and {"index.html", "timings.json", "decode_t4_b4_p8_lora/program.json"} <= first.keys()
+    first, second = (
+        {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+        for root in roots
+    )
+    assert (
+        first.keys() == second.keys()
+        and {"index.html", "timings.json", "decode_t4_b4_p8_lora/program.json"} <= first.keys()
+    )
     assert [name for name in first if first[name] != second[name]] in ([], ["timings.json"])
 
 

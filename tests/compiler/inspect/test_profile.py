@@ -1,4 +1,7 @@
-"""Traces read back: kernels belong to the step that launched them, also inside a replay, and what a step adds is told right."""
+"""Traces read back: kernels belong to the step that launched them, also inside a replay, and what a step adds is
+told right.
+"""
+
 import pytest
 from sidestream.compiler.cost.cost import Placed
 from sidestream.compiler.inspect.profile import ProfileError, advances, kernels_of_steps, ranges, replays
@@ -6,7 +9,9 @@ from support.profiles import KERNELS, REPLAY, program, trace
 
 
 def test_kernels_belong_to_the_step_that_launched_them() -> None:
-    assert kernels_of_steps(program(), ranges(trace(REPLAY))) == {index: tuple(names) for index, names in KERNELS.items()}
+    assert kernels_of_steps(program(), ranges(trace(REPLAY))) == {
+        index: tuple(names) for index, names in KERNELS.items()
+    }
 
 
 def test_a_replay_is_told_apart_by_name_and_order() -> None:

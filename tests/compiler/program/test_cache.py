@@ -1,4 +1,7 @@
-"""Programs kept between runs: what is taken out equals what was put in, whatever the number of pages; a change of anything misses."""
+"""Programs kept between runs: what is taken out equals what was put in, whatever the number of pages; a change of
+anything misses.
+"""
+
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +24,9 @@ BUCKET = Bucket(4, 4, 30, 2, decode=True)
 def compiled(directory: Path, options: CompileOptions | None = None, **config: object) -> CompiledModel:
     options = options or CompileOptions()
     model = Llama(LlamaConfig.from_dict(FIELDS), LoraShape(2, 16), torch.bfloat16, "meta")
-    return compile_model(model, options, cache=ProgramCache(ProgramStore(directory), {**FIELDS, **config}, options, pass_names()))
+    return compile_model(
+        model, options, cache=ProgramCache(ProgramStore(directory), {**FIELDS, **config}, options, pass_names())
+    )
 
 
 def captured(model: CompiledModel) -> bool:
@@ -45,7 +50,11 @@ def test_what_differs_is_made_anew(tmp_path: Path, change: str) -> None:
     if change == "damage":
         for path in tmp_path.glob("*.json"):
             path.write_text(path.read_text()[:1000])
-    model = compiled(tmp_path, CompileOptions(hadamard=False) if change == "option" else None, **({"rope_theta": 5e5} if change == "config" else {}))
+    model = compiled(
+        tmp_path,
+        CompileOptions(hadamard=False) if change == "option" else None,
+        **({"rope_theta": 5e5} if change == "config" else {}),
+    )
     again = model.program(replace(BUCKET, tokens=2, sequences=2) if change == "bucket" else BUCKET)
     assert captured(model)
     assert (again == program) is (change in ("config", "damage"))

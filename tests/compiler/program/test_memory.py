@@ -1,4 +1,5 @@
 """The arena: no two buffers that may be alive at once share bytes, and the checker finds it when they do."""
+
 import dataclasses
 import random
 
@@ -10,13 +11,24 @@ from sidestream.compiler.program.program import Program, Step
 from support.two_lanes import build, mutations, reachable, view
 
 
-def step(index: int, reads: str, writes: str, stream: str = "main", waits: tuple[int, ...] = (), records: bool = False, size: int = 512) -> Step:
+def step(
+    index: int,
+    reads: str,
+    writes: str,
+    stream: str = "main",
+    waits: tuple[int, ...] = (),
+    records: bool = False,
+    size: int = 512,
+) -> Step:
     arguments, outs = (tuple(view(name, size) for name in names.split()) for names in (reads, writes))
     return Step(index, f"s{index}", "sidestream.fake", arguments, outs, stream, waits, records)  # type: ignore[arg-type]
 
 
 def temps(*names: str, size: int = 512) -> dict[str, Buffer]:
-    return {"x": Buffer("x", "input", (size,), torch.uint8), **{name: Buffer(name, "temp", (size,), torch.uint8) for name in names}}
+    return {
+        "x": Buffer("x", "input", (size,), torch.uint8),
+        **{name: Buffer(name, "temp", (size,), torch.uint8) for name in names},
+    }
 
 
 def planned(steps: tuple[Step, ...], *names: str) -> Program:
@@ -25,14 +37,21 @@ def planned(steps: tuple[Step, ...], *names: str) -> Program:
 
 
 def moved(program: Program, **offsets: int) -> Program:
-    buffers = tuple(dataclasses.replace(buffer, offset=offsets[buffer.name]) if buffer.name in offsets else buffer for buffer in program.buffers)
+    buffers = tuple(
+        dataclasses.replace(buffer, offset=offsets[buffer.name]) if buffer.name in offsets else buffer
+        for buffer in program.buffers
+    )
     return dataclasses.replace(program, buffers=buffers)
 
 
 CHAIN = (step(0, "x", "a"), step(1, "a", "b"), step(2, "b", "c"), step(3, "c", "d"))
 # a -> (side: s reads a) beside (main: b, c), joined by d
 FORKED = (
-    step(0, "x", "a", records=True), step(1, "a", "s", "side", (0,), True), step(2, "x", "b"), step(3, "b", "c"), step(4, "c s", "d", waits=(1,)),
+    step(0, "x", "a", records=True),
+    step(1, "a", "s", "side", (0,), True),
+    step(2, "x", "b"),
+    step(3, "b", "c"),
+    step(4, "c s", "d", waits=(1,)),
     step(5, "d", "e"),
 )
 
@@ -42,7 +61,11 @@ def test_a_chain_needs_two_buffers() -> None:
     assert program.arena_bytes == 1024
     assert unshared_bytes(program) == 2048
     assert find_races(program, {}) == []
-    assert program.by_name["b"].life == (1, 2) and program.by_name["x"].life == (0, 0) and program.by_name["x"].offset is None
+    assert (
+        program.by_name["b"].life == (1, 2)
+        and program.by_name["x"].life == (0, 0)
+        and program.by_name["x"].offset is None
+    )
 
 
 def test_memory_that_the_other_stream_still_reads_is_not_reused() -> None:
@@ -76,7 +99,9 @@ def test_bytes_overlap_only_between_ordered_lives(seed: int) -> None:
 
 
 def test_a_free_list_in_list_order_would_race() -> None:
-    """Why the plan asks for happens-before: reuse by position in the list breaks random programs, and the checker says so."""
+    """Why the plan asks for happens-before: reuse by position in the list breaks random programs, and the checker
+    says so.
+    """
     caught = 0
     for seed in range(20):
         program, operations = build(seed)
@@ -102,8 +127,12 @@ def test_a_free_list_in_list_order_would_race() -> None:
 def test_the_checker_names_overlaps_missing_waits_and_unwritten_reads() -> None:
     program = planned(FORKED, "a", "s", "b", "c", "d", "e")
     clash = moved(program, b=program.by_name["a"].offset or 0)
-    assert any("s1 (side)" in problem and "s2 (main)" in problem and "overlap" in problem for problem in find_races(clash, {}))
-    unjoined = dataclasses.replace(program, steps=tuple(dataclasses.replace(each, waits=()) if each.index == 4 else each for each in program.steps))
+    assert any(
+        "s1 (side)" in problem and "s2 (main)" in problem and "overlap" in problem for problem in find_races(clash, {})
+    )
+    unjoined = dataclasses.replace(
+        program, steps=tuple(dataclasses.replace(each, waits=()) if each.index == 4 else each for each in program.steps)
+    )
     assert any("s1 (side) and step 4 s4 (main)" in problem for problem in find_races(unjoined, {}))
     unwritten = dataclasses.replace(program, steps=(dataclasses.replace(program.steps[0], outs=()), *program.steps[1:]))
     assert any("reads a, which no step before it has written" in problem for problem in find_races(unwritten, {}))
@@ -121,7 +150,9 @@ def test_the_checker_sees_unordered_mutations_and_missing_outputs() -> None:
     program = planned(steps, "a", "s")
     assert find_races(program, {}) == []
     assert any("x (0, 512) and x (0, 512) overlap" in problem for problem in find_races(program, {0: [view("x", 512)]}))
-    missing = dataclasses.replace(program, buffers=(*program.buffers, Buffer("y", "output", (4,), torch.uint8)), outputs=(view("y", 4),))
+    missing = dataclasses.replace(
+        program, buffers=(*program.buffers, Buffer("y", "output", (4,), torch.uint8)), outputs=(view("y", 4),)
+    )
     assert find_races(missing, {}) == ["the output y is written by no step"]
 
 
@@ -134,11 +165,21 @@ def test_nothing_to_place_takes_no_memory() -> None:
 def test_a_chain_of_mixed_sizes_stays_near_its_widest_pair() -> None:
     rng = random.Random(1)
     sizes = {f"t{index}": rng.choice([256, 1024, 4096]) for index in range(24)}
-    buffers = {"x": Buffer("x", "input", (1,), torch.uint8), **{name: Buffer(name, "temp", (size,), torch.uint8) for name, size in sizes.items()}}
+    buffers = {
+        "x": Buffer("x", "input", (1,), torch.uint8),
+        **{name: Buffer(name, "temp", (size,), torch.uint8) for name, size in sizes.items()},
+    }
     steps = tuple(
-        Step(index, f"s{index}", "sidestream.fake", (view(f"t{index - 1}", sizes[f"t{index - 1}"]),) if index else (view("x", 1),), (view(name, size),))
+        Step(
+            index,
+            f"s{index}",
+            "sidestream.fake",
+            (view(f"t{index - 1}", sizes[f"t{index - 1}"]),) if index else (view("x", 1),),
+            (view(name, size),),
+        )
         for index, (name, size) in enumerate(sizes.items())
     )
     _, arena = plan_memory(buffers, steps)
     widest = max(sizes[f"t{index}"] + sizes[f"t{index + 1}"] for index in range(23))
-    assert widest <= arena <= 1.5 * widest < sum(sizes.values())  # neighbours in a chain are all that is ever alive together
+    # neighbours in a chain are all that is ever alive together
+    assert widest <= arena <= 1.5 * widest < sum(sizes.values())

@@ -1,4 +1,5 @@
 """Programs as data: JSON and back, what is refused on load, the store and its keys."""
+
 import dataclasses
 import json
 import logging
@@ -21,16 +22,41 @@ BUCKET = Bucket(tokens=4, sequences=4, pages=8, blocks=2, decode=True)
 def small(**changes: Any) -> Program:
     """x -> main step -> t -> side step -> y."""
     x, t, y = View("x", (4, 8), (8, 1)), View("t", (4, 8), (8, 1)), View("y", (4, 8), (8, 1))
-    odd = (x, 2, 1.5, True, None, "text", torch.bfloat16, float("-inf"), (x, (1, 2), ()), torch.contiguous_format, torch.device("meta"))
+    odd = (
+        x,
+        2,
+        1.5,
+        True,
+        None,
+        "text",
+        torch.bfloat16,
+        float("-inf"),
+        (x, (1, 2), ()),
+        torch.contiguous_format,
+        torch.device("meta"),
+    )
     fields: dict[str, Any] = {
         "bucket": BUCKET,
         "buffers": (
-            Buffer("x", "input", (4, 8), torch.float32), Buffer("w", "weight", (8, 8), torch.float8_e4m3fn),
-            Buffer("t", "temp", (4, 8), torch.float32, 256, (0, 1)), Buffer("y", "output", (4, 8), torch.float32),
+            Buffer("x", "input", (4, 8), torch.float32),
+            Buffer("w", "weight", (8, 8), torch.float8_e4m3fn),
+            Buffer("t", "temp", (4, 8), torch.float32, 256, (0, 1)),
+            Buffer("y", "output", (4, 8), torch.float32),
         ),
         "steps": (
-            Step(0, "first", "aten.relu.default", odd, (t,), records=True, sm_budget=99, kwargs=(("dtype", torch.float32), ("layout", torch.strided))),
-            Step(1, "second", "aten.relu.default", (View("t", (2, 8), (8, 1), 16),), (y,), "side", waits=(0,), pdl=True),
+            Step(
+                0,
+                "first",
+                "aten.relu.default",
+                odd,
+                (t,),
+                records=True,
+                sm_budget=99,
+                kwargs=(("dtype", torch.float32), ("layout", torch.strided)),
+            ),
+            Step(
+                1, "second", "aten.relu.default", (View("t", (2, 8), (8, 1), 16),), (y,), "side", waits=(0,), pdl=True
+            ),
         ),
         "arena_bytes": 512,
         "outputs": (y, 3, None),
@@ -57,7 +83,11 @@ def test_a_built_program_survives_too() -> None:
     norm = build.call(OPS["rms_norm_quant"], hidden, build.weight("norm", (32,), torch.bfloat16), 1e-5, True)
     module = build.finish(build.pick(norm, 0), build.pick(norm, 1))
     for bucket in (BUCKET, None):
-        program = build_program(module, bucket or {"input_ids": ((3,), torch.int64), "table": ((16, 32), torch.bfloat16), "norm": ((32,), torch.bfloat16)})
+        program = build_program(
+            module,
+            bucket
+            or {"input_ids": ((3,), torch.int64), "table": ((16, 32), torch.bfloat16), "norm": ((32,), torch.bfloat16)},
+        )
         assert program.bucket == bucket
         assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
 
@@ -74,7 +104,10 @@ def test_a_built_program_survives_too() -> None:
         ({"steps": changed(small(), 1, stream="main")}, "waits for 0"),
         ({"steps": changed(small(), 0, records=False)}, "waits for 0"),
         ({"arena_bytes": 300}, "outside the arena"),
-        ({"buffers": (Buffer("x", "input", (4, 8), torch.float32),) * 2, "steps": (), "outputs": ()}, "two buffers are named 'x'"),
+        (
+            {"buffers": (Buffer("x", "input", (4, 8), torch.float32),) * 2, "steps": (), "outputs": ()},
+            "two buffers are named 'x'",
+        ),
         ({"buffers": (Buffer("x", "temp", (4, 8), torch.float32),), "steps": (), "outputs": ()}, "offset in the arena"),
         ({"buffers": (Buffer("x", "thing", (4,), torch.float32),), "steps": (), "outputs": ()}, "unknown kind"),  # type: ignore[arg-type]
         ({"outputs": (View("x", (4, 9), (9, 1)),)}, "an output"),
@@ -139,9 +172,19 @@ def test_the_store_keeps_programs_and_ignores_damage(tmp_path: Path, caplog: pyt
 
 def test_the_key_depends_on_everything() -> None:
     config = {"layers": 2, "rope": {"b": 1, "a": 2}}
-    base = {"versions": {"torch": "2.11"}, "config": config, "options": CompileOptions(), "passes": ["normalize"], "bucket": BUCKET}
+    base = {
+        "versions": {"torch": "2.11"},
+        "config": config,
+        "options": CompileOptions(),
+        "passes": ["normalize"],
+        "bucket": BUCKET,
+    }
     others = [
-        {"versions": {"torch": "2.13"}}, {"config": {"layers": 3}}, {"options": CompileOptions(hadamard=False)}, {"passes": []}, {"bucket": None},
+        {"versions": {"torch": "2.13"}},
+        {"config": {"layers": 3}},
+        {"options": CompileOptions(hadamard=False)},
+        {"passes": []},
+        {"bucket": None},
         {"bucket": dataclasses.replace(BUCKET, lora=False)},
     ]
     keys = [program_key(**{**base, **change}) for change in ({}, *others)]  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
 """Symbolic graphs at a bucket's sizes: shapes, folded integers, erased LoRA, decode flags, dead code."""
+
 import operator
 import time
 
@@ -20,7 +21,11 @@ H, R, S = 32, 16, 4
 
 
 def calls(graph: fx.Graph) -> list[str]:
-    return [op_name(node).removeprefix("sidestream.") for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    return [
+        op_name(node).removeprefix("sidestream.")
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
 
 
 def node_of(graph: fx.Graph, name: str) -> fx.Node:
@@ -51,7 +56,9 @@ def lora_model(join: str = "op") -> fx.GraphModule:
     if join == "op":
         out = build.pick(build.call(OPS["add_rms_norm"], y, hidden, delta, norm, 1e-5), 0)
     elif join == "add":
-        out = build.call(aten.add.Tensor, y, build.call(aten.view.default, delta, [build.call(aten.sym_size.int, delta, 0), H]))
+        out = build.call(
+            aten.add.Tensor, y, build.call(aten.view.default, delta, [build.call(aten.sym_size.int, delta, 0), H])
+        )
     else:
         out = build.call(aten.sub.Tensor, y, delta)
     return build.finish(build.call(aten.index_select.default, out, 0, rows))
@@ -59,8 +66,16 @@ def lora_model(join: str = "op") -> fx.GraphModule:
 
 def test_shapes_become_the_buckets() -> None:
     graph = specialize(lora_model(), Bucket(10, 3, 8, 2))
-    shapes = {node.name: tuple(node.meta["val"].shape) for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)}
-    assert shapes["input_ids"] == (10,) and shapes["embedding_default"] == (10, H) and shapes["index_select_default"] == (3, H)
+    shapes = {
+        node.name: tuple(node.meta["val"].shape)
+        for node in graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    assert (
+        shapes["input_ids"] == (10,)
+        and shapes["embedding_default"] == (10, H)
+        and shapes["index_select_default"] == (3, H)
+    )
     assert node_of(graph, "sidestream.lora_expand").meta["stream"] == "side"
 
 
@@ -117,13 +132,23 @@ def test_decode_sets_attentions_flag() -> None:
     build = GraphBuilder()
     q = build.input("positions", ("T", 2, 64), BF16)
     cache = build.input("kv_caches_0", ("NP", 1, 2, 64, 64), BF16)
-    block_table, lens, start = build.input("block_table", ("B", "P"), I32), build.input("context_lens", ("B",), I32), build.input("query_start", ("B+1",), I32)
-    module = build.finish(build.call(OPS["paged_attention"], q, cache, None, block_table, lens, start, 0.1, False, False))
+    block_table, lens, start = (
+        build.input("block_table", ("B", "P"), I32),
+        build.input("context_lens", ("B",), I32),
+        build.input("query_start", ("B+1",), I32),
+    )
+    module = build.finish(
+        build.call(OPS["paged_attention"], q, cache, None, block_table, lens, start, 0.1, False, False)
+    )
     for decode in (True, False):
         graph = specialize(module, Bucket(3, 3, 20, 7, decode=decode))
         assert node_of(graph, "sidestream.paged_attention").args[-1] is decode
     specs = bucket_inputs(module, Bucket(30, 3, 20, 7))
-    assert specs["kv_caches_0"] == ((20, 1, 2, 64, 64), BF16) and specs["block_table"] == ((3, 7), I32) and specs["query_start"] == ((4,), I32)
+    assert (
+        specs["kv_caches_0"] == ((20, 1, 2, 64, 64), BF16)
+        and specs["block_table"] == ((3, 7), I32)
+        and specs["query_start"] == ((4,), I32)
+    )
 
 
 def test_dead_code_goes_mutations_stay() -> None:
@@ -141,7 +166,9 @@ def test_the_y_that_only_a_size_was_taken_of_is_not_kept() -> None:
     x = build.input("input_ids", ("T", H), BF16)
     normed = build.call(OPS["rms_norm_quant"], x, build.weight("norm", (H,), BF16), 1e-5, True)
     size = build.call(aten.sym_size.int, build.pick(normed, 0), 0)
-    graph = specialize(build.finish(build.call(aten.view.default, build.pick(normed, 1), [size, 2, H // 2])), Bucket(8, 2, 4, 2))
+    graph = specialize(
+        build.finish(build.call(aten.view.default, build.pick(normed, 1), [size, 2, H // 2])), Bucket(8, 2, 4, 2)
+    )
     assert node_of(graph, "sidestream.rms_norm_quant").args[3] is False
     assert node_of(graph, "aten.view.default").meta["val"].shape == (8, 2, H // 2)
 
@@ -170,9 +197,13 @@ def test_concrete_graphs_describe_themselves() -> None:
 def test_devices_in_the_graph_do_not_matter() -> None:
     build = GraphBuilder()
     x = build.input("input_ids", ("T",))
-    positions = build.call(aten.arange.default, build.call(aten.sym_size.int, x, 0), dtype=torch.float32, device=torch.device("cpu"))
+    positions = build.call(
+        aten.arange.default, build.call(aten.sym_size.int, x, 0), dtype=torch.float32, device=torch.device("cpu")
+    )
     plain = build.call(aten.full.default, [1], 2.0)
-    graph = specialize(build.finish(build.call(aten.add.Tensor, build.call(aten.add.Tensor, x, positions), plain)), Bucket(8, 2, 4, 2))
+    graph = specialize(
+        build.finish(build.call(aten.add.Tensor, build.call(aten.add.Tensor, x, positions), plain)), Bucket(8, 2, 4, 2)
+    )
     assert all(node.meta["val"].device.type == "meta" for node in graph.nodes if node.op == "call_function")
 
 
@@ -193,7 +224,10 @@ def test_errors_say_which_input_or_node() -> None:
         specialize(build.finish(build.call(aten.add.Tensor, tokens, sequences)), Bucket(8, 2, 4, 2))
     build = GraphBuilder()
     mismatch = build.finish(build.call(aten.view.default, build.input("input_ids", ("T",)), [-1, 4]))
-    with pytest.raises(SpecializeError, match=r"view_default = aten\.view\.default\(\.\.\.\) fails at these sizes \(input_ids: \(6,\)\)"):
+    with pytest.raises(
+        SpecializeError,
+        match=r"view_default = aten\.view\.default\(\.\.\.\) fails at these sizes \(input_ids: \(6,\)\)",
+    ):
         specialize(mismatch, Bucket(6, 2, 4, 2))
 
 

@@ -1,4 +1,5 @@
 """Bound programs: the steps on the planned memory compute what the graph says, and what doesn't fit is refused."""
+
 import random
 from typing import Any
 
@@ -27,7 +28,11 @@ def program_of(module: fx.GraphModule, options: CompileOptions = SIDE) -> Progra
 
 def eager(module: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> list[Any]:
     """What the graph computes node by node, on copies of the tensors."""
-    values = [tensors[node.name].clone() if node.name in tensors else torch.zeros(()) for node in module.graph.nodes if node.op == "placeholder"]
+    values = [
+        tensors[node.name].clone() if node.name in tensors else torch.zeros(())
+        for node in module.graph.nodes
+        if node.op == "placeholder"
+    ]
     result = fx.Interpreter(module).run(*values)
     return list(result) if isinstance(result, tuple) else [result]
 
@@ -41,7 +46,9 @@ def two_lane_module() -> fx.GraphModule:
     x, w = build.input("x", (6, 32)), build.weight("w", (32,))
     normed = build.call(OPS["rms_norm_quant"], x, w, 1e-5, True)
     kept, q, scale = (build.pick(normed, index) for index in range(3))
-    base = build.call(aten.mul.Tensor, build.call(aten.to.dtype, q, torch.float32), build.call(aten.unsqueeze.default, scale, -1))
+    base = build.call(
+        aten.mul.Tensor, build.call(aten.to.dtype, q, torch.float32), build.call(aten.unsqueeze.default, scale, -1)
+    )
     down = build.call(aten.mm.default, kept, build.weight("a", (32, 4), kind="adapter"), side=True)
     delta = build.call(aten.mm.default, down, build.weight("b", (4, 32), kind="adapter"), side=True)
     joined = build.call(OPS["add_rms_norm"], base, x, delta, w, 1e-5)
@@ -83,13 +90,27 @@ def random_module(rng: random.Random) -> fx.GraphModule:
             wide = build.call(aten.to.dtype, q, torch.float32, side=side)
             values.append(build.call(aten.mul.Tensor, wide, build.call(aten.unsqueeze.default, scale, 1), side=side))
         elif kind == "view":
-            values.append(build.call(aten.flip.default, build.call(aten.view.default, build.call(aten.view.default, a, [16, 8]), [8, 16]), [0], side=side))
+            values.append(
+                build.call(
+                    aten.flip.default,
+                    build.call(aten.view.default, build.call(aten.view.default, a, [16, 8]), [8, 16]),
+                    [0],
+                    side=side,
+                )
+            )
         elif kind == "write":
-            build.call(aten.copy_.default, build.call(aten.slice.Tensor, cache, 0, 2, 6), build.call(aten.slice.Tensor, a, 0, 0, 4), side=side)
+            build.call(
+                aten.copy_.default,
+                build.call(aten.slice.Tensor, cache, 0, 2, 6),
+                build.call(aten.slice.Tensor, a, 0, 0, 4),
+                side=side,
+            )
         elif kind == "read":
             values.append(build.call(aten.add.Tensor, cache, a, side=side))
         else:
-            values.append(build.call(aten.sub.Tensor, a, build.call(aten.mean.dim, b, [-1], True, side=side), side=side))
+            values.append(
+                build.call(aten.sub.Tensor, a, build.call(aten.mean.dim, b, [-1], True, side=side), side=side)
+            )
         if len(values) > 6:
             values.pop(rng.randrange(len(values)))
     return build.finish(*values[-3:], build.call(aten.clone.default, cache))
@@ -118,13 +139,23 @@ def test_any_order_that_the_waits_allow_gives_the_same_result(seed: int) -> None
 
 def test_mutations_reach_the_callers_tensors() -> None:
     build = GraphBuilder(dynamic=False)
-    k, cache, slots = build.input("k", (3, 1, 64)), build.input("cache", (2, 1, 2, 64, 64)), build.input("slots", (3,), torch.int32)
+    k, cache, slots = (
+        build.input("k", (3, 1, 64)),
+        build.input("cache", (2, 1, 2, 64, 64)),
+        build.input("slots", (3,), torch.int32),
+    )
     build.call(OPS["append_kv"], k, k, cache, None, slots)
     module = build.finish(build.call(aten.add.Tensor, k, 1))
     program = program_of(module)
-    tensors = {"k": torch.randn(3, 1, 64), "cache": torch.zeros(2, 1, 2, 64, 64), "slots": torch.tensor([0, 65, -1], dtype=torch.int32)}
+    tensors = {
+        "k": torch.randn(3, 1, 64),
+        "cache": torch.zeros(2, 1, 2, 64, 64),
+        "slots": torch.tensor([0, 65, -1], dtype=torch.int32),
+    }
     BoundProgram(program, tensors).run()
-    assert torch.equal(tensors["cache"][0, 0, 0, 0], tensors["k"][0, 0]) and torch.equal(tensors["cache"][1, 0, 1, 1], tensors["k"][1, 0])
+    assert torch.equal(tensors["cache"][0, 0, 0, 0], tensors["k"][0, 0]) and torch.equal(
+        tensors["cache"][1, 0, 1, 1], tensors["k"][1, 0]
+    )
     assert tensors["cache"].count_nonzero() == 4 * 64
 
 
@@ -138,7 +169,11 @@ def test_views_inputs_and_plain_values_can_be_returned() -> None:
     assert [step.op for step in program.steps] == ["aten.add.Tensor"] and not program.single_output
     tensors = {"x": torch.randn(4, 6)}
     outputs = BoundProgram(program, tensors).run()
-    assert torch.equal(outputs[0], tensors["x"].t() * 2) and outputs[1].data_ptr() == tensors["x"].data_ptr() and outputs[2:4] == (None, 4)
+    assert (
+        torch.equal(outputs[0], tensors["x"].t() * 2)
+        and outputs[1].data_ptr() == tensors["x"].data_ptr()
+        and outputs[2:4] == (None, 4)
+    )
     assert torch.equal(outputs[4], tensors["x"][2] * 2)
     single = GraphBuilder(dynamic=False)
     assert program_of(single.finish(single.call(aten.relu.default, single.input("x", (4, 6))))).single_output
@@ -188,7 +223,7 @@ def test_the_caller_may_give_the_output_tensor() -> None:
     program = program_of(build.finish(build.call(aten.relu.default, build.input("x", (4, 6)))))
     out = torch.full((4, 6), torch.nan)
     (name,) = [buffer.name for buffer in program.of_kind("output")]
-    result, = BoundProgram(program, {"x": torch.randn(4, 6), name: out}).run()
+    (result,) = BoundProgram(program, {"x": torch.randn(4, 6), name: out}).run()
     assert result.data_ptr() == out.data_ptr() and not out.isnan().any()
 
 
@@ -242,11 +277,15 @@ def test_lora_free_twin_equals_adapter_minus_one() -> None:
     out = build.pick(build.call(OPS["add_rms_norm"], base, hidden, delta, norm, 1e-5), 0)
     module = build.finish(build.call(aten.index_select.default, out, 0, rows))
     with_lora, without = (build_program(module, Bucket(4, 4, 8, 2, decode=True, lora=lora)) for lora in (True, False))
-    assert {step.stream for step in with_lora.steps} == {"main", "side"} and {step.stream for step in without.steps} == {"main"}
+    assert {step.stream for step in with_lora.steps} == {"main", "side"} and {
+        step.stream for step in without.steps
+    } == {"main"}
     assert not without.of_kind("adapter")
     tensors = random_tensors(module, with_lora.buffers)
     tensors["adapter_index"].fill_(-1)
-    assert torch.equal(BoundProgram(with_lora, tensors, poison=True).run()[0], BoundProgram(without, tensors, poison=True).run()[0])
+    assert torch.equal(
+        BoundProgram(with_lora, tensors, poison=True).run()[0], BoundProgram(without, tensors, poison=True).run()[0]
+    )
 
 
 @pytest.mark.gpu
@@ -257,7 +296,9 @@ def test_replay_equals_the_steps_run_one_by_one() -> None:
     base = build.call(OPS["add_rms_norm"], kept, x, None, w, 1e-5)
     down = build.call(aten.mm.default, kept, build.weight("a", (256, 16), torch.bfloat16), side=True)
     delta = build.call(aten.mm.default, down, build.weight("b", (16, 256), torch.bfloat16), side=True)
-    module = build.finish(build.pick(build.call(OPS["add_rms_norm"], build.pick(base, 0), build.pick(base, 1), delta, w, 1e-5), 0))
+    module = build.finish(
+        build.pick(build.call(OPS["add_rms_norm"], build.pick(base, 0), build.pick(base, 1), delta, w, 1e-5), 0)
+    )
     program = program_of(module)
     tensors = {name: tensor.cuda() for name, tensor in random_tensors(module, program.buffers).items()}
     bound = BoundProgram(program, tensors, poison=True)

@@ -1,4 +1,5 @@
 """`append_kv`: what is stored can be read back; padding and other slots stay untouched."""
+
 import pytest
 import torch
 from sidestream.ops.attention.append_kv import append_kv
@@ -12,7 +13,9 @@ CACHES = [torch.bfloat16, FP8, torch.int8]
 ERROR = {torch.bfloat16: 0.0, FP8: 2.0**-4, torch.int8: 0.5 / 127}  # of a value (e4m3), of the row's maximum (int8)
 
 
-def cache_of(pages: int, heads: int, width: int, dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor | None]:
+def cache_of(
+    pages: int, heads: int, width: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A cache full of rubbish: only the named slots may change."""
     cache = torch.empty(kv_cache_shape(pages, heads, width), dtype=dtype, device=device)
     scales = torch.randn(kv_scales_shape(pages, heads), device=device) if dtype != torch.bfloat16 else None
@@ -41,7 +44,10 @@ def test_reference_stores_what_can_be_read_back(dtype: torch.dtype) -> None:
                 stored = stored * scales[page, :, which, offset].unsqueeze(-1)
             row = heads[token].float()
             room = row.abs() * ERROR[dtype] if dtype == FP8 else row.abs().amax(-1, keepdim=True) * ERROR[dtype]
-            assert ((stored - row).abs() <= room * 1.001 + 1e-6 * row.abs().amax() + (2.0**-10 * row.abs().amax() / 448 if dtype == FP8 else 0)).all()
+            assert (
+                (stored - row).abs()
+                <= room * 1.001 + 1e-6 * row.abs().amax() + (2.0**-10 * row.abs().amax() / 448 if dtype == FP8 else 0)
+            ).all()
         cache[page, :, :, offset] = before[page, :, :, offset]
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))  # nothing else was written
 
@@ -67,13 +73,28 @@ def test_scales_must_match_the_cache() -> None:
 def test_kernel(dtype: torch.dtype, heads: int, width: int) -> None:
     k, v = normal(5, heads, width), normal(5, heads, width)
     for center in ((), (2 * torch.randn(heads, width),)):
-        check_kernel(append_kv, k, v, *cache_of(2, heads, width, dtype), slots_of(5, 2), *center, tolerances=stored_tolerances(dtype, 5, 2))
+        check_kernel(
+            append_kv,
+            k,
+            v,
+            *cache_of(2, heads, width, dtype),
+            slots_of(5, 2),
+            *center,
+            tolerances=stored_tolerances(dtype, 5, 2),
+        )
 
 
 @pytest.mark.interpret
 def test_kernel_on_views_of_a_packed_row() -> None:
     packed = normal(5, 8, 32)
-    check_kernel(append_kv, packed[:, 4:6], packed[:, 6:], *cache_of(2, 2, 32, FP8), slots_of(5, 2), tolerances=stored_tolerances(FP8, 5, 2))
+    check_kernel(
+        append_kv,
+        packed[:, 4:6],
+        packed[:, 6:],
+        *cache_of(2, 2, 32, FP8),
+        slots_of(5, 2),
+        tolerances=stored_tolerances(FP8, 5, 2),
+    )
 
 
 @pytest.mark.interpret
@@ -97,9 +118,14 @@ def test_kernel_on_the_gpu(dtype: torch.dtype, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", CACHES)
 def test_machine_code(dtype: torch.dtype) -> None:
-    cache, scales = torch.empty(kv_cache_shape(9, 8, 128), dtype=dtype, device="meta"), torch.empty(kv_scales_shape(9, 8), device="meta")
+    cache, scales = (
+        torch.empty(kv_cache_shape(9, 8, 128), dtype=dtype, device="meta"),
+        torch.empty(kv_scales_shape(9, 8), device="meta"),
+    )
     k = torch.empty(64, 48, 128, device="meta", dtype=torch.bfloat16)[:, 32:40]
     slots = torch.empty(64, device="meta", dtype=torch.int32)
     for center in ((), (torch.empty(8, 128, device="meta"),)):
-        (code,) = launched(append_kv, k, k, cache, None if dtype == torch.bfloat16 else scales, slots, *center, pdl=True)
+        (code,) = launched(
+            append_kv, k, k, cache, None if dtype == torch.bfloat16 else scales, slots, *center, pdl=True
+        )
         assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1

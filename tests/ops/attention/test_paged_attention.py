@@ -1,4 +1,5 @@
 """Paged attention: the reference against torch's own attention, the kernels against the reference."""
+
 import math
 from collections.abc import Callable
 from typing import Any, Optional
@@ -7,7 +8,12 @@ import pytest
 import torch
 from sidestream.ops.attention import decode as attention_decode
 from sidestream.ops.attention import prefill as attention_prefill
-from sidestream.ops.attention.paged_attention import gather_keys_values, paged_attention, paged_attention_quant, reference
+from sidestream.ops.attention.paged_attention import (
+    gather_keys_values,
+    paged_attention,
+    paged_attention_quant,
+    reference,
+)
 from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.rows.quantize import quantize_rowwise_reference
@@ -33,18 +39,28 @@ def sdpa(batch: Batch, quantize_q: bool = False) -> torch.Tensor:
             group = heads // keys.shape[0]
             mask = torch.ones(count, context, dtype=torch.bool).tril(context - count)
             out[first : first + count] = torch.nn.functional.scaled_dot_product_attention(
-                queries[first : first + count].transpose(0, 1), keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), mask
+                queries[first : first + count].transpose(0, 1),
+                keys.repeat_interleave(group, 0),
+                values.repeat_interleave(group, 0),
+                mask,
             ).transpose(0, 1)
         first += count
     return out.reshape(tokens, heads * dim)
 
 
 def check_launch(batch: Batch, quantize_q: bool, decode: bool, launch: Optional[Callable[..., None]] = None) -> float:
-    """Launch twice into NaNs: same bits, no NaN left, zeros where promised; the relative error against the reference."""
+    """Launch twice into NaNs: same bits, no NaN left, zeros where promised; the relative error against the
+    reference.
+    """
     args = batch.args(quantize_q, decode)
     results = []
     for _ in range(2):
-        out = torch.full((batch.q.shape[0], batch.q.shape[1] * batch.q.shape[2]), math.nan, dtype=batch.q.dtype, device=batch.q.device)
+        out = torch.full(
+            (batch.q.shape[0], batch.q.shape[1] * batch.q.shape[2]),
+            math.nan,
+            dtype=batch.q.dtype,
+            device=batch.q.device,
+        )
         (launch or paged_attention.launch)(*args, out=(out,))
         results.append(out)
     assert torch.equal(results[0], results[1])
@@ -54,12 +70,31 @@ def check_launch(batch: Batch, quantize_q: bool, decode: bool, launch: Optional[
     idle = torch.ones(batch.q.shape[0], dtype=torch.bool)
     idle[: len(owner)] = owner == 0
     assert not results[0][idle.to(batch.q.device)].any()
-    worst = max((relative_error(row, reference_row) for row, reference_row in zip(results[0], want, strict=True) if reference_row.any()), default=0.0)
+    worst = max(
+        (
+            relative_error(row, reference_row)
+            for row, reference_row in zip(results[0], want, strict=True)
+            if reference_row.any()
+        ),
+        default=0.0,
+    )
     assert worst < 3 * tolerance(batch)
     return relative_error(results[0], want)
 
 
-def triton_decode(q: Any, kv_cache: Any, kv_scales: Any, table: Any, lens: Any, starts: Any, scale: float, quantize_q: bool, decode: bool, *, out: Any) -> None:
+def triton_decode(
+    q: Any,
+    kv_cache: Any,
+    kv_scales: Any,
+    table: Any,
+    lens: Any,
+    starts: Any,
+    scale: float,
+    quantize_q: bool,
+    decode: bool,
+    *,
+    out: Any,
+) -> None:
     attention_decode.launch_triton(q, kv_cache, kv_scales, table, lens, scale, out[0], False)
 
 
@@ -73,7 +108,9 @@ CACHES = pytest.mark.parametrize("cache", [E4M3, INT8, BF16, FP32], ids=["e4m3",
 @CACHES
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (8, 1)])
 def test_reference_is_torch_attention(cache: torch.dtype, heads: int, kv_heads: int) -> None:
-    batch = make_batch([1, 64, 65, 200], [1, 3, 65, 70], heads=heads, kv_heads=kv_heads, cache=cache, dtype=FP32, padding=3)
+    batch = make_batch(
+        [1, 64, 65, 200], [1, 3, 65, 70], heads=heads, kv_heads=kv_heads, cache=cache, dtype=FP32, padding=3
+    )
     assert relative_error(reference(*batch.args()), sdpa(batch)) < 1e-5
     if cache == E4M3:
         assert relative_error(reference(*batch.args(quantize_q=True)), sdpa(batch, quantize_q=True)) < 1e-5
@@ -115,16 +152,38 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         paged_attention(batch.q[:, :3].contiguous(), *args[1:])
 
 
-def compiled(tokens: int, sequences: int, cache: torch.dtype, launch: Callable[..., None], quantize_q: bool, decode: bool, dim: int = 128) -> MachineCode:
+def compiled(
+    tokens: int,
+    sequences: int,
+    cache: torch.dtype,
+    launch: Callable[..., None],
+    quantize_q: bool,
+    decode: bool,
+    dim: int = 128,
+) -> MachineCode:
     """The machine code for 32 query and 8 KV heads."""
 
     def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     scales = meta(*kv_scales_shape(1000, 8), dtype=FP32) if cache in QUANTIZED_MAX else None
-    tables = (meta(sequences, 128, dtype=torch.int32), meta(sequences, dtype=torch.int32), meta(sequences + 1, dtype=torch.int32))
+    tables = (
+        meta(sequences, 128, dtype=torch.int32),
+        meta(sequences, dtype=torch.int32),
+        meta(sequences + 1, dtype=torch.int32),
+    )
     q, out = meta(tokens, 32, dim, dtype=BF16), meta(tokens, 32 * dim, dtype=BF16)
-    (code,) = compile_launch(launch, q, meta(*kv_cache_shape(1000, 8, dim), dtype=cache), scales, *tables, 0.1, quantize_q, decode, out=(out,))
+    (code,) = compile_launch(
+        launch,
+        q,
+        meta(*kv_cache_shape(1000, 8, dim), dtype=cache),
+        scales,
+        *tables,
+        0.1,
+        quantize_q,
+        decode,
+        out=(out,),
+    )
     return code
 
 
@@ -183,7 +242,9 @@ def test_decode_kernel_without_splits() -> None:
 def test_prefill_kernel(cache: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     """Chunks without and with history, single rows among them, an empty sequence, padding rows."""
     dtype = FP32 if cache == FP32 else BF16
-    batch = make_batch([40, 0, 150, 129], [40, 1, 1, 70], heads=heads, kv_heads=kv_heads, dim=dim, cache=cache, dtype=dtype, padding=45)
+    batch = make_batch(
+        [40, 0, 150, 129], [40, 1, 1, 70], heads=heads, kv_heads=kv_heads, dim=dim, cache=cache, dtype=dtype, padding=45
+    )
     assert check_launch(batch, False, False) < tolerance(batch)
     if cache == E4M3:
         assert check_launch(batch, True, False) < 2 * tolerance(batch)
@@ -214,8 +275,17 @@ def ragged(count: int, longest: int) -> list[int]:
 @pytest.mark.parametrize("launch", [None, triton_decode], ids=["picked", "triton"])
 def test_decode_on_the_gpu(cache: torch.dtype, sequences: int, launch: Optional[Callable[..., None]]) -> None:
     dtype = FP32 if cache == FP32 else BF16
-    batch = make_batch(ragged(sequences, 1500 if cache == FP32 else 4096), [1] * sequences, heads=32, kv_heads=8, dim=128, cache=cache,
-                       dtype=dtype, spare_blocks=60, device="cuda")  # fmt: skip
+    batch = make_batch(
+        ragged(sequences, 1500 if cache == FP32 else 4096),
+        [1] * sequences,
+        heads=32,
+        kv_heads=8,
+        dim=128,
+        cache=cache,
+        dtype=dtype,
+        spare_blocks=60,
+        device="cuda",
+    )
     if sequences > 4:
         batch.context_lens[3], batch.contexts[3] = 0, 0
     assert check_launch(batch, False, True, launch) < tolerance(batch)
@@ -240,9 +310,20 @@ def test_heads_on_the_gpu(cache: torch.dtype, heads: int, kv_heads: int, dim: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [E4M3, INT8, BF16])
 def test_many_tiles_on_the_gpu(cache: torch.dtype) -> None:
-    """More tiles than SMs, so that programs go from tile to tile with their rings in mid-turn; odd pages, short ends, a long history."""
+    """More tiles than SMs, so that programs go from tile to tile with their rings in mid-turn; odd pages, short
+    ends, a long history.
+    """
     counts = [1000, 1, 17, 640, 0, 333, 2000]
-    batch = make_batch([1000, 700, 17, 4000, 64, 334, 2129], counts, heads=32, kv_heads=8, dim=128, cache=cache, padding=30, device="cuda")
+    batch = make_batch(
+        [1000, 700, 17, 4000, 64, 334, 2129],
+        counts,
+        heads=32,
+        kv_heads=8,
+        dim=128,
+        cache=cache,
+        padding=30,
+        device="cuda",
+    )
     assert check_launch(batch, cache == E4M3, False) < 2 * tolerance(batch)
 
 
@@ -261,7 +342,9 @@ def test_scales_of_every_size(cache: torch.dtype) -> None:
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("sequences", [3, 64])
 def test_quant_on_the_gpu(decode: bool, sequences: int) -> None:
-    batch = make_batch(ragged(sequences, 2000), [1] * sequences, heads=32, kv_heads=8, dim=128, cache=E4M3, device="cuda")
+    batch = make_batch(
+        ragged(sequences, 2000), [1] * sequences, heads=32, kv_heads=8, dim=128, cache=E4M3, device="cuda"
+    )
     o, quantized, scale = paged_attention_quant(*batch.args(False, decode), True)
     assert relative_error(o, reference(*batch.args(False, decode))) < tolerance(batch)
     want, want_scale = quantize_rowwise_reference(o)
@@ -274,7 +357,9 @@ def test_quant_on_the_gpu(decode: bool, sequences: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [E4M3, INT8])
 def test_a_captured_decode_follows_the_lengths(cache: torch.dtype) -> None:
-    """Lengths and tables live on the device: a captured graph is right for others too, empty sequences among them, with PDL on."""
+    """Lengths and tables live on the device: a captured graph is right for others too, empty sequences among them,
+    with PDL on.
+    """
     options: Any = dict(heads=32, kv_heads=8, dim=128, cache=cache, device="cuda")
     batch = make_batch([2000, 5, 64, 700], [1] * 4, **options)
     args = batch.args(False, True)

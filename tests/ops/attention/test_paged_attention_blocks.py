@@ -1,4 +1,5 @@
 """paged_attention_blocks: attention, then quantize_blocks; the kernel that does both against that."""
+
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from support.checks import bits, poison
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def inputs(lengths: list[int], heads: int = 8, kv_heads: int = 2, dim: int = 128, dtype: torch.dtype = FP8, device: str = "cpu") -> tuple[Any, ...]:
+def inputs(
+    lengths: list[int], heads: int = 8, kv_heads: int = 2, dim: int = 128, dtype: torch.dtype = FP8, device: str = "cpu"
+) -> tuple[Any, ...]:
     blocks = max(1, -(-max(lengths) // 64))
     pages = len(lengths) * blocks
     cache = torch.randn(kv_cache_shape(pages, kv_heads, dim), device=device).to(dtype)
@@ -31,8 +34,14 @@ def test_it_is_attention_then_quantization() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [{}, {"dtype": BF16}, {"heads": 32, "kv_heads": 8}, {"dim": 64, "heads": 4}, {"heads": 6, "kv_heads": 2}], ids=str)
-@pytest.mark.parametrize("lengths", [[200], [1, 0, 1000], [5000, 64, 65], [77] * 64], ids=["one", "empty", "ragged", "many"])
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"dtype": BF16}, {"heads": 32, "kv_heads": 8}, {"dim": 64, "heads": 4}, {"heads": 6, "kv_heads": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "lengths", [[200], [1, 0, 1000], [5000, 64, 65], [77] * 64], ids=["one", "empty", "ragged", "many"]
+)
 @pytest.mark.parametrize("stored", [FP8, torch.int8], ids=str)
 def test_kernel_on_the_gpu(case: dict[str, Any], lengths: list[int], stored: torch.dtype) -> None:
     args = inputs(lengths, device="cuda", **case)
@@ -47,9 +56,12 @@ def test_kernel_on_the_gpu(case: dict[str, Any], lengths: list[int], stored: tor
         assert got.shape == want.shape and got.dtype == want.dtype
         assert torch.equal(bits(got), bits(again)), "other bits at a second launch"
     largest = exact.view(len(lengths), -1, 128).abs().amax(-1)
-    torch.testing.assert_close(first[1][:, : len(lengths)], largest.t().clamp_min(1e-12) / QUANTIZED_MAX[stored], rtol=1e-2, atol=1e-9)
+    torch.testing.assert_close(
+        first[1][:, : len(lengths)], largest.t().clamp_min(1e-12) / QUANTIZED_MAX[stored], rtol=1e-2, atol=1e-9
+    )
     assert (first[1][:, len(lengths) :] == 0).all()
-    # e4m3 rounds by 1 / 16 of a value at most, int8 by 1 / 254 of the largest, the kernel before it by a hundredth of what is typical for a head
+    # e4m3 rounds by 1 / 16 of a value at most, int8 by 1 / 254 of the largest, the kernel before it by a hundredth of
+    # what is typical for a head
     coarse, fine = (exact.abs() / 16, 0.01) if stored == FP8 else (0.0, 0.015)
     error, bound = (dequantize_blocks(*first) - exact).abs(), coarse + fine * largest.repeat_interleave(128, 1) + 1e-6
     assert (error <= bound).all(), f"off by {float((error - bound).max())} more than rounding explains"

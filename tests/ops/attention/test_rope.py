@@ -1,4 +1,5 @@
 """`rope` against transformers, and its kernel against the reference."""
+
 import pytest
 import torch
 from sidestream.ops.attention.rope import rope

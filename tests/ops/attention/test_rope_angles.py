@@ -1,4 +1,5 @@
 """`rope_angles` against transformers, and its kernel against the reference at long contexts."""
+
 import pytest
 import torch
 from sidestream.ops.attention.rope_angles import rope_angles
@@ -6,7 +7,8 @@ from support.checks import Tolerance, check_kernel
 from support.sm90 import launched
 
 POSITIONS = [0, 1, 77, 4095, 131071]
-NEAR = {0: Tolerance(atol=2e-6), 1: Tolerance(atol=2e-6)}  # of values up to 1; half a step of the angle itself is 4e-3 at 131071
+# of values up to 1; half a step of the angle itself is 4e-3 at 131071
+NEAR = {0: Tolerance(atol=2e-6), 1: Tolerance(atol=2e-6)}
 
 
 def inverse_frequencies(half: int) -> torch.Tensor:
@@ -38,5 +40,7 @@ def test_kernel_on_the_gpu(half: int) -> None:
 
 
 def test_machine_code() -> None:
-    (code,) = launched(rope_angles, torch.empty(64, device="meta", dtype=torch.int64), torch.empty(64, device="meta"), pdl=True)
+    (code,) = launched(
+        rope_angles, torch.empty(64, device="meta", dtype=torch.int64), torch.empty(64, device="meta"), pdl=True
+    )
     assert code.spills == 0

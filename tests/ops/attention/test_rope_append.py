@@ -1,4 +1,5 @@
 """`rope_append`: the fused op is its parts in a row, and its kernel is the fused op."""
+
 from typing import Any
 
 import pytest
@@ -17,17 +18,28 @@ CACHES = [torch.bfloat16, FP8, torch.int8]
 
 
 def arguments(
-    tokens: int, heads: int, kv_heads: int, width: int, cache: torch.dtype, delta: bool, fht: bool, device: str = "cpu", center: bool = False,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    cache: torch.dtype,
+    delta: bool,
+    fht: bool,
+    device: str = "cpu",
+    center: bool = False,
     balance: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     row = (heads + 2 * kv_heads) * width
     pages = tokens // 64 + 2
     slots = torch.randperm(pages * 64)[:tokens].to(torch.int32)
     slots[1::3] = -1
     made = (
-        normal(tokens, row), normal(tokens, row) if delta else None, *angles(tokens, width),
+        normal(tokens, row),
+        normal(tokens, row) if delta else None,
+        *angles(tokens, width),
         poison(torch.empty(kv_cache_shape(pages, kv_heads, width), dtype=cache)),
-        None if cache == torch.bfloat16 else torch.randn(kv_scales_shape(pages, kv_heads)), slots,
+        None if cache == torch.bfloat16 else torch.randn(kv_scales_shape(pages, kv_heads)),
+        slots,
     )
     key_center = (3 * torch.randn(kv_heads, width)).to(device) if center else None
     key_balance = torch.rand(kv_heads, width // 2).add(0.1).to(device) if balance else None
@@ -68,20 +80,26 @@ def test_a_center_is_subtracted_from_the_stored_keys_only(cache: torch.dtype) ->
     again, again_scales = torch.zeros_like(stored), None if scales is None else torch.zeros_like(scales)
     append_kv(turned[:, 4:], total[:, 6:], again, again_scales, slots, center)
     assert torch.equal(q, turned[:, :4].bfloat16())
-    assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(again.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(
+        again.view(torch.uint8), expected.view(torch.uint8)
+    )
     assert scales is None or (torch.equal(scales, expected_scales) and torch.equal(again_scales, expected_scales))
 
 
 @pytest.mark.parametrize("fht", [False, True])
 def test_balancing_moves_size_from_keys_to_queries_and_leaves_every_score(fht: bool) -> None:
-    qkv, _, cos, sin, cache, _, slots, heads, kv_heads, _, _, balance = arguments(5, 4, 2, 16, torch.float32, False, fht, balance=True)
+    qkv, _, cos, sin, cache, _, slots, heads, kv_heads, _, _, balance = arguments(
+        5, 4, 2, 16, torch.float32, False, fht, balance=True
+    )
     slots = torch.arange(5, dtype=torch.int32)
     caches = [torch.zeros_like(cache), torch.zeros_like(cache)]
     plain = rope_append(qkv.float(), None, cos, sin, caches[0], None, slots, heads, kv_heads, fht)
     moved = rope_append(qkv.float(), None, cos, sin, caches[1], None, slots, heads, kv_heads, fht, None, balance)
     plain_keys, moved_keys = (one[0, :, 0, :5] for one in caches)  # [kv heads, tokens, channels]
     expected = torch.einsum("thd,hsd->hts", plain, plain_keys.repeat_interleave(2, 0))
-    torch.testing.assert_close(torch.einsum("thd,hsd->hts", moved, moved_keys.repeat_interleave(2, 0)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.einsum("thd,hsd->hts", moved, moved_keys.repeat_interleave(2, 0)), expected, rtol=1e-4, atol=1e-4
+    )
     assert not torch.allclose(moved_keys, plain_keys, rtol=0.05)
     if not fht:
         torch.testing.assert_close(moved_keys, plain_keys * torch.cat((balance, balance), 1)[:, None, :])
@@ -122,7 +140,10 @@ def test_kernel_in_fp32_mode() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
-@pytest.mark.parametrize(("cache", "delta", "fht"), [(FP8, True, False), (FP8, False, True), (torch.int8, True, True), (torch.bfloat16, False, False)])
+@pytest.mark.parametrize(
+    ("cache", "delta", "fht"),
+    [(FP8, True, False), (FP8, False, True), (torch.int8, True, True), (torch.bfloat16, False, False)],
+)
 def test_kernel_on_the_gpu(tokens: int, cache: torch.dtype, delta: bool, fht: bool) -> None:
     for center, balance in ((False, False), (True, False), (False, True), (True, True)):
         check(arguments(tokens, 32, 8, 128, cache, delta, fht, "cuda", center, balance), pdl=True)

@@ -1,4 +1,7 @@
-"""widen_plan and widen_kv: which sequences are widened, and what becomes of their pages; and attention that reads it, in threads, compiled, and on a GPU."""
+"""widen_plan and widen_kv: which sequences are widened, and what becomes of their pages; and attention that reads
+it, in threads, compiled, and on a GPU.
+"""
+
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +35,11 @@ def tables(sequences: Sequence[tuple[int, int]], blocks: int = 14, device: str =
     """block_table, context_lens, query_start."""
     table = torch.randperm(len(sequences) * blocks).int().view(-1, blocks)
     contexts, counts = zip(*sequences, strict=True)
-    return table.to(device), torch.tensor(contexts, dtype=torch.int32, device=device), torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    return (
+        table.to(device),
+        torch.tensor(contexts, dtype=torch.int32, device=device),
+        torch.tensor([0, *counts]).cumsum(0).int().to(device),
+    )
 
 
 # The plan
@@ -89,18 +96,26 @@ def test_reference_is_the_cache_page_by_page() -> None:
     cache, scales = stored(5, 2, 16)
     scales[0] = 0.37
     wide = widen_kv(cache, scales, torch.tensor([[3, 0], [-1, -1]], dtype=torch.int32))
-    assert wide.shape == (2, 2, 2, 128, 16) and wide.dtype == torch.float16 and wide.isfinite().all() and not wide[1].any()
+    assert (
+        wide.shape == (2, 2, 2, 128, 16) and wide.dtype == torch.float16 and wide.isfinite().all() and not wide[1].any()
+    )
     for which in range(2):
         for token in (0, 63):
             exact = cache[0, 1, which, token].double() * float(torch.tensor(0.37 * 16).half())
             assert torch.equal(wide[0, 1, which, 64 + token], exact.half())
-            assert torch.equal(wide[0, 0, which, token].sign(), cache[3, 0, which, token].sign() * (wide[0, 0, which, token] != 0))
+            assert torch.equal(
+                wide[0, 0, which, token].sign(), cache[3, 0, which, token].sign() * (wide[0, 0, which, token] != 0)
+            )
 
 
 def test_misfits_are_named() -> None:
     cache, scales = stored(3, 2, 16)
     pages = torch.zeros(2, 2, dtype=torch.int32)
-    for given, named in (((cache.float(), scales, pages), "float32"), ((cache, scales[:2], pages), "kv_scales"), ((cache, scales, pages[:, :1]), "pages is")):
+    for given, named in (
+        ((cache.float(), scales, pages), "float32"),
+        ((cache, scales[:2], pages), "kv_scales"),
+        ((cache, scales, pages[:, :1]), "pages is"),
+    ):
         with pytest.raises(ValueError, match=named):
             widen_kv(*given)
 
@@ -121,11 +136,16 @@ def check_widened(cache: torch.Tensor, scales: torch.Tensor, pages: torch.Tensor
 
 
 def test_kernels_compile_without_spills() -> None:
-    cache, scales = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ((kv_cache_shape(99, 8, 128), INT8), (kv_scales_shape(99, 8), FP32)))
+    cache, scales = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in ((kv_cache_shape(99, 8, 128), INT8), (kv_scales_shape(99, 8), FP32))
+    )
     given = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((8, 128), (8,), (9,))]
     plan, pages = widen_plan.fake(*given, 32, 512)
     (first,) = compile_launch(widen_plan.launch, *given, 32, 512, out=(plan, pages), pdl=True)
-    (second,) = compile_launch(widen_kv.launch, cache, scales, pages, out=(widen_kv.fake(cache, scales, pages),), pdl=True)
+    (second,) = compile_launch(
+        widen_kv.launch, cache, scales, pages, out=(widen_kv.fake(cache, scales, pages),), pdl=True
+    )
     assert first.spills == second.spills == 0 and second.registers <= 80
     assert second.ptx["mul.rn.f16x2"] == 64, "the product is the converters'"
 
@@ -150,7 +170,9 @@ def widened(batch: Batch, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def case(name: str, heads: int, kv_heads: int, device: str = "cpu", padding: int = 40) -> Batch:
     contexts, counts = zip(*BATCHES[name], strict=True)
-    return make_batch(contexts, counts, heads=heads, kv_heads=kv_heads, dim=128, cache=INT8, padding=padding, device=device)
+    return make_batch(
+        contexts, counts, heads=heads, kv_heads=kv_heads, dim=128, cache=INT8, padding=padding, device=device
+    )
 
 
 def test_arguments_that_do_not_belong_together_are_named() -> None:
@@ -159,7 +181,12 @@ def test_arguments_that_do_not_belong_together_are_named() -> None:
     assert torch.equal(paged_attention(*batch.args(), wide, plan), paged_attention(*batch.args()))
     quantized, plain = (paged_attention_quant(*batch.args(), True, INT8, 0, *more) for more in ((wide, plan), ()))
     assert all(torch.equal(a, b) for a, b in zip(quantized, plain, strict=True))
-    for more, named in (((wide, None), "plan is missing"), ((None, plan), "wide is missing"), ((wide[..., :64], plan), "wide is"), ((wide, plan[:2]), "plan")):
+    for more, named in (
+        ((wide, None), "plan is missing"),
+        ((None, plan), "wide is missing"),
+        ((wide[..., :64], plan), "wide is"),
+        ((wide, plan[:2]), "plan"),
+    ):
         with pytest.raises(ValueError, match=named):
             paged_attention(*batch.args(), *more)
     with pytest.raises(ValueError, match="3 heads on 1"):
@@ -170,16 +197,23 @@ def test_arguments_that_do_not_belong_together_are_named() -> None:
 
 @contextmanager
 def in_threads(programs: int) -> Iterator[None]:
-    """Both Gluon kernels in threads, on a GPU of `programs` SMs; what is inline assembly there is spelled in torch here."""
+    """Both Gluon kernels in threads, on a GPU of `programs` SMs; what is inline assembly there is spelled in torch
+    here.
+    """
     pieces, narrow, wide = prefill_gluon_pieces, prefill_gluon, prefill_wide_gluon
 
     def boxes(memory: torch.Tensor, *shape: int) -> SimpleNamespace:
         return SimpleNamespace(base=memory.view(-1, shape[1]), block_shape=shape)
 
     with kernels_in_threads(gluon_support, pieces, narrow, wide):
-        known: dict[str, Any] = {name: getattr(module, name) for module, names in (
-            (pieces, ("gl", "mbarrier", "fence_async_shared")), (gluon_support, ("tma_load", "view_shared", "gdc_wait", "gdc_launch_dependents")),
-        ) for name in names} | {"multiprocessors": lambda _device: programs}  # fmt: skip
+        known: dict[str, Any] = {
+            name: getattr(module, name)
+            for module, names in (
+                (pieces, ("gl", "mbarrier", "fence_async_shared")),
+                (gluon_support, ("tma_load", "view_shared", "gdc_wait", "gdc_launch_dependents")),
+            )
+            for name in names
+        } | {"multiprocessors": lambda _device: programs}
         known["gl"].inline_asm_elementwise = lambda _text, _constraints, values, **_: values[0].half()
         with (
             patch.multiple(pieces, pack=lambda p: p.half(), unpack=lambda p: p),
@@ -191,10 +225,15 @@ def in_threads(programs: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize(("heads", "kv_heads", "steps", "programs"), [(4, 1, 30, 3), (2, 1, 7, 2), (4, 2, 3, 3), (32, 1, 20, 5), (2, 2, 0, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "steps", "programs"),
+    [(4, 1, 30, 3), (2, 1, 7, 2), (4, 2, 3, 3), (32, 1, 20, 5), (2, 2, 0, 2)],
+)
 @pytest.mark.parametrize("turns", [True, False])
 def test_kernels_in_threads(name: str, heads: int, kv_heads: int, steps: int, programs: int, turns: bool) -> None:
-    """Every row is written by one of the two, whatever does not fit; with few programs, so that their rings are in mid-turn from tile to tile."""
+    """Every row is written by one of the two, whatever does not fit; with few programs, so that their rings are in
+    mid-turn from tile to tile.
+    """
     batch = case(name, heads, kv_heads)
     q, cache, scales, table, lens, starts, scale, *_ = batch.args()
     wide, plan, _ = widened(batch, max(steps, 1))
@@ -213,7 +252,9 @@ def test_each_kernel_writes_its_own_rows() -> None:
     out = poison(q.new_empty(q.shape[0], 4 * 128))
     with in_threads(3):
         prefill_wide_gluon.launch(q, wide, plan, lens, starts, scale, out, False)
-    mine = [(plan[0, :-1] >= 0)[b].item() for b, (_, count) in enumerate(BATCHES["mixed"]) for _ in range(count)] + [True] * 40
+    mine = [(plan[0, :-1] >= 0)[b].item() for b, (_, count) in enumerate(BATCHES["mixed"]) for _ in range(count)] + [
+        True
+    ] * 40
     assert torch.equal(~out.isnan().any(1), torch.tensor(mine)) and torch.equal(~out.isnan().all(1), torch.tensor(mine))
 
 
@@ -222,17 +263,40 @@ def compiled(launch: Any, *more: Any, heads: int = 32, kv_heads: int = 8) -> Mac
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q, out = meta(1000, heads, 128, dtype=BF16), meta(1000, heads * 128, dtype=BF16)
-    cache, scales, pages = meta(*kv_cache_shape(99, kv_heads, 128), dtype=INT8), meta(*kv_scales_shape(99, kv_heads), dtype=FP32), meta(512, 2)
-    codes = compile_launch(paged_attention.launch, q, cache, scales, meta(8, 128), meta(8), meta(9), 0.1, False, False,
-                           widen_kv.fake(cache, scales, pages), meta(3, 9), out=(out,), pdl=True)  # fmt: skip
+    cache, scales, pages = (
+        meta(*kv_cache_shape(99, kv_heads, 128), dtype=INT8),
+        meta(*kv_scales_shape(99, kv_heads), dtype=FP32),
+        meta(512, 2),
+    )
+    codes = compile_launch(
+        paged_attention.launch,
+        q,
+        cache,
+        scales,
+        meta(8, 128),
+        meta(8),
+        meta(9),
+        0.1,
+        False,
+        False,
+        widen_kv.fake(cache, scales, pages),
+        meta(3, 9),
+        out=(out,),
+        pdl=True,
+    )
     return next(code for code in codes if code.name == launch)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 16), (32, 1)])
 def test_wide_kernel_fits(heads: int, kv_heads: int) -> None:
     code = compiled("prefill_wide_kernel", heads=heads, kv_heads=kv_heads)
-    assert spills_in_main_loop(code) <= 2 and code.shared_bytes <= 227 * 1024 and code.registers * code.num_warps * 32 <= 65536
-    assert code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0 and code.sass["UTMALDG"] == 4  # two boxes of 64 columns each for K and V
+    assert (
+        spills_in_main_loop(code) <= 2
+        and code.shared_bytes <= 227 * 1024
+        and code.registers * code.num_warps * 32 <= 65536
+    )
+    # two boxes of 64 columns each for K and V
+    assert code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0 and code.sass["UTMALDG"] == 4
     assert spills_in_main_loop(compiled("prefill_kernel", heads=heads, kv_heads=kv_heads)) <= 3
 
 
@@ -261,7 +325,9 @@ def test_widen_kernel_on_the_gpu(kv_heads: int, dim: int) -> None:
 @pytest.mark.parametrize("name", BATCHES)
 def test_plan_kernel_on_the_gpu(name: str) -> None:
     for tile, steps in ((32, 100), (8, 3), (1, 6), (4, 700)):
-        check_kernel(widen_plan, *tables(BATCHES[name], device="cuda"), tile, steps, tolerances={0: EXACT, 1: EXACT}, pdl=True)
+        check_kernel(
+            widen_plan, *tables(BATCHES[name], device="cuda"), tile, steps, tolerances={0: EXACT, 1: EXACT}, pdl=True
+        )
     many = [(int(context), int(context) if context % 3 else 1) for context in torch.randint(1, 800, (300,))]
     check_kernel(widen_plan, *tables(many, device="cuda"), 32, 400, tolerances={0: EXACT, 1: EXACT}, pdl=True)
 
@@ -277,7 +343,9 @@ def check_same_bits(batch: Batch, steps: int) -> None:
         paged_attention.launch(*args, wide, plan, out=(out,), pdl=pdl)
         torch.cuda.synchronize()
         assert not out.isnan().any()
-        wrong = (bits(out).view(out.shape[0], -1) != bits(want).view(out.shape[0], -1)).any(1).nonzero().flatten().tolist()
+        wrong = (
+            (bits(out).view(out.shape[0], -1) != bits(want).view(out.shape[0], -1)).any(1).nonzero().flatten().tolist()
+        )
         assert not wrong, f"{len(wrong)} rows have other bits, the first is {wrong[0]}"
     expected = reference(*args)
     assert relative_error(out, expected) < 2 * tolerance(batch) or not expected.any()
@@ -296,8 +364,16 @@ def test_same_bits_on_the_gpu(name: str, heads: int, kv_heads: int) -> None:
 def test_many_tiles_on_the_gpu(round_: int) -> None:
     """More tiles than SMs; chunks with long and odd histories among decode rows; all fits, some fits, nothing fits."""
     counts = [1000, 1, 170, 640, 0, 333, 2000, 1, 127]
-    batch = make_batch([1000, 700 + round_, 170, 4000 - 63 * round_, 64, 334, 2129, 5000, 300], counts, heads=32, kv_heads=8, dim=128, cache=INT8, padding=30,
-                       device="cuda")  # fmt: skip
+    batch = make_batch(
+        [1000, 700 + round_, 170, 4000 - 63 * round_, 64, 334, 2129, 5000, 300],
+        counts,
+        heads=32,
+        kv_heads=8,
+        dim=128,
+        cache=INT8,
+        padding=30,
+        device="cuda",
+    )
     for steps in (200, 45, 1):
         check_same_bits(batch, steps)
 
@@ -312,8 +388,12 @@ def test_scales_of_every_size_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_lengths_on_the_gpu() -> None:
-    """Plan, pages, attention and what reads it, captured with PDL and replayed for other lengths; `wide` is written over in between, as by other layers."""
-    batch = make_batch([2000, 500, 64, 700], [600, 400, 1, 300], heads=32, kv_heads=8, dim=128, cache=INT8, padding=10, device="cuda")
+    """Plan, pages, attention and what reads it, captured with PDL and replayed for other lengths; `wide` is written
+    over in between, as by other layers.
+    """
+    batch = make_batch(
+        [2000, 500, 64, 700], [600, 400, 1, 300], heads=32, kv_heads=8, dim=128, cache=INT8, padding=10, device="cuda"
+    )
     args = batch.args()
     table, lens, starts = args[3:6]
     plan, pages = widen_plan.fake(table, lens, starts, 32, 24)

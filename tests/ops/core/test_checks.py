@@ -1,4 +1,5 @@
 """The harness itself: a kernel that is wrong in one of the usual ways must not pass `check_kernel`."""
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,12 +24,15 @@ def skip_one(x: torch.Tensor, out: torch.Tensor) -> None:
     out.view(-1)[3] = float("nan")
 
 
-@pytest.mark.parametrize(("fault", "message"), [
-    (skip_one, r"1 of 64 elements are off; worst at \(0, 3\): nan"),
-    (lambda x, out: out.mul_(1.05), "output 0: 64 of 64 elements are off"),
-    (lambda x, out: x.add_(1), "changed its argument x"),
-    (lambda x, out: out.add_(1e-6 * torch.rand(())), "other bits at a second launch"),
-])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (skip_one, r"1 of 64 elements are off; worst at \(0, 3\): nan"),
+        (lambda x, out: out.mul_(1.05), "output 0: 64 of 64 elements are off"),
+        (lambda x, out: x.add_(1), "changed its argument x"),
+        (lambda x, out: out.add_(1e-6 * torch.rand(())), "other bits at a second launch"),
+    ],
+)
 def test_a_faulty_kernel_is_told(fault: Callable[[torch.Tensor, torch.Tensor], None], message: str) -> None:
     x = 2 + torch.rand(1, 64)
     with pytest.raises(AssertionError, match=message):

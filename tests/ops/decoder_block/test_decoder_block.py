@@ -1,4 +1,7 @@
-"""decoder_block: the reference against plain arithmetic, the kernel's machine code, the kernel against the reference."""
+"""decoder_block: the reference against plain arithmetic, the kernel's machine code, the kernel against the
+reference.
+"""
+
 from typing import Any
 
 import pytest
@@ -17,12 +20,14 @@ LLAMA_8B = (4096, 4096, 14336, 6144)
 SMALL = (512, 512, 1024, 768)
 SMS, SHARED = 132, 232448  # of an H200
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-# How far two right answers may be apart. Sums in another order differ by 1e-6, those of the e4m3 tensor cores (14 bits) by 1e-4, and an activation on a
-# rounding edge then falls to the other side, by a whole step. Noise of that size before each rounding moves the reference itself by up to 3.1% in e4m3 and
-# 0.9% in int8 (one token; 2.5% and 0.6% for many), and its distance from the layer without roundings by a tenth.
+# How far two right answers may be apart. Sums in another order differ by 1e-6, those of the e4m3 tensor cores (14 bits)
+# by 1e-4, and an activation on a rounding edge then falls to the other side, by a whole step. Noise of that size before
+# each rounding moves the reference itself by up to 3.1% in e4m3 and 0.9% in int8 (one token; 2.5% and 0.6% for many),
+# and its distance from the layer without roundings by a tenth.
 NEAR = {FP8: 4e-2, INT8: 1.5e-2}
 FURTHER = 1.2
-SHUFFLES = {1: 4 * 16, 32: 4 * 32, 64: 4 * 32}  # of the rotation, by tokens: four for each value that a thread has behind gate_up
+# of the rotation, by tokens: four for each value that a thread has behind gate_up
+SHUFFLES = {1: 4 * 16, 32: 4 * 32, 64: 4 * 32}
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -32,7 +37,13 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The same layer with nothing rounded, in fp64."""
     attention, scale, residual, *rest = args
-    o, gain, gate_up, down, next_gain = exact(*rest[0:2]), rest[2].double(), exact(*rest[3:5], 8), exact(*rest[5:7], 128), rest[7].double()
+    o, gain, gate_up, down, next_gain = (
+        exact(*rest[0:2]),
+        rest[2].double(),
+        exact(*rest[3:5], 8),
+        exact(*rest[5:7], 128),
+        rest[7].double(),
+    )
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + args[-1]) * weight
@@ -61,15 +72,18 @@ def test_without_a_projection_behind_it_the_residual_is_the_same() -> None:
     assert qkv.shape == (3, 0) and torch.equal(residual, decoder_block(*args)[1])
 
 
-@pytest.mark.parametrize(("sizes", "reason"), [
-    ((1, *LLAMA_8B), None),
-    ((64, *LLAMA_8B[:3], 0), None),
-    ((65, *LLAMA_8B), "65 tokens"),
-    ((1, 4096, 8192, 28672, 10240), "256 CTAs must be resident at once, the GPU has 132 SMs"),
-    ((1, 4096, 4096, 14400, 6144), "intermediate size 14400 is no multiple of 512"),
-    ((1, 4096, 4096, 14336, 128256), "2004 CTAs"),
-    ((1, 1024, 1024, 8192, 3072), "gives 32 CTAs, the other projections need 64"),
-])
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((1, *LLAMA_8B), None),
+        ((64, *LLAMA_8B[:3], 0), None),
+        ((65, *LLAMA_8B), "65 tokens"),
+        ((1, 4096, 8192, 28672, 10240), "256 CTAs must be resident at once, the GPU has 132 SMs"),
+        ((1, 4096, 4096, 14400, 6144), "intermediate size 14400 is no multiple of 512"),
+        ((1, 4096, 4096, 14336, 128256), "2004 CTAs"),
+        ((1, 1024, 1024, 8192, 3072), "gives 32 CTAs, the other projections need 64"),
+    ],
+)
 def test_sizes_that_do_not_fit_are_told(sizes: tuple[int, ...], reason: str | None) -> None:
     objection = fits(*sizes, SMS)  # type: ignore[arg-type]
     assert objection is None if reason is None else reason in (objection or "")
@@ -77,14 +91,18 @@ def test_sizes_that_do_not_fit_are_told(sizes: tuple[int, ...], reason: str | No
 
 def test_a_smaller_budget_of_sms_is_refused() -> None:
     args = decoder_block_inputs(1, *SMALL)
-    with pytest.raises(ValueError, match=r"16 CTAs must be resident at once, the GPU has 8 SMs; compile with whole_layer='off'"):
+    with pytest.raises(
+        ValueError, match=r"16 CTAs must be resident at once, the GPU has 8 SMs; compile with whole_layer='off'"
+    ):
         decoder_block.launch(*args, out=as_outputs(decoder_block.fake(*args)), sm_budget=8)
 
 
 def test_mixed_dtypes_are_refused() -> None:
     args = list(decoder_block_inputs(1, *SMALL))
     args[8] = args[8].to(INT8)
-    with pytest.raises(ValueError, match=r"attention torch.float8_e4m3fn.*down_weight torch.int8.*; quantize all of them to"):
+    with pytest.raises(
+        ValueError, match=r"attention torch.float8_e4m3fn.*down_weight torch.int8.*; quantize all of them to"
+    ):
         decoder_block.launch(*args, out=as_outputs(decoder_block.fake(*args)))
 
 
@@ -104,16 +122,28 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
         codes.append(code)
     for exchange in ("ld.shared", "st.shared", "bar"):
         assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation leaves its warps"
-    assert codes[1].ptx_count("shfl") - codes[0].ptx_count("shfl") == SHUFFLES[tokens], "other than four shuffles a value"
+    assert codes[1].ptx_count("shfl") - codes[0].ptx_count("shfl") == SHUFFLES[tokens], (
+        "other than four shuffles a value"
+    )
 
 
 # The kernel's own code, in threads on the CPU
 
 
-@pytest.mark.parametrize(("tokens", "sizes", "dtype"), [
-    (1, SMALL, FP8), (17, SMALL, FP8), (64, SMALL, FP8), (5, (*SMALL[:3], 0), FP8), (20, (1024, 2048, 2048, 1536), FP8),
-    (1, SMALL, INT8), (33, SMALL, INT8), (5, (*SMALL[:3], 0), INT8),
-], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "dtype"),
+    [
+        (1, SMALL, FP8),
+        (17, SMALL, FP8),
+        (64, SMALL, FP8),
+        (5, (*SMALL[:3], 0), FP8),
+        (20, (1024, 2048, 2048, 1536), FP8),
+        (1, SMALL, INT8),
+        (33, SMALL, INT8),
+        (5, (*SMALL[:3], 0), INT8),
+    ],
+    ids=str,
+)
 def test_kernel_in_threads_is_the_reference(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     args = decoder_block_inputs(tokens, *sizes, dtype=dtype)
     out = tuple(poison(tensor) for tensor in as_outputs(decoder_block.fake(*args)))
@@ -152,7 +182,10 @@ def test_kernel_is_the_reference(sizes: tuple[int, ...], tokens: int, dtype: tor
 @pytest.mark.gpu
 def test_token_counts_may_follow_each_other_in_any_order() -> None:
     """Each launch finds its counters as it needs them, whatever ran before, of either dtype."""
-    cases = {tokens: decoder_block_inputs(tokens, *SMALL, device="cuda", dtype=INT8 if tokens in (3, 64) else FP8) for tokens in (1, 64, 3, 17)}
+    cases = {
+        tokens: decoder_block_inputs(tokens, *SMALL, device="cuda", dtype=INT8 if tokens in (3, 64) else FP8)
+        for tokens in (1, 64, 3, 17)
+    }
     alone = {tokens: launch(args) for tokens, args in cases.items()}
     for tokens in (64, 1, 1, 3, 64, 17, 17, 1, 3):
         for got, want in zip(launch(cases[tokens], pdl=True), alone[tokens], strict=True):

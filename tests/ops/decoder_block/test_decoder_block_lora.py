@@ -1,4 +1,7 @@
-"""decoder_block_lora: the reference against plain arithmetic, the kernel's machine code, the kernel against the reference."""
+"""decoder_block_lora: the reference against plain arithmetic, the kernel's machine code, the kernel against the
+reference.
+"""
+
 from typing import Any
 
 import pytest
@@ -20,10 +23,11 @@ SMS, SHARED = 132, 232448  # of an H200
 LORAS = slice(13, 17)
 GROUPS = 17
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-# How far two right answers may be apart, as in the base's test; the deltas are as large as the base's products here, and the ranks' activations are rounded
-# too. The e4m3 reference moves by 2.4-3.8% when each value that is to be rounded moves by 1e-6, as sums in another order do, and by 4.4-5.1% when it moves by
-# 1e-4, the precision of the e4m3 tensor cores (q/k/v, Llama-8B's sizes; a single token of a small model 6.8%). In int8, with 3e-6, it moves by up to 1.7%.
-# The distance from the layer without roundings moves by up to 22%. Without its adapters a layer is off by more than 80%.
+# How far two right answers may be apart, as in the base's test; the deltas are as large as the base's products here,
+# and the ranks' activations are rounded too. The e4m3 reference moves by 2.4-3.8% when each value that is to be rounded
+# moves by 1e-6, as sums in another order do, and by 4.4-5.1% when it moves by 1e-4, the precision of the e4m3 tensor
+# cores (q/k/v, Llama-8B's sizes; a single token of a small model 6.8%). In int8, with 3e-6, it moves by up to 1.7%. The
+# distance from the layer without roundings moves by up to 22%. Without its adapters a layer is off by more than 80%.
 NEAR = {FP8: 8e-2, INT8: 2.5e-2}
 FURTHER = 1.3
 SHUFFLES = {1: 4 * 16, 32: 4 * 32, 64: 4 * 32}  # of the rotation, as in the base's test
@@ -38,8 +42,13 @@ def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     attention, scale, residual = args[:3]
     groups, slices, eps = args[GROUPS:]
     rotations = (0, 8, 128, 8)  # o, gate_up, down, q/k/v
-    weights = [exact(*args[i:i + 2], each) for i, each in zip((3, 6, 8, 11), rotations, strict=True) if args[i] is not None]
-    stacks = [[exact(*lora[:2], each), exact(*lora[2:])] if lora else [] for each, lora in zip(rotations, args[LORAS], strict=True)]
+    weights = [
+        exact(*args[i : i + 2], each) for i, each in zip((3, 6, 8, 11), rotations, strict=True) if args[i] is not None
+    ]
+    stacks = [
+        [exact(*lora[:2], each), exact(*lora[2:])] if lora else []
+        for each, lora in zip(rotations, args[LORAS], strict=True)
+    ]
     width = args[8].shape[1]
     widths = [(args[3].shape[0],), (width, width), (args[8].shape[0],), tuple(slices)]
 
@@ -50,7 +59,9 @@ def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
                 a, b = (stack[groups[0, groups[7, token]]] for stack in stacks[place])
                 first, ranks = 0, b.shape[1]
                 for i, size in enumerate(widths[place]):
-                    product[token, first:first + size] += b[first:first + size] @ (a[i * ranks:(i + 1) * ranks] @ x[token])
+                    product[token, first : first + size] += b[first : first + size] @ (
+                        a[i * ranks : (i + 1) * ranks] @ x[token]
+                    )
                     first += size
         return product
 
@@ -84,15 +95,18 @@ def test_tokens_without_adapter_get_what_the_base_gives_them() -> None:
         assert relative(got[index >= 0], without[index >= 0]) > 0.1
 
 
-@pytest.mark.parametrize(("sizes", "rank", "sms", "reason"), [
-    ((1, *LLAMA_8B[:3], (4096, 1024, 1024)), 32, SMS, None),
-    ((64, *LLAMA_8B[:3], ()), 64, SMS, None),
-    ((65, *LLAMA_8B[:3], ()), 32, SMS, "65 tokens"),
-    ((1, *LLAMA_8B[:3], ()), 16, SMS, "rank 16; it takes 32 or 64"),
-    ((1, *LLAMA_8B[:3], ()), 32, 131, "132 CTAs must be resident at once, the GPU has 131 SMs"),
-    ((1, *LLAMA_8B[:3], (4096, 1088, 960)), 32, SMS, r"q, k and v widths (4096, 1088, 960)"),
-    ((1, 1024, 768, 1024, ()), 32, SMS, "hidden size 768 is no multiple of 512"),
-])
+@pytest.mark.parametrize(
+    ("sizes", "rank", "sms", "reason"),
+    [
+        ((1, *LLAMA_8B[:3], (4096, 1024, 1024)), 32, SMS, None),
+        ((64, *LLAMA_8B[:3], ()), 64, SMS, None),
+        ((65, *LLAMA_8B[:3], ()), 32, SMS, "65 tokens"),
+        ((1, *LLAMA_8B[:3], ()), 16, SMS, "rank 16; it takes 32 or 64"),
+        ((1, *LLAMA_8B[:3], ()), 32, 131, "132 CTAs must be resident at once, the GPU has 131 SMs"),
+        ((1, *LLAMA_8B[:3], (4096, 1088, 960)), 32, SMS, r"q, k and v widths (4096, 1088, 960)"),
+        ((1, 1024, 768, 1024, ()), 32, SMS, "hidden size 768 is no multiple of 512"),
+    ],
+)
 def test_sizes_that_do_not_fit_are_told(sizes: tuple[Any, ...], rank: int, sms: int, reason: str | None) -> None:
     objection = fits(*sizes, rank, sms)
     assert objection is None if reason is None else reason in (objection or "")
@@ -107,7 +121,9 @@ def test_a_launch_without_lora_is_refused() -> None:
 def test_mixed_dtypes_are_refused() -> None:
     args = list(decoder_block_lora_inputs(1, *SMALL))
     args[14] = decoder_block_lora_inputs(1, *SMALL, dtype=INT8)[14]
-    with pytest.raises(ValueError, match=r"a of o torch.float8_e4m3fn.*a of gate_up torch.int8.*; quantize all of them to"):
+    with pytest.raises(
+        ValueError, match=r"a of o torch.float8_e4m3fn.*a of gate_up torch.int8.*; quantize all of them to"
+    ):
         decoder_block_lora.launch(*args, out=as_outputs(decoder_block_lora.fake(*args)))
 
 
@@ -127,7 +143,9 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int, ranks: int) 
         codes.append(code)
     for exchange in ("ld.shared", "st.shared", "bar"):
         assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation leaves its warps"
-    assert codes[1].ptx_count("shfl") - codes[0].ptx_count("shfl") == SHUFFLES[tokens], "other than four shuffles a value"
+    assert codes[1].ptx_count("shfl") - codes[0].ptx_count("shfl") == SHUFFLES[tokens], (
+        "other than four shuffles a value"
+    )
 
 
 # The kernel's own code, in threads on the CPU
@@ -135,17 +153,28 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int, ranks: int) 
 
 def launch_in_threads(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     out = tuple(poison(tensor) for tensor in as_outputs(decoder_block_lora.fake(*args)))
-    with kernels_in_threads(lora, lora_kernel, lora_pieces, lora_streams,
-                            pieces, streams):
+    with kernels_in_threads(lora, lora_kernel, lora_pieces, lora_streams, pieces, streams):
         decoder_block_lora.launch(*args, out=out)
     return out
 
 
-@pytest.mark.parametrize(("tokens", "sizes", "options"), [
-    (1, SMALL, {}), (16, SMALL, {}), (33, SMALL, {"slots": 40}), (64, SMALL, {"ranks": 64}), (17, SMALL, {"without": (1, 2)}),
-    (8, SMALL, {"without": (0, 1, 2)}), (9, (*SMALL[:3], 0), {"without": (3,)}), (20, (1024, 1024, 2048, 1536), {"kv": 256}),
-    (3, SMALL, {"dtype": INT8}), (33, SMALL, {"slots": 40, "dtype": INT8}), (17, SMALL, {"ranks": 64, "without": (1, 2), "dtype": INT8}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "options"),
+    [
+        (1, SMALL, {}),
+        (16, SMALL, {}),
+        (33, SMALL, {"slots": 40}),
+        (64, SMALL, {"ranks": 64}),
+        (17, SMALL, {"without": (1, 2)}),
+        (8, SMALL, {"without": (0, 1, 2)}),
+        (9, (*SMALL[:3], 0), {"without": (3,)}),
+        (20, (1024, 1024, 2048, 1536), {"kv": 256}),
+        (3, SMALL, {"dtype": INT8}),
+        (33, SMALL, {"slots": 40, "dtype": INT8}),
+        (17, SMALL, {"ranks": 64, "without": (1, 2), "dtype": INT8}),
+    ],
+    ids=str,
+)
 def test_kernel_in_threads_is_the_reference(tokens: int, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     args = decoder_block_lora_inputs(tokens, *sizes, **options)
     for got, right in zip(launch_in_threads(args), decoder_block_lora.reference(*args), strict=True):
@@ -172,14 +201,26 @@ def launch(args: tuple[Any, ...], **options: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("sizes", "options"), [
-    (LLAMA_8B, {"kv": 1024, "adapters": 1}), (LLAMA_8B, {"kv": 1024, "adapters": 5}), (LLAMA_8B, {"kv": 1024}),
-    (LLAMA_8B, {"kv": 1024, "ranks": 64, "adapters": 3}), ((*LLAMA_8B[:3], 0), {}), (SMALL, {"slots": 40}), (SMALL, {"without": (1, 2)}),
-    (SMALL, {"without": (0, 3)}), ((1024, 2048, 4096, 1536), {"kv": 256}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (LLAMA_8B, {"kv": 1024, "adapters": 1}),
+        (LLAMA_8B, {"kv": 1024, "adapters": 5}),
+        (LLAMA_8B, {"kv": 1024}),
+        (LLAMA_8B, {"kv": 1024, "ranks": 64, "adapters": 3}),
+        ((*LLAMA_8B[:3], 0), {}),
+        (SMALL, {"slots": 40}),
+        (SMALL, {"without": (1, 2)}),
+        (SMALL, {"without": (0, 3)}),
+        ((1024, 2048, 4096, 1536), {"kv": 256}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64])
 @pytest.mark.parametrize("dtype", [FP8, INT8])
-def test_kernel_is_the_reference(sizes: tuple[int, ...], options: dict[str, Any], tokens: int, dtype: torch.dtype) -> None:
+def test_kernel_is_the_reference(
+    sizes: tuple[int, ...], options: dict[str, Any], tokens: int, dtype: torch.dtype
+) -> None:
     args = decoder_block_lora_inputs(tokens, *sizes, **options, device="cuda", dtype=dtype)
     want = decoder_block_lora.reference(*args)
     first, second = launch(args, pdl=True), launch(args, pdl=True)
@@ -194,7 +235,10 @@ def test_kernel_is_the_reference(sizes: tuple[int, ...], options: dict[str, Any]
 @pytest.mark.gpu
 def test_launches_with_and_without_lora_may_follow_each_other_in_any_order() -> None:
     """Each launch finds its counters as it needs them, whatever ran before, of either dtype."""
-    cases = {tokens: decoder_block_lora_inputs(tokens, *SMALL, device="cuda", dtype=INT8 if tokens in (3, 64) else FP8) for tokens in (1, 64, 3, 17)}
+    cases = {
+        tokens: decoder_block_lora_inputs(tokens, *SMALL, device="cuda", dtype=INT8 if tokens in (3, 64) else FP8)
+        for tokens in (1, 64, 3, 17)
+    }
     alone = {tokens: launch(args, pdl=True) for tokens, args in cases.items()}
     for tokens in (64, 1, 1, 3, 64, 17, 17, 1, 3):
         decoder_block(*cases[tokens][:13], cases[tokens][-1])
@@ -213,7 +257,9 @@ def test_a_captured_chain_follows_the_adapters_that_it_is_given(dtype: torch.dty
     def step() -> None:
         residual = layers[0][2]
         for args, out in zip(layers, outs, strict=True):
-            decoder_block_lora.launch(*args[:2], residual, *args[3:GROUPS], groups, *args[GROUPS + 1:], out=out, pdl=True)
+            decoder_block_lora.launch(
+                *args[:2], residual, *args[3:GROUPS], groups, *args[GROUPS + 1 :], out=out, pdl=True
+            )
             residual = out[1]
 
     step()

@@ -1,10 +1,13 @@
 """The adapters that meet in a decode step."""
+
 import pytest
 import torch
 from sidestream.ops.decoder_block.lora_groups import COUNTS, POSITIONS, lora_groups, lora_groups_reference, tile_tokens
 from support.sm90 import launched
 
-MIXES = [torch.randint(-1, slots, (tokens,), dtype=torch.int32) for tokens in (1, 3, 16, 17, 33, 64) for slots in (1, 5, 40)]
+MIXES = [
+    torch.randint(-1, slots, (tokens,), dtype=torch.int32) for tokens in (1, 3, 16, 17, 33, 64) for slots in (1, 5, 40)
+]
 
 
 @pytest.mark.parametrize("index", MIXES, ids=lambda index: str(len(index)))

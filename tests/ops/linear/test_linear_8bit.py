@@ -1,4 +1,7 @@
-"""linear_8bit: the reference against torch's own rowwise product, the kernels against the reference, the configurations' sanity."""
+"""linear_8bit: the reference against torch's own rowwise product, the kernels against the reference, the
+configurations' sanity.
+"""
+
 import itertools
 
 import pytest
@@ -15,7 +18,13 @@ from support.linears import BF16, E4M3, NEAR, SHAPES, check_chain, inputs, run, 
 from support.sm90 import MachineCode, compile_launch
 
 FP32 = torch.float32
-LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "lm_head": (128256, 4096)}
+LLAMA_8B = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
 TOKENS = (1, 8, 16, 64, 128, 256, 1000)
 
 
@@ -39,7 +48,9 @@ def test_reference_takes_any_leading_dimensions(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "REFERENCE_CHUNK_ELEMENTS", 7 * 64)  # several chunks, the last one smaller
     q, scale, weight, weight_scale, delta, residual = inputs(6, 48, 64)
     flat = linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32)
-    deep = linear_8bit(q.view(2, 3, 64), scale.view(2, 3), weight, weight_scale, delta.view(2, 3, 48), residual.view(2, 3, 48), FP32)
+    deep = linear_8bit(
+        q.view(2, 3, 64), scale.view(2, 3), weight, weight_scale, delta.view(2, 3, 48), residual.view(2, 3, 48), FP32
+    )
     assert_near(deep, flat.view(2, 3, 48))
     assert linear_8bit(q[0], scale[0], weight, weight_scale, None, None, FP32).shape == (48,)
     assert linear_8bit(q[:0], scale[:0], weight, weight_scale, None, None, BF16).shape == (0, 48)
@@ -60,11 +71,15 @@ def test_misfits_are_named() -> None:
 
 # Configurations
 
+
 def shares(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> list[range]:
     """The units of each program, as the kernels compute them."""
     split = work_split(config, tokens, n, k, sms)
     steps, tiles = tuning.cdiv(k, config.block_k), tuning.cdiv(n, config.block_n) * tuning.cdiv(tokens, config.block_t)
-    starts = [c * tiles * steps // split.programs if split.split else c * tiles // split.programs * steps for c in range(split.programs + 1)]
+    starts = [
+        c * tiles * steps // split.programs if split.split else c * tiles // split.programs * steps
+        for c in range(split.programs + 1)
+    ]
     return [range(first, last) for first, last in itertools.pairwise(starts)]
 
 
@@ -79,7 +94,9 @@ def test_programs_share_all_units(n: int, k: int, sms: int) -> None:
             units = shares(config, tokens, n, k, sms)
             steps = tuning.cdiv(k, config.block_k)
             assert split.programs <= sms * config.ctas_per_sm
-            assert units[0].start == 0 and units[-1].stop == steps * tuning.cdiv(n, config.block_n) * tuning.cdiv(tokens, config.block_t)
+            assert units[0].start == 0 and units[-1].stop == steps * tuning.cdiv(n, config.block_n) * tuning.cdiv(
+                tokens, config.block_t
+            )
             assert all(share for share in units), "a program without work"
             owners: dict[int, int] = {}
             for share in units:
@@ -96,7 +113,9 @@ def test_configurations_fit_the_gpu(tokens: int, n: int, k: int) -> None:
     if config.kernel == "scaled_mm":
         return
     ring = config.stages * (config.block_n + config.block_t) * config.block_k
-    staging = min(tuning.WIDE_STAGING, config.block_n * config.block_t * 2 // config.parts) if config.kernel == "wide" else 0
+    staging = (
+        min(tuning.WIDE_STAGING, config.block_n * config.block_t * 2 // config.parts) if config.kernel == "wide" else 0
+    )
     assert 0 < ring * config.ctas_per_sm + staging <= (226 if config.kernel == "wide" else 220) * 1024
     assert config.block_n in (64, 128, 256) and config.block_t >= 16 and config.warps in (4, 8)
     assert config.kernel == "wide" or (config.parts, config.promote) == (1, 0)
@@ -120,9 +139,14 @@ def compiled(config: LinearConfig, dtype: torch.dtype = BF16) -> MachineCode:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
-@pytest.mark.parametrize("config", [
-    LinearConfig("triton", 64, 16, split=True, ctas=7), LinearConfig("triton", 128, 128, stages=3, warps=8),
-], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LinearConfig("triton", 64, 16, split=True, ctas=7),
+        LinearConfig("triton", 128, 128, stages=3, warps=8),
+    ],
+    ids=str,
+)
 def test_triton_kernel_compiles_to_wgmma(config: LinearConfig) -> None:
     code = compiled(config)
     assert code.spills == 0
@@ -132,10 +156,15 @@ def test_triton_kernel_compiles_to_wgmma(config: LinearConfig) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
-@pytest.mark.parametrize("config", [
-    LinearConfig("gluon", 128, 16, stages=10, split=True, ctas=7, max_registers=128), LinearConfig("gluon", 64, 64, stages=8, max_registers=128),
-    LinearConfig("gluon", 128, 128, stages=5, warps=8, max_registers=128),
-], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LinearConfig("gluon", 128, 16, stages=10, split=True, ctas=7, max_registers=128),
+        LinearConfig("gluon", 64, 64, stages=8, max_registers=128),
+        LinearConfig("gluon", 128, 128, stages=5, warps=8, max_registers=128),
+    ],
+    ids=str,
+)
 def test_gluon_kernel_compiles_to_wgmma_and_tma(config: LinearConfig) -> None:
     code = compiled(config)
     assert code.spills == 0
@@ -146,13 +175,16 @@ def test_gluon_kernel_compiles_to_wgmma_and_tma(config: LinearConfig) -> None:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("tokens", "n", "k", "ctas", "split"), [
-    (3, 100, 208, 4, True),  # neither N nor K a multiple of its block
-    (20, 192, 256, 7, True),  # two token tiles, cut
-    (17, 64, 512, 8, True),  # four programs on each tile
-    (5, 130, 272, 2, False),
-    (1, 64, 16, 5, True),
-])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "ctas", "split"),
+    [
+        (3, 100, 208, 4, True),  # neither N nor K a multiple of its block
+        (20, 192, 256, 7, True),  # two token tiles, cut
+        (17, 64, 512, 8, True),  # four programs on each tile
+        (5, 130, 272, 2, False),
+        (1, 64, 16, 5, True),
+    ],
+)
 def test_triton_kernel(tokens: int, n: int, k: int, ctas: int, split: bool) -> None:
     config = LinearConfig("triton", 64, 16, ctas=ctas, split=split)
     args = inputs(tokens, n, k)
@@ -173,7 +205,17 @@ def test_launch(tokens: int) -> None:
 @pytest.mark.interpret
 def test_launch_with_leading_dimensions_and_a_budget() -> None:
     q, scale, weight, weight_scale, delta, _ = inputs(6, 64, 256)
-    check_kernel(linear_8bit, q.view(2, 3, 256), scale.view(2, 3), weight, weight_scale, delta.view(2, 3, 64), None, FP32, sm_budget=1)
+    check_kernel(
+        linear_8bit,
+        q.view(2, 3, 256),
+        scale.view(2, 3),
+        weight,
+        weight_scale,
+        delta.view(2, 3, 64),
+        None,
+        FP32,
+        sm_budget=1,
+    )
     check_kernel(linear_8bit, q[:0], scale[:0], weight, weight_scale, None, None, FP32)
 
 
@@ -195,7 +237,10 @@ def test_llama_shapes(name: str, tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 256, 256), (5, 768, 256), (33, 100, 208), (200, 1032, 272), (300, 1000, 272), (700, 100, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"),
+    [(1, 256, 256), (5, 768, 256), (33, 100, 208), (200, 1032, 272), (300, 1000, 272), (700, 100, 16)],
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_odd_shapes(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:
     args = inputs(tokens, n, k, device="cuda")

@@ -1,4 +1,7 @@
-"""linear_8bit with a scale per token and 128 columns of its activations: the reference against plain sums, the kernels against the reference."""
+"""linear_8bit with a scale per token and 128 columns of its activations: the reference against plain sums, the
+kernels against the reference.
+"""
+
 from typing import Any
 
 import pytest
@@ -6,7 +9,13 @@ import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.linear import tuning
-from sidestream.ops.linear.linear_8bit import has_block_scales, launch_config, linear_8bit, reference, takes_block_scales
+from sidestream.ops.linear.linear_8bit import (
+    has_block_scales,
+    launch_config,
+    linear_8bit,
+    reference,
+    takes_block_scales,
+)
 from sidestream.ops.linear.tuning import LinearConfig, linear_config, read_table, wide_config, work_split
 from sidestream.ops.rows.quantize_blocks import padded_scales, quantize_blocks
 from support.checks import assert_near, check_kernel, poison
@@ -18,7 +27,9 @@ SHARED = 227 * 1024  # of an SM, for the rings
 BOTH = pytest.mark.parametrize("dtype", [INT8, E4M3], ids=["int8", "e4m3"])
 
 
-def block_inputs(tokens: int, n: int, k: int, dtype: torch.dtype, device: str = "cpu", addends: bool = True) -> tuple[Any, ...]:
+def block_inputs(
+    tokens: int, n: int, k: int, dtype: torch.dtype, device: str = "cpu", addends: bool = True
+) -> tuple[Any, ...]:
     """As `inputs`, with scales of blocks; NaN past the tokens, so that a result with one of them in it is seen."""
     q, _, *rest = inputs(tokens, n, k, device, addends, dtype)
     scale = poison(torch.empty(k // 128, padded_scales(tokens), device=device))
@@ -28,7 +39,10 @@ def block_inputs(tokens: int, n: int, k: int, dtype: torch.dtype, device: str = 
 
 def tuned(dtype: torch.dtype) -> list[tuple[int, int, int]]:
     """(tokens, N, K) of every measured shape of at most 64 tokens."""
-    measured = {**read_table(tuning.TUNED, "linear_fp8"), **(read_table(tuning.TUNED, "linear_int8") if dtype == INT8 else {})}
+    measured = {
+        **read_table(tuning.TUNED, "linear_fp8"),
+        **(read_table(tuning.TUNED, "linear_int8") if dtype == INT8 else {}),
+    }
     return sorted((tokens, n, k) for n, k, tokens in measured if tokens <= 64)
 
 
@@ -42,17 +56,27 @@ def chosen(tokens: int, n: int, k: int, dtype: torch.dtype) -> LinearConfig:
 @BOTH
 def test_reference_scales_each_block(dtype: torch.dtype) -> None:
     q, scale, weight, weight_scale, delta, residual = block_inputs(5, 48, 384, dtype)
-    total = sum((q[:, at:at + 128].double() @ weight[:, at:at + 128].double().t()) * scale[at // 128, :5].double()[:, None] for at in (0, 128, 256))
+    total = sum(
+        (q[:, at : at + 128].double() @ weight[:, at : at + 128].double().t()) * scale[at // 128, :5].double()[:, None]
+        for at in (0, 128, 256)
+    )
     total = total * weight_scale.double()
     assert_near(linear_8bit(q, scale, weight, weight_scale, None, None, FP32), total.float())
-    assert_near(linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32), (total + delta.double() + residual.double()).float())
+    assert_near(
+        linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32),
+        (total + delta.double() + residual.double()).float(),
+    )
 
 
 @BOTH
 def test_equal_scales_of_blocks_are_a_scale_of_the_row(dtype: torch.dtype) -> None:
     q, scale, *rest = inputs(7, 32, 256, dtype=dtype)
-    assert_near(linear_8bit(q, torch.nn.functional.pad(scale, (0, 25)).repeat(2, 1), *rest, FP32), linear_8bit(q, scale, *rest, FP32))
-    deep = linear_8bit(q[:6].view(2, 3, 256), scale[:6].view(2, 3), *rest[:2], None, None, FP32)  # [2, 3] tokens: two dimensions too
+    assert_near(
+        linear_8bit(q, torch.nn.functional.pad(scale, (0, 25)).repeat(2, 1), *rest, FP32),
+        linear_8bit(q, scale, *rest, FP32),
+    )
+    # [2, 3] tokens: two dimensions too
+    deep = linear_8bit(q[:6].view(2, 3, 256), scale[:6].view(2, 3), *rest[:2], None, None, FP32)
     assert_near(deep.view(6, 32), linear_8bit(q[:6], scale[:6], *rest[:2], None, None, FP32))
 
 
@@ -92,7 +116,13 @@ def compiled(config: LinearConfig, tokens: int, n: int, k: int, dtype: torch.dty
     def meta(*shape: int, of: torch.dtype = FP32) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    args = meta(tokens, k, of=dtype), meta(k // 128, padded_scales(tokens)), meta(n, k, of=dtype), meta(n), *(meta(tokens, n, of=BF16) for _ in range(3))
+    args = (
+        meta(tokens, k, of=dtype),
+        meta(k // 128, padded_scales(tokens)),
+        meta(n, k, of=dtype),
+        meta(n),
+        *(meta(tokens, n, of=BF16) for _ in range(3)),
+    )
     (code,) = compile_launch(launch_config, config, *args, sms=132, pdl=True)
     return code
 
@@ -119,13 +149,16 @@ def test_triton_kernel_compiles_to_wgmma(dtype: torch.dtype) -> None:
 
 @pytest.mark.interpret
 @BOTH
-@pytest.mark.parametrize(("tokens", "n", "k", "ctas", "split"), [
-    (3, 100, 384, 4, True),  # N no multiple of its block
-    (20, 192, 256, 7, True),  # two token tiles, cut
-    (33, 64, 512, 9, True),  # three programs on each tile
-    (5, 130, 256, 2, False),
-    (1, 64, 128, 5, True),
-])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "ctas", "split"),
+    [
+        (3, 100, 384, 4, True),  # N no multiple of its block
+        (20, 192, 256, 7, True),  # two token tiles, cut
+        (33, 64, 512, 9, True),  # three programs on each tile
+        (5, 130, 256, 2, False),
+        (1, 64, 128, 5, True),
+    ],
+)
 def test_triton_kernel(tokens: int, n: int, k: int, ctas: int, split: bool, dtype: torch.dtype) -> None:
     config = LinearConfig("triton", 64, 16, ctas=ctas, split=split)
     args = block_inputs(tokens, n, k, dtype)
@@ -168,7 +201,9 @@ def test_launch_with_a_budget_and_without_tokens() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "shape"), [(dtype, shape) for dtype in (INT8, E4M3) for shape in tuned(dtype)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(dtype, shape) for dtype in (INT8, E4M3) for shape in tuned(dtype)], ids=str
+)
 def test_tuned_shapes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     most, n, k = shape
     assert has_block_scales(*block_inputs(1, 16, k, dtype)[:2])
@@ -180,7 +215,10 @@ def test_tuned_shapes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.gpu
 @BOTH
-@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 256, 256), (5, 770, 128), (33, 100, 384), (65, 4096, 4096), (200, 1032, 2048), (1000, 4096, 14336)])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"),
+    [(1, 256, 256), (5, 770, 128), (33, 100, 384), (65, 4096, 4096), (200, 1032, 2048), (1000, 4096, 14336)],
+)
 def test_other_shapes(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:
     args = block_inputs(tokens, n, k, dtype, device="cuda")
     for given in (args, (*args[:4], None, args[5])):
@@ -190,10 +228,16 @@ def test_other_shapes(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @BOTH
-@pytest.mark.parametrize("config", [
-    LinearConfig("triton", 64, 16, stages=4, split=True), LinearConfig("gluon", 64, 16, stages=4, ctas_per_sm=2, split=True, max_registers=96),
-    LinearConfig("gluon", 128, 32, stages=5, split=True, max_registers=168), LinearConfig("gluon", 64, 64, stages=7, split=True, max_registers=168),
-], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LinearConfig("triton", 64, 16, stages=4, split=True),
+        LinearConfig("gluon", 64, 16, stages=4, ctas_per_sm=2, split=True, max_registers=96),
+        LinearConfig("gluon", 128, 32, stages=5, split=True, max_registers=168),
+        LinearConfig("gluon", 64, 64, stages=7, split=True, max_registers=168),
+    ],
+    ids=str,
+)
 def test_several_token_tiles_have_their_own_scales(config: LinearConfig, dtype: torch.dtype) -> None:
     args = block_inputs(88, 1000, 2048, dtype, device="cuda")
     actual = run(config, args, FP32)
@@ -219,4 +263,6 @@ def test_scales_that_tma_cannot_read(dtype: torch.dtype) -> None:
 def test_a_chain_under_pdl_in_a_graph(tokens: int, dtype: torch.dtype) -> None:
     gain = INT8_DEVIATION if dtype == INT8 else 1.0
     made = [inputs(1, 4096, 4096, device="cuda", dtype=dtype) for _ in range(6)]
-    check_chain(quantize_blocks, dtype, [(weight, weight_scale * gain) for _, _, weight, weight_scale, *_ in made], tokens)
+    check_chain(
+        quantize_blocks, dtype, [(weight, weight_scale * gain) for _, _, weight, weight_scale, *_ in made], tokens
+    )

@@ -1,4 +1,5 @@
 """linear_8bit_lora: the reference against the ops that it replaces, the kernel in threads, compiled, and on a GPU."""
+
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,15 +27,27 @@ LLAMA_8B = [([4096, 1024, 1024], 4096), ([4096], 4096), ([14336, 14336], 4096), 
 def mixes(tokens: int, slots: int) -> dict[str, list[int]]:
     """Which token has which adapter."""
     return {
-        "none": [-1] * tokens, "one": [slots - 1] * tokens, "in turn": [token % slots for token in range(tokens)],
+        "none": [-1] * tokens,
+        "one": [slots - 1] * tokens,
+        "in turn": [token % slots for token in range(tokens)],
         "some without": [(token * 5 + token // 7) % (slots + 1) - 1 if token % 3 else -1 for token in range(tokens)],
-        "the last alone": [-1] * (tokens - 1) + [1], "one after another": [token * slots // tokens for token in range(tokens)],
-    }  # fmt: skip
+        "the last alone": [-1] * (tokens - 1) + [1],
+        "one after another": [token * slots // tokens for token in range(tokens)],
+    }
 
 
-def inputs(tokens: int, k: int, slices: Sequence[int], rank: int = 32, slots: int = 5, splits: int = 2, index: list[int] | None = None,
-           device: str = "cpu") -> tuple[Any, ...]:  # fmt: skip
+def inputs(
+    tokens: int,
+    k: int,
+    slices: Sequence[int],
+    rank: int = 32,
+    slots: int = 5,
+    splits: int = 2,
+    index: list[int] | None = None,
+    device: str = "cpu",
+) -> tuple[Any, ...]:
     """Arguments of linear_8bit_lora but for the dtype; the product and the delta are both of order 1."""
+
     def whole(*shape: int) -> torch.Tensor:
         return torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
 
@@ -44,11 +57,24 @@ def inputs(tokens: int, k: int, slices: Sequence[int], rank: int = 32, slots: in
     n, meta = sum(slices), device == "meta"
     chosen = mixes(tokens, slots)["some without"] if index is None else index
     adapter_index = torch.tensor(chosen, dtype=torch.int32, device="cpu" if meta else device).to(device)
-    active = torch.empty(-(-tokens // 128), slots + 1, dtype=torch.int32, device=device) if meta else lora_active(adapter_index, slots)
+    active = (
+        torch.empty(-(-tokens // 128), slots + 1, dtype=torch.int32, device=device)
+        if meta
+        else lora_active(adapter_index, slots)
+    )
     planes = torch.randn(splits, tokens, len(slices) * rank, device=device) / splits**0.5
-    return (whole(tokens, k), scales(1 / INT8_DEVIATION, tokens), whole(n, k), scales(1 / (INT8_DEVIATION * k**0.5), n),
-            torch.where(adapter_index[None, :, None] >= 0, planes, 0.0), whole(slots, n, rank), scales(1 / (INT8_DEVIATION * rank**0.5), slots, n),
-            adapter_index, active, list(slices))  # fmt: skip
+    return (
+        whole(tokens, k),
+        scales(1 / INT8_DEVIATION, tokens),
+        whole(n, k),
+        scales(1 / (INT8_DEVIATION * k**0.5), n),
+        torch.where(adapter_index[None, :, None] >= 0, planes, 0.0),
+        whole(slots, n, rank),
+        scales(1 / (INT8_DEVIATION * rank**0.5), slots, n),
+        adapter_index,
+        active,
+        list(slices),
+    )
 
 
 # The reference
@@ -62,7 +88,8 @@ def test_reference_is_the_linear_with_a_delta(slices: list[int], mix: str) -> No
     delta = lora_expand(planes, b, *lora_plan_reference(index, 5, 16), 16, slices, b_scale)
     got = linear_8bit_lora(*args, FP32)
     alone = linear_8bit(q, scale, weight, weight_scale, None, None, FP32)
-    assert_near(got, linear_8bit(q, scale, weight, weight_scale, delta, None, FP32), Tolerance(2e-2, 2e-2))  # the delta is rounded to bf16 there
+    # the delta is rounded to bf16 there
+    assert_near(got, linear_8bit(q, scale, weight, weight_scale, delta, None, FP32), Tolerance(2e-2, 2e-2))
     assert torch.equal(got[index < 0], alone[index < 0])
     assert mix == "none" or not torch.isclose(got[index >= 0], alone[index >= 0], rtol=0.1, atol=0.1).all()
     assert linear_8bit_lora(*args, BF16).equal(got.to(BF16)), "rounded once"
@@ -74,7 +101,9 @@ def test_delta_is_b_times_the_ranks_of_each_token() -> None:
     q, scale, weight, weight_scale, planes, b, b_scale, index, active, _ = inputs(7, 64, slices, rank=16, splits=3)
     planes = (planes * 8).round()
     b_scale = torch.full_like(b_scale, 0.25)
-    got = linear_8bit_lora(q, scale, torch.zeros_like(weight), weight_scale, planes, b, b_scale, index, active, slices, FP32)
+    got = linear_8bit_lora(
+        q, scale, torch.zeros_like(weight), weight_scale, planes, b, b_scale, index, active, slices, FP32
+    )
     for token, slot in enumerate(index.tolist()):
         ranks = planes[:, token].sum(0).double()
         rows = b[slot].double() / 4
@@ -86,11 +115,17 @@ def test_misfits_are_named() -> None:
     args = inputs(9, 64, [64, 32], rank=16)
     assert fits(300, 4096, [4096, 1024, 1024], 32, 8, 4) is None and fits(65536, 144, [128], 16, 1, 1) is None
     for given, named in (
-        ((0, 4096, [4096], 32, 8, 4), "0 tokens"), ((300, 4100, [4096], 32, 8, 4), "4100 input"), ((300, 4096, [4096] * 4, 32, 8, 4), "4 packed"),
-        ((300, 4096, [4096, 64], 32, 8, 4), "4096, 64 rows; .* multiples of 128"), ((300, 4096, [128], 64, 8, 4), "multiples of 256"),
-        ((300, 4096, [0], 32, 8, 4), "multiples"), ((300, 4096, [4096], 24, 8, 4), "rank 24"), ((300, 4096, [4096], 32, 0, 4), "no adapters"),
-        ((300, 4096, [2**17], 64, 256, 4), "256 adapters.* 255"), ((300, 512, [4096], 32, 8, 2), "512 input features; with 2 planes of rank 32 .* 528"),
-    ):  # fmt: skip
+        ((0, 4096, [4096], 32, 8, 4), "0 tokens"),
+        ((300, 4100, [4096], 32, 8, 4), "4100 input"),
+        ((300, 4096, [4096] * 4, 32, 8, 4), "4 packed"),
+        ((300, 4096, [4096, 64], 32, 8, 4), "4096, 64 rows; .* multiples of 128"),
+        ((300, 4096, [128], 64, 8, 4), "multiples of 256"),
+        ((300, 4096, [0], 32, 8, 4), "multiples"),
+        ((300, 4096, [4096], 24, 8, 4), "rank 24"),
+        ((300, 4096, [4096], 32, 0, 4), "no adapters"),
+        ((300, 4096, [2**17], 64, 256, 4), "256 adapters.* 255"),
+        ((300, 512, [4096], 32, 8, 2), "512 input features; with 2 planes of rank 32 .* 528"),
+    ):
         assert re.search(named, str(fits(*given)))
     with pytest.raises(ValueError, match=r"planes is \(2, 9, 32\).*1 slices.*\(2, 9, 16\)"):
         linear_8bit_lora(*args[:9], [96], BF16)
@@ -123,12 +158,23 @@ def test_configurations(tokens: int, slices: list[int], k: int, rank: int) -> No
 
 
 @pytest.mark.parametrize("config", candidates([256], 32), ids=lambda config: f"{config.block_t} x {config.block_n}")
-@pytest.mark.parametrize(("tokens", "slices", "k", "rank", "splits", "programs", "mix"), [
-    (300, [256], 640, 32, 2, 2, "some without"), (300, [256, 256], 256, 16, 1, 3, "one after another"), (130, [512, 256, 256], 384, 32, 1, 3, "in turn"),
-    (257, [256, 512], 640, 64, 1, 9, "in turn"), (300, [256], 768, 32, 2, 1, "one"), (129, [256], 512, 16, 3, 2, "the last alone"),
-    (200, [512], 384, 32, 1, 2, "none"), (20, [256], 1152, 64, 2, 1, "some without"), (520, [256], 384, 16, 2, 2, "one after another"),
-])
-def test_kernel_in_threads(config: LinearConfig, tokens: int, slices: list[int], k: int, rank: int, splits: int, programs: int, mix: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "slices", "k", "rank", "splits", "programs", "mix"),
+    [
+        (300, [256], 640, 32, 2, 2, "some without"),
+        (300, [256, 256], 256, 16, 1, 3, "one after another"),
+        (130, [512, 256, 256], 384, 32, 1, 3, "in turn"),
+        (257, [256, 512], 640, 64, 1, 9, "in turn"),
+        (300, [256], 768, 32, 2, 1, "one"),
+        (129, [256], 512, 16, 3, 2, "the last alone"),
+        (200, [512], 384, 32, 1, 2, "none"),
+        (20, [256], 1152, 64, 2, 1, "some without"),
+        (520, [256], 384, 16, 2, 2, "one after another"),
+    ],
+)
+def test_kernel_in_threads(
+    config: LinearConfig, tokens: int, slices: list[int], k: int, rank: int, splits: int, programs: int, mix: str
+) -> None:
     if config not in candidates(slices, rank):
         pytest.skip("not launched with such tiles")
     args = inputs(tokens, k, slices, rank, splits=splits, index=mixes(tokens, 5)[mix])
@@ -160,7 +206,9 @@ def test_kernel_compiles_without_spills(slices: list[int], k: int, rank: int) ->
 @pytest.mark.parametrize("tokens", [300, 1024, 4096])
 def test_launch(tokens: int, slices: list[int], k: int) -> None:
     for rank, mix in ((32, "one after another"), (64, "in turn"), (16, "some without")):
-        args = inputs(tokens, k, slices, rank, slots=8, splits=lora_splits(k, tokens), index=mixes(tokens, 8)[mix], device="cuda")
+        args = inputs(
+            tokens, k, slices, rank, slots=8, splits=lora_splits(k, tokens), index=mixes(tokens, 8)[mix], device="cuda"
+        )
         check_kernel(linear_8bit_lora, *args, BF16, tolerances={0: NEAR}, pdl=True)
 
 

@@ -1,4 +1,7 @@
-"""The wide kernel: whole and shared tiles, SiLU in the epilogue; every entry of the tuned table against its reference."""
+"""The wide kernel: whole and shared tiles, SiLU in the epilogue; every entry of the tuned table against its
+reference.
+"""
+
 from typing import Any
 
 import pytest
@@ -33,8 +36,14 @@ def wide_units(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> l
     steps, tiles = tuning.cdiv(k, config.block_k), tuning.cdiv(n, config.block_n) * tuning.cdiv(tokens, config.block_t)
     if split.split:
         cuts = [part * steps // split.parts for part in range(split.parts + 1)]
-        return [[(p // split.parts, step) for step in range(cuts[p % split.parts], cuts[p % split.parts + 1])] for p in range(split.programs)]
-    return [[(tile, step) for tile in range(p, tiles, split.programs) for step in range(steps)] for p in range(split.programs)]
+        return [
+            [(p // split.parts, step) for step in range(cuts[p % split.parts], cuts[p % split.parts + 1])]
+            for p in range(split.programs)
+        ]
+    return [
+        [(tile, step) for tile in range(p, tiles, split.programs) for step in range(steps)]
+        for p in range(split.programs)
+    ]
 
 
 @pytest.mark.parametrize("sms", [132, 99, 7])
@@ -65,20 +74,45 @@ def test_shapes_that_nobody_measured(n: int, k: int, tokens: int) -> None:
 
 def test_each_gpu_has_its_table() -> None:
     assert tuning.gpu_slug("NVIDIA H200") == "h200" and tuning.gpu_slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
-    assert tuning.table_path("NVIDIA H200") == tuning.TUNED == tuning.table_path("some GPU without a table") == tuning.table_path(None)
+    assert (
+        tuning.table_path("NVIDIA H200")
+        == tuning.TUNED
+        == tuning.table_path("some GPU without a table")
+        == tuning.table_path(None)
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize("activate", [False, True])
-@pytest.mark.parametrize(("block_t", "block_n", "parts", "promote"), [(128, 256, 1, 0), (256, 128, 1, 0), (128, 256, 4, 0), (128, 128, 2, 4), (128, 64, 2, 4)])
-def test_wide_kernel_compiles_without_spills(block_t: int, block_n: int, parts: int, promote: int, activate: bool) -> None:
+@pytest.mark.parametrize(
+    ("block_t", "block_n", "parts", "promote"),
+    [(128, 256, 1, 0), (256, 128, 1, 0), (128, 256, 4, 0), (128, 128, 2, 4), (128, 64, 2, 4)],
+)
+def test_wide_kernel_compiles_without_spills(
+    block_t: int, block_n: int, parts: int, promote: int, activate: bool
+) -> None:
     if activate and parts > 1:
         pytest.skip("tiles with an activation are whole")
     config = tuning.wide_config(block_t, block_n, parts, promote)
-    q, scale, weight, weight_scale, delta, _ = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(256, 4096, 1024))
+    q, scale, weight, weight_scale, delta, _ = (
+        torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(256, 4096, 1024)
+    )
     out = torch.empty(256, 4096 // (2 if activate else 1), dtype=BF16, device="meta")
     split = work_split(config, 256, 4096, 1024, 132)
-    (code,) = compile_launch(launch_wide, q, scale, weight, weight_scale, None if activate else delta, None, out, config, split, True, activate)
+    (code,) = compile_launch(
+        launch_wide,
+        q,
+        scale,
+        weight,
+        weight_scale,
+        None if activate else delta,
+        None,
+        out,
+        config,
+        split,
+        True,
+        activate,
+    )
     assert code.spills == 0 and code.shared_bytes <= 227 * 1024
     assert code.sass["QGMMA"] > 0 and code.sass["UTMALDG"] > 0 and code.sass["UTMASTG"] > 0
 
@@ -90,18 +124,30 @@ def test_activation_launch() -> None:
         check_kernel(linear_8bit_silu_mul, q, scale, weight, weight_scale, added, FP32)
 
 
-ENTRIES = [(op, *entry) for op in ("linear_fp8", "linear_fp8_silu_mul", "linear_int8", "linear_int8_silu_mul") for entry in tuning.read_table(tuning.TUNED, op)]
+ENTRIES = [
+    (op, *entry)
+    for op in ("linear_fp8", "linear_fp8_silu_mul", "linear_int8", "linear_int8_silu_mul")
+    for entry in tuning.read_table(tuning.TUNED, op)
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "n", "k", "entry"), ENTRIES)
 def test_every_entry_of_the_table(op: str, n: int, k: int, entry: int) -> None:
-    """Right on fresh data, and the same bits twice, for a full and a partly filled token tile, with and without addends and a budget of SMs."""
+    """Right on fresh data, and the same bits twice, for a full and a partly filled token tile, with and without
+    addends and a budget of SMs.
+    """
     config = tuning.read_table(tuning.TUNED, op)[n, k, entry]
     dtype, name = (torch.int8, op.replace("int8", "8bit")) if "int8" in op else (E4M3, op.replace("fp8", "8bit"))
     for tokens, addends in ((entry, False), (entry - entry // 4 - 1, True)):
-        q, scale, weight, weight_scale, delta, residual = inputs(tokens, n, k, device="cuda", addends=addends, dtype=dtype)
-        args: tuple[Any, ...] = (q, scale, weight, weight_scale, delta, BF16) if "silu" in op else (q, scale, weight, weight_scale, delta, residual, BF16)
+        q, scale, weight, weight_scale, delta, residual = inputs(
+            tokens, n, k, device="cuda", addends=addends, dtype=dtype
+        )
+        args: tuple[Any, ...] = (
+            (q, scale, weight, weight_scale, delta, BF16)
+            if "silu" in op
+            else (q, scale, weight, weight_scale, delta, residual, BF16)
+        )
         expected = OPS[name].reference(*args)
         for options in ({"pdl": True}, {"sm_budget": 99}):
             results = []
@@ -114,9 +160,16 @@ def test_every_entry_of_the_table(op: str, n: int, k: int, entry: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "n", "k", "block_t", "block_n", "parts"), [
-    (65, 4096, 4096, 128, 128, 2), (250, 1000, 2064, 256, 128, 4), (130, 1024, 528, 128, 64, 2), (300, 5000, 1040, 128, 256, 1), (100, 264, 144, 128, 64, 4),
-])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "block_t", "block_n", "parts"),
+    [
+        (65, 4096, 4096, 128, 128, 2),
+        (250, 1000, 2064, 256, 128, 4),
+        (130, 1024, 528, 128, 64, 2),
+        (300, 5000, 1040, 128, 256, 1),
+        (100, 264, 144, 128, 64, 4),
+    ],
+)
 @pytest.mark.parametrize("promote", [0, 3])
 def test_wide_kernel(tokens: int, n: int, k: int, block_t: int, block_n: int, parts: int, promote: int) -> None:
     if promote and block_t * block_n > 128 * 128:

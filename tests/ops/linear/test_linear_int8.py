@@ -1,4 +1,7 @@
-"""linear_8bit and linear_8bit_silu_mul in int8: the reference against whole numbers, every kernel against the reference, the choice of kernels."""
+"""linear_8bit and linear_8bit_silu_mul in int8: the reference against whole numbers, every kernel against the
+reference, the choice of kernels.
+"""
+
 from typing import Any
 
 import pytest
@@ -8,7 +11,14 @@ from sidestream.ops.linear import tuning
 from sidestream.ops.linear.kernel_wide import launch_wide
 from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
 from sidestream.ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
-from sidestream.ops.linear.tuning import LinearConfig, activation_config, large_candidates, linear_config, wide_config, work_split
+from sidestream.ops.linear.tuning import (
+    LinearConfig,
+    activation_config,
+    large_candidates,
+    linear_config,
+    wide_config,
+    work_split,
+)
 from sidestream.ops.rows.quantize import quantize_rowwise
 from sidestream.ops.rows.silu_mul import silu_mul
 from support.checks import Tolerance, assert_near, check_kernel
@@ -23,11 +33,16 @@ def with_and_without_addends(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def check_activation(args: tuple[Any, ...], two_launches: bool, **options: Any) -> None:
-    """linear_8bit_silu_mul in bf16; as two launches its gates and ups are rounded to bf16 before the addends join, so each may be 2^-8 of itself off."""
+    """linear_8bit_silu_mul in bf16; as two launches its gates and ups are rounded to bf16 before the addends join,
+    so each may be 2^-8 of itself off.
+    """
     if not two_launches:
         check_kernel(linear_8bit_silu_mul, *args[:5], BF16, tolerances={0: NEAR}, **options)
         return
-    (actual,) = check_kernel(linear_8bit_silu_mul, *args[:5], BF16, tolerances={0: Tolerance(atol=float("inf"))}, **options)  # poison and bits
+    # poison and bits
+    (actual,) = check_kernel(
+        linear_8bit_silu_mul, *args[:5], BF16, tolerances={0: Tolerance(atol=float("inf"))}, **options
+    )
     assert_near_activation(actual, args)
 
 
@@ -36,24 +51,35 @@ def assert_near_activation(actual: torch.Tensor, args: tuple[Any, ...]) -> None:
     total = packed if args[4] is None else packed + args[4].float()
     (gate, up), (rounded_gate, rounded_up) = total.chunk(2, -1), packed.abs().chunk(2, -1)
     silu = torch.nn.functional.silu(gate)
-    allowed = 1.1 * rounded_gate * (up.abs() + rounded_up / 256) + silu.abs() * rounded_up + (silu * up).abs()  # |silu'| < 1.1; the product is rounded too
-    assert_near((actual.float() - silu * up) / (allowed / 256 + 1e-3), torch.zeros_like(up), Tolerance(atol=1.0), "error, in what roundings allow")
+    # |silu'| < 1.1; the product is rounded too
+    allowed = 1.1 * rounded_gate * (up.abs() + rounded_up / 256) + silu.abs() * rounded_up + (silu * up).abs()
+    assert_near(
+        (actual.float() - silu * up) / (allowed / 256 + 1e-3),
+        torch.zeros_like(up),
+        Tolerance(atol=1.0),
+        "error, in what roundings allow",
+    )
 
 
 def test_reference_is_the_exact_sum() -> None:
     q, scale, weight, weight_scale, delta, residual = inputs(5, 48, 208, dtype=INT8)
     total = (q.long() @ weight.long().t()).double() * scale.double()[:, None] * weight_scale.double()
     assert_near(linear_8bit(q, scale, weight, weight_scale, None, None, FP32), total.float())
-    assert_near(linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32), (total + delta.double() + residual.double()).float())
+    assert_near(
+        linear_8bit(q, scale, weight, weight_scale, delta, residual, FP32),
+        (total + delta.double() + residual.double()).float(),
+    )
     packed = linear_8bit(q, scale, weight, weight_scale, delta, None, FP32)
     assert_near(linear_8bit_silu_mul(q, scale, weight, weight_scale, delta, FP32), silu_mul(packed, None))
 
 
 @pytest.mark.parametrize("width", [512, 96, 24, 17])
 def test_rotated_activations_and_weights_have_the_same_product(width: int) -> None:
-    """It only gains: some columns of the activations are far larger than the others, as those of a language model are."""
+    """It only gains: some columns of the activations are far larger than the others, as those of a language model
+    are.
+    """
     x, weight = torch.randn(64, width), torch.randn(48, width)
-    x[:, ::width // 3] *= 30
+    x[:, :: width // 3] *= 30
     error = {}
     for rotate in (0, 128):
         (q, scale), (w, w_scale) = (quantize_rowwise(each, INT8, rotate) for each in (x, weight))
@@ -72,7 +98,10 @@ def test_misfits_are_named() -> None:
 
 
 def test_two_roundings_are_allowed_and_no_more() -> None:
-    """The bound for an activation in two launches: `silu_mul` of the rounded linear keeps it, wrong scales or a lost addend do not."""
+    """The bound for an activation in two launches:
+
+    `silu_mul` of the rounded linear keeps it, wrong scales or a lost addend do not.
+    """
     args = inputs(40, 512, 272, dtype=INT8)
     packed = linear_8bit(*args[:4], None, None, BF16)
     assert_near_activation(silu_mul(packed, args[4]), args)
@@ -96,8 +125,14 @@ def test_configurations_fit_the_gpu(tokens: int, n: int, k: int) -> None:
     whole = n % 16 == 0
     for config in (linear_config(tokens, n, k, 132, whole, int8=True), *large_candidates()):
         assert config.kernel in (("gluon", "wide", "large") if whole else ("gluon", "large"))
-        staging = {"wide": min(tuning.WIDE_STAGING, config.block_n * config.block_t * 2 // config.parts), "large": tuning.WIDE_STAGING}.get(config.kernel, 0)
-        assert config.ctas_per_sm * config.stages * (config.block_n + config.block_t) * config.block_k + staging <= 226 * 1024
+        staging = {
+            "wide": min(tuning.WIDE_STAGING, config.block_n * config.block_t * 2 // config.parts),
+            "large": tuning.WIDE_STAGING,
+        }.get(config.kernel, 0)
+        assert (
+            config.ctas_per_sm * config.stages * (config.block_n + config.block_t) * config.block_k + staging
+            <= 226 * 1024
+        )
         split = work_split(config, tokens, n, k, 132)
         assert split.programs <= 132 * config.ctas_per_sm and (config.kernel != "large" or split.parts == 1)
         assert tuning.without_tma(config).kernel == "triton"
@@ -109,15 +144,26 @@ def test_configurations_fit_the_gpu(tokens: int, n: int, k: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
-@pytest.mark.parametrize(("config", "addends"), [
-    (LinearConfig("triton", 64, 16, split=True, ctas=7), True), (LinearConfig("gluon", 64, 64, stages=8, split=True, ctas=128, max_registers=96), True),
-    (LinearConfig("gluon", 128, 16, stages=4, ctas_per_sm=2, max_registers=64), True), (wide_config(256, 128), True), (wide_config(128, 128, 2), True),
-    (large_candidates()[0], False), (large_candidates()[1], True), (large_candidates()[2], True),
-], ids=str)
+@pytest.mark.parametrize(
+    ("config", "addends"),
+    [
+        (LinearConfig("triton", 64, 16, split=True, ctas=7), True),
+        (LinearConfig("gluon", 64, 64, stages=8, split=True, ctas=128, max_registers=96), True),
+        (LinearConfig("gluon", 128, 16, stages=4, ctas_per_sm=2, max_registers=64), True),
+        (wide_config(256, 128), True),
+        (wide_config(128, 128, 2), True),
+        (large_candidates()[0], False),
+        (large_candidates()[1], True),
+        (large_candidates()[2], True),
+    ],
+    ids=str,
+)
 def test_kernels_compile_to_wgmma_without_spills(config: LinearConfig, addends: bool) -> None:
     args = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(64, 4096, 1024, dtype=INT8)]
     out = torch.empty(64, 4096, dtype=BF16, device="meta")
-    (code,) = compile_launch(launch_config, config, *args[:4], *(args[4:] if addends else (None, None)), out, sms=132, pdl=True)
+    (code,) = compile_launch(
+        launch_config, config, *args[:4], *(args[4:] if addends else (None, None)), out, sms=132, pdl=True
+    )
     assert code.spills == 0 and code.shared_bytes <= 227 * 1024
     assert code.sass["IGMMA"] > 0 and code.sass["IMMA"] == 0
     assert config.kernel == "triton" or code.sass["UTMALDG"] > 0
@@ -125,9 +171,24 @@ def test_kernels_compile_to_wgmma_without_spills(config: LinearConfig, addends: 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 def test_the_activation_compiles_without_spills() -> None:
-    q, scale, weight, weight_scale = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(256, 4096, 1024, dtype=INT8)[:4])
+    q, scale, weight, weight_scale = (
+        torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(256, 4096, 1024, dtype=INT8)[:4]
+    )
     out, config = torch.empty(256, 2048, dtype=BF16, device="meta"), wide_config(256, 128)
-    (code,) = compile_launch(launch_wide, q, scale, weight, weight_scale, None, None, out, config, work_split(config, 256, 4096, 1024, 132), True, True)
+    (code,) = compile_launch(
+        launch_wide,
+        q,
+        scale,
+        weight,
+        weight_scale,
+        None,
+        None,
+        out,
+        config,
+        work_split(config, 256, 4096, 1024, 132),
+        True,
+        True,
+    )
     assert code.spills == 0 and code.sass["IGMMA"] > 0
 
 
@@ -139,7 +200,10 @@ def test_the_activation_compiles_without_spills() -> None:
 def test_triton_kernel_has_the_same_bits_however_work_is_shared(tokens: int, n: int, k: int) -> None:
     args = inputs(tokens, n, k, dtype=INT8)
     for given in with_and_without_addends(args):
-        results = [run(LinearConfig("triton", 64, 16, ctas=ctas, split=split), given, FP32) for ctas, split in ((2, False), (5, True), (12, True))]
+        results = [
+            run(LinearConfig("triton", 64, 16, ctas=ctas, split=split), given, FP32)
+            for ctas, split in ((2, False), (5, True), (12, True))
+        ]
         assert_near(results[0], reference(*given, FP32))
         assert all(torch.equal(results[0], other) for other in results[1:]), "sums of whole numbers are exact"
 
@@ -155,11 +219,20 @@ def test_launches() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [
-    LinearConfig("triton", 64, 128, split=True, warps=8), LinearConfig("gluon", 128, 64, stages=4, split=True, max_registers=168),
-    LinearConfig("gluon", 64, 16, stages=4, ctas_per_sm=2, ctas=264, split=True, max_registers=64), wide_config(128, 64, 4), wide_config(128, 128, 2),
-    wide_config(128, 256), wide_config(256, 128, 2), *large_candidates(),
-], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LinearConfig("triton", 64, 128, split=True, warps=8),
+        LinearConfig("gluon", 128, 64, stages=4, split=True, max_registers=168),
+        LinearConfig("gluon", 64, 16, stages=4, ctas_per_sm=2, ctas=264, split=True, max_registers=64),
+        wide_config(128, 64, 4),
+        wide_config(128, 128, 2),
+        wide_config(128, 256),
+        wide_config(256, 128, 2),
+        *large_candidates(),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("tokens", "n", "k"), [(200, 1032, 2064), (777, 4096, 272), (16, 256, 16), (3000, 6144, 4096)])
 def test_every_kernel(config: LinearConfig, tokens: int, n: int, k: int) -> None:
     args = inputs(tokens, n, k, device="cuda", dtype=INT8)

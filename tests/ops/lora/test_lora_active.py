@@ -1,4 +1,5 @@
 """lora_active: the adapters of each 128 tokens of a step."""
+
 import pytest
 import torch
 from sidestream.ops.lora.active import lora_active
@@ -8,10 +9,12 @@ from support.checks import EXACT, check_kernel
 def mixes(tokens: int, slots: int) -> dict[str, list[int]]:
     """Which token has which adapter."""
     return {
-        "none": [-1] * tokens, "one": [slots - 1] * tokens, "in turn": [token % slots for token in range(tokens)],
+        "none": [-1] * tokens,
+        "one": [slots - 1] * tokens,
+        "in turn": [token % slots for token in range(tokens)],
         "some without": [(token * 5 + token // 7) % (slots + 1) - 1 if token % 3 else -1 for token in range(tokens)],
         "the last alone": [-1] * (tokens - 1) + [min(1, slots - 1)],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (5, 3), (128, 100), (300, 1024)])

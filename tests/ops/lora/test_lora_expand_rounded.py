@@ -1,4 +1,5 @@
 """lora_expand_rounded: the specification against loops and lora_expand, the kernel against it, its machine code."""
+
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from support.samples import lora_expand_rounded_inputs
 from support.sm90 import launched
 
 BF16, INT8 = torch.bfloat16, torch.int8
-NEAR = {0: Tolerance(2.0**-7, 1e-6, differing=0.02)}  # one step of bf16 where a product lies on an edge: the kernel's steps have 22 bits
+# one step of bf16 where a product lies on an edge: the kernel's steps have 22 bits
+NEAR = {0: Tolerance(2.0**-7, 1e-6, differing=0.02)}
 
 
 def case(tokens: int, rank: int, slices: list[int], **more: Any) -> LoraCase:
@@ -28,7 +30,7 @@ def test_specification_against_loops() -> None:
     for token, slot in enumerate(made.adapter_index.tolist()):
         for column in range(40) if slot >= 0 else ():
             linear = (column >= 20) + (column >= 32)
-            product = (ranks[token, linear * 16:(linear + 1) * 16].double() * b[slot, column].double()).sum()
+            product = (ranks[token, linear * 16 : (linear + 1) * 16].double() * b[slot, column].double()).sum()
             exact[token, column] = product * rank_step[token, linear].double() * b_scale[slot, column].double()
     delta = lora_expand_rounded(*args)
     assert delta.dtype == BF16 and bool((delta[made.adapter_index < 0] == 0).all())
@@ -39,25 +41,32 @@ def test_specification_against_loops() -> None:
 def test_specification_is_near_that_of_planes(rank: int) -> None:
     made = case(130, rank, [96, 32, 32]).quantized(False, INT8)
     planes = lora_shrink_reference(*made.shrink)
-    got = lora_expand_rounded(*lora_round(planes, 3), made.b, made.b_scale, made.token_order, made.tiles, made.tile, made.slices)
+    got = lora_expand_rounded(
+        *lora_round(planes, 3), made.b, made.b_scale, made.token_order, made.tiles, made.tile, made.slices
+    )
     want = lora_expand(*made.expand(planes))
     assert 0 < (got.float() - want.float()).norm() < 0.01 * want.float().norm()
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("tokens", "rank", "slices", "more"), [
-    (1, 32, [32], {"adapter_index": torch.tensor([2])}),
-    (3, 8, [20], {}),
-    (9, 16, [200], {}),  # two programs' columns, the second's not all there
-    (17, 32, [256, 64, 64], {}),
-    (33, 32, [129, 1, 40], {"slots": 8}),  # rows that are not aligned
-    (130, 32, [144, 144], {}),  # tiles of 32
-    (70, 24, [16, 16], {"tile": 64}),
-    (200, 64, [40], {"slots": 1}),
-    (20, 48, [48], {"adapter_index": torch.full((20,), -1)}),
-])
+@pytest.mark.parametrize(
+    ("tokens", "rank", "slices", "more"),
+    [
+        (1, 32, [32], {"adapter_index": torch.tensor([2])}),
+        (3, 8, [20], {}),
+        (9, 16, [200], {}),  # two programs' columns, the second's not all there
+        (17, 32, [256, 64, 64], {}),
+        (33, 32, [129, 1, 40], {"slots": 8}),  # rows that are not aligned
+        (130, 32, [144, 144], {}),  # tiles of 32
+        (70, 24, [16, 16], {"tile": 64}),
+        (200, 64, [40], {"slots": 1}),
+        (20, 48, [48], {"adapter_index": torch.full((20,), -1)}),
+    ],
+)
 def test_kernel(tokens: int, rank: int, slices: list[int], more: dict[str, Any]) -> None:
-    check_kernel(lora_expand_rounded, *lora_expand_rounded_inputs(case(tokens, rank, slices, **dict(more))), tolerances=NEAR)
+    check_kernel(
+        lora_expand_rounded, *lora_expand_rounded_inputs(case(tokens, rank, slices, **dict(more))), tolerances=NEAR
+    )
 
 
 @pytest.mark.interpret
@@ -86,19 +95,31 @@ def test_names_what_does_not_fit() -> None:
     for wrong in ([48], [16, 16, 16, 16], []):
         with pytest.raises(ValueError, match=r"one to three slices that add up to N"):
             lora_expand_rounded(ranks, rank_step, b, b_scale, *plan, wrong)
-    with pytest.raises(ValueError, match=r"ranks torch.int8\(4, 16\).*needs torch.int8 \[T, 32\] and torch.float32 \[T, 2\], as lora_round makes them"):
+    with pytest.raises(
+        ValueError,
+        match=r"ranks torch.int8\(4, 16\).*needs torch.int8 \[T, 32\] and torch.float32 \[T, 2\], as lora_round "
+        r"makes them",
+    ):
         lora_expand_rounded(ranks[:, :16], rank_step, b, b_scale, *plan, slices)
     with pytest.raises(ValueError, match=r"rank_step torch.bfloat16"):
         lora_expand_rounded(ranks, rank_step.to(BF16), b, b_scale, *plan, slices)
     with pytest.raises(ValueError, match=r"pass ranks.contiguous"):
-        lora_expand_rounded.launch(torch.empty(32, 4, dtype=INT8).T, rank_step, b, b_scale, *plan, slices, out=(torch.empty(4, 64),))
+        lora_expand_rounded.launch(
+            torch.empty(32, 4, dtype=INT8).T, rank_step, b, b_scale, *plan, slices, out=(torch.empty(4, 64),)
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("slices", "rank"), [([4096, 1024, 1024], 32), ([4096], 64), ([14336, 14336], 32), ([100, 36], 16)])
+@pytest.mark.parametrize(
+    ("slices", "rank"), [([4096, 1024, 1024], 32), ([4096], 64), ([14336, 14336], 32), ([100, 36], 16)]
+)
 @pytest.mark.parametrize("tokens", [1, 8, 33, 128, 256, 300])
 def test_on_gpu(tokens: int, slices: list[int], rank: int) -> None:
-    check_kernel(lora_expand_rounded, *lora_expand_rounded_inputs(case(tokens, rank, slices, slots=8, device="cuda")), tolerances=NEAR)
+    check_kernel(
+        lora_expand_rounded,
+        *lora_expand_rounded_inputs(case(tokens, rank, slices, slots=8, device="cuda")),
+        tolerances=NEAR,
+    )
 
 
 @pytest.mark.gpu
@@ -123,7 +144,15 @@ def test_machine_code(tokens: int, slices: list[int]) -> None:
 
     tile, linears, n = lora_tile(tokens), len(slices), sum(slices)
     plan = lora_plan_fake(meta(tokens, dtype=torch.int32), 8, tile)
-    args = (meta(tokens, linears * 32, dtype=INT8), meta(tokens, linears), meta(8, n, 32, dtype=INT8), meta(8, n), *plan, tile, slices)
+    args = (
+        meta(tokens, linears * 32, dtype=INT8),
+        meta(tokens, linears),
+        meta(8, n, 32, dtype=INT8),
+        meta(8, n),
+        *plan,
+        tile,
+        slices,
+    )
     (code,) = launched(lora_expand_rounded, *args, pdl=True)
     assert code.spills == 0 and code.registers <= 48 and code.shared_bytes == 0, "it leaves no room beside a base GEMM"
     assert code.sass["IMMA"] == 4 and code.sass["ATOMG"] + code.sass["RED"] == 0

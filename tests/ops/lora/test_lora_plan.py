@@ -1,4 +1,5 @@
 """Tokens sorted by adapter and cut into tiles."""
+
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
@@ -11,7 +12,16 @@ def distributions(tokens: int, slots: int) -> list[torch.Tensor]:
     """adapter_index: even, skewed, nobody, everybody the same, each its own."""
     even = torch.randint(-1, slots, (tokens,))
     skewed = (torch.rand(tokens) ** 4 * (slots + 1)).long() - 1
-    return [t.to(torch.int32) for t in (even, skewed, torch.full((tokens,), -1), torch.full((tokens,), slots - 1), torch.arange(tokens) % slots)]
+    return [
+        t.to(torch.int32)
+        for t in (
+            even,
+            skewed,
+            torch.full((tokens,), -1),
+            torch.full((tokens,), slots - 1),
+            torch.arange(tokens) % slots,
+        )
+    ]
 
 
 @pytest.mark.parametrize(("tokens", "slots", "tile"), [(1, 1, 16), (7, 3, 2), (64, 8, 16), (300, 40, 32), (5, 256, 64)])
@@ -23,7 +33,7 @@ def test_every_token_is_in_one_tile_of_its_adapter(tokens: int, slots: int, tile
         for slot, first, count in tiles.tolist():
             assert 0 <= count <= tile
             if count:
-                members = token_order[first:first + count]
+                members = token_order[first : first + count]
                 assert (adapter_index[members.long()] == slot).all() and slot >= previous
                 assert (members.diff() > 0).all(), "tokens of one adapter keep their order"
                 seen += members.tolist()
@@ -47,7 +57,10 @@ def test_choices_are_within_limits() -> None:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("tokens", "slots", "tile", "sm_budget"), [(1, 1, 16, None), (9, 3, 2, 1), (64, 8, 16, None), (300, 40, 32, 3), (40, 200, 64, None)])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "tile", "sm_budget"),
+    [(1, 1, 16, None), (9, 3, 2, 1), (64, 8, 16, None), (300, 40, 32, 3), (40, 200, 64, None)],
+)
 def test_kernel(tokens: int, slots: int, tile: int, sm_budget: int | None) -> None:
     for adapter_index in distributions(tokens, slots):
         check_kernel(OPS["lora_plan"], adapter_index, slots, tile, sm_budget=sm_budget)
@@ -64,5 +77,7 @@ def test_on_the_gpu(tokens: int, slots: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "slots"), [(64, 32), (8192, 256)])
 def test_machine_code(tokens: int, slots: int) -> None:
-    (code,) = launched(lora_plan, torch.empty(tokens, dtype=torch.int32, device="meta"), slots, lora_tile(tokens), pdl=True)
+    (code,) = launched(
+        lora_plan, torch.empty(tokens, dtype=torch.int32, device="meta"), slots, lora_tile(tokens), pdl=True
+    )
     assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1

@@ -1,4 +1,5 @@
 """lora_round: the specification against loops, the kernel against it, its machine code."""
+
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
@@ -7,7 +8,17 @@ from support.checks import assert_near, check_kernel, poison
 from support.lora import lora_case
 from support.sm90 import launched
 
-CASES = [(1, 1, 1, 32), (2, 5, 2, 16), (3, 9, 3, 8), (4, 33, 2, 32), (5, 7, 3, 24), (6, 17, 1, 64), (7, 3, 2, 64), (8, 20, 3, 32), (1, 40, 2, 24)]
+CASES = [
+    (1, 1, 1, 32),
+    (2, 5, 2, 16),
+    (3, 9, 3, 8),
+    (4, 33, 2, 32),
+    (5, 7, 3, 24),
+    (6, 17, 1, 64),
+    (7, 3, 2, 64),
+    (8, 20, 3, 32),
+    (1, 40, 2, 24),
+]
 
 
 def planes_of(splits: int, tokens: int, parts: int, rank: int, device: str = "cpu") -> torch.Tensor:
@@ -20,12 +31,19 @@ def planes_of(splits: int, tokens: int, parts: int, rank: int, device: str = "cp
 def test_specification_against_loops(splits: int, tokens: int, parts: int, rank: int) -> None:
     planes = planes_of(splits, tokens, parts, rank)
     q, step = lora_round(planes, parts)
-    assert q.dtype == torch.int8 and q.shape == (tokens, parts * rank) and step.dtype == torch.float32 and step.shape == (tokens, parts)
+    assert (
+        q.dtype == torch.int8
+        and q.shape == (tokens, parts * rank)
+        and step.dtype == torch.float32
+        and step.shape == (tokens, parts)
+    )
     for token in range(tokens):
         for part in range(parts):
-            row = planes[:, token, part * rank:(part + 1) * rank].double().sum(0)
-            got = q[token, part * rank:(part + 1) * rank].double()
-            assert got.abs().max() == 127 and step[token, part].item() == pytest.approx(row.abs().max().item() / 127, rel=1e-5)
+            row = planes[:, token, part * rank : (part + 1) * rank].double().sum(0)
+            got = q[token, part * rank : (part + 1) * rank].double()
+            assert got.abs().max() == 127 and step[token, part].item() == pytest.approx(
+                row.abs().max().item() / 127, rel=1e-5
+            )
             assert (got * step[token, part].double() - row).abs().max() <= 0.501 * step[token, part]
 
 
@@ -56,10 +74,15 @@ def test_no_tokens() -> None:
     check_kernel(lora_round, torch.empty(2, 0, 32), 2)
 
 
-@pytest.mark.parametrize(("planes", "parts", "found"), [
-    (torch.zeros(2, 3, 32, dtype=torch.bfloat16), 2, r"torch.bfloat16\(2, 3, 32\) for 2 linears"), (torch.zeros(3, 32), 2, r"\(3, 32\)"),
-    (torch.zeros(2, 3, 32), 3, r"\(2, 3, 32\) for 3 linears; needs torch.float32 \[splits, T, n \* R\]"), (torch.zeros(2, 3, 32), 0, "for 0 linears"),
-])
+@pytest.mark.parametrize(
+    ("planes", "parts", "found"),
+    [
+        (torch.zeros(2, 3, 32, dtype=torch.bfloat16), 2, r"torch.bfloat16\(2, 3, 32\) for 2 linears"),
+        (torch.zeros(3, 32), 2, r"\(3, 32\)"),
+        (torch.zeros(2, 3, 32), 3, r"\(2, 3, 32\) for 3 linears; needs torch.float32 \[splits, T, n \* R\]"),
+        (torch.zeros(2, 3, 32), 0, "for 0 linears"),
+    ],
+)
 def test_names_what_does_not_fit(planes: torch.Tensor, parts: int, found: str) -> None:
     for call in (lora_round, lora_round.fake, lambda *args: lora_round.launch(*args, out=())):
         with pytest.raises(ValueError, match=rf"lora_round: planes .*{found}"):
@@ -68,11 +91,15 @@ def test_names_what_does_not_fit(planes: torch.Tensor, parts: int, found: str) -
 
 def test_names_what_is_not_contiguous() -> None:
     with pytest.raises(ValueError, match=r"lora_round: planes has strides .*pass planes.contiguous"):
-        lora_round.launch(torch.zeros(2, 3, 64)[..., ::2], 2, out=(torch.empty(3, 32, dtype=torch.int8), torch.empty(3, 2)))
+        lora_round.launch(
+            torch.zeros(2, 3, 64)[..., ::2], 2, out=(torch.empty(3, 32, dtype=torch.int8), torch.empty(3, 2))
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("splits", "tokens", "parts", "rank"), [*CASES, (4, 256, 2, 32), (4, 256, 3, 32), (1, 128, 2, 8), (2, 1000, 3, 64)])
+@pytest.mark.parametrize(
+    ("splits", "tokens", "parts", "rank"), [*CASES, (4, 256, 2, 32), (4, 256, 3, 32), (1, 128, 2, 8), (2, 1000, 3, 64)]
+)
 @pytest.mark.parametrize("pdl", [False, True])
 def test_kernel_on_the_gpu(splits: int, tokens: int, parts: int, rank: int, pdl: bool) -> None:
     check_kernel(lora_round, planes_of(splits, tokens, parts, rank, "cuda"), parts, pdl=pdl)
@@ -96,5 +123,11 @@ def test_behind_shrink_with_pdl() -> None:
 def test_machine_code(splits: int, parts: int, rank: int) -> None:
     (code,) = launched(lora_round, torch.empty(splits, 256, parts * rank, device="meta"), parts, pdl=True)
     assert code.spills == 0 and code.registers <= 64, "it takes the place of the projection's programs"
-    assert code.ptx_text.index("griddepcontrol.wait") < code.ptx_text.index("griddepcontrol.launch_dependents") < code.ptx_text.index("ld.global")
-    assert code.ptx_count("ld.global") == code.ptx_text.partition("st.global")[0].count("ld.global"), "a load waits for a store"
+    assert (
+        code.ptx_text.index("griddepcontrol.wait")
+        < code.ptx_text.index("griddepcontrol.launch_dependents")
+        < code.ptx_text.index("ld.global")
+    )
+    assert code.ptx_count("ld.global") == code.ptx_text.partition("st.global")[0].count("ld.global"), (
+        "a load waits for a store"
+    )

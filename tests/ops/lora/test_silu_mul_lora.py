@@ -1,4 +1,5 @@
 """silu_mul_lora: the specification against loops and separate launches, the kernel against it, its machine code."""
+
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_specification_against_loops() -> None:
     for token, slot in enumerate(made.adapter_index.tolist()):
         for column in range(48) if slot >= 0 else ():
             half = column // 24
-            product = (ranks[token, half * 16:(half + 1) * 16].double() * b[slot, column].double()).sum()
+            product = (ranks[token, half * 16 : (half + 1) * 16].double() * b[slot, column].double()).sum()
             exact[token, column] += product * rank_step[token, half].double() * b_scale[slot, column].double()
     gate, up = exact.chunk(2, dim=1)
     assert_near(silu_mul_lora(*args).double(), gate * torch.sigmoid(gate) * up, Tolerance(1e-5, 1e-5))
@@ -49,7 +50,11 @@ def test_specification_is_near_separate_launches(rank: int) -> None:
     got = silu_mul_lora(gate_up, *lora_round(planes, 2), made.b, made.b_scale, made.token_order, made.tiles, made.tile)
     want, plain = silu_mul(gate_up, lora_expand(*made.expand(planes))), silu_mul(gate_up, None)
     assert got.dtype == BF16 and got[made.adapter_index < 0].equal(plain[made.adapter_index < 0])
-    assert (got.float() - want.float()).norm() < 0.01 * want.float().norm() < 0.01 * 3 * (plain.float() - want.float()).norm()
+    assert (
+        (got.float() - want.float()).norm()
+        < 0.01 * want.float().norm()
+        < 0.01 * 3 * (plain.float() - want.float()).norm()
+    )
     assert_near(got, want, Tolerance(2.0**-6, 0.15))
 
 
@@ -62,25 +67,30 @@ def test_a_token_does_not_see_its_neighbours() -> None:
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize(("tokens", "width", "rank", "more"), [
-    (1, 32, 32, {"adapter_index": torch.tensor([2])}),
-    (3, 20, 8, {}),
-    (9, 200, 16, {}),  # two programs' columns, the second's not all there
-    (65, 300, 32, {"slots": 8}),
-    (130, 129, 32, {}),  # tiles of 32, rows that are not aligned
-    (200, 40, 64, {}),
-    (40, 33, 48, {"tile": 32}),
-    (70, 16, 24, {"tile": 64}),  # programs of 16 and of 32 tokens for tiles of 64
-    (150, 140, 32, {"tile": 64, "slots": 1}),
-    (20, 48, 32, {"adapter_index": torch.full((20,), -1)}),
-    (33, 48, 32, {"tile": 32, "adapter_index": torch.arange(33) // 17}),  # one token in a tile's second part
-])
+@pytest.mark.parametrize(
+    ("tokens", "width", "rank", "more"),
+    [
+        (1, 32, 32, {"adapter_index": torch.tensor([2])}),
+        (3, 20, 8, {}),
+        (9, 200, 16, {}),  # two programs' columns, the second's not all there
+        (65, 300, 32, {"slots": 8}),
+        (130, 129, 32, {}),  # tiles of 32, rows that are not aligned
+        (200, 40, 64, {}),
+        (40, 33, 48, {"tile": 32}),
+        (70, 16, 24, {"tile": 64}),  # programs of 16 and of 32 tokens for tiles of 64
+        (150, 140, 32, {"tile": 64, "slots": 1}),
+        (20, 48, 32, {"adapter_index": torch.full((20,), -1)}),
+        (33, 48, 32, {"tile": 32, "adapter_index": torch.arange(33) // 17}),  # one token in a tile's second part
+    ],
+)
 def test_kernel(tokens: int, width: int, rank: int, more: dict[str, Any], dtype: torch.dtype) -> None:
     check_kernel(silu_mul_lora, *inputs(tokens, width, rank, dtype=dtype, **dict(more)), tolerances={0: NEAR[dtype]})
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("warps", "steps", "parts"), [(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 2, 3), (4, 1, 4), (8, 1, 2)])
+@pytest.mark.parametrize(
+    ("warps", "steps", "parts"), [(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 2, 3), (4, 1, 4), (8, 1, 2)]
+)
 def test_kernel_with_other_blocks(monkeypatch: pytest.MonkeyPatch, warps: int, steps: int, parts: int) -> None:
     monkeypatch.setattr(module, "BLOCKS", ((1 << 30, warps, steps, parts),))
     assert block(70, 64, 300) == (warps, steps, parts)
@@ -88,7 +98,9 @@ def test_kernel_with_other_blocks(monkeypatch: pytest.MonkeyPatch, warps: int, s
 
 
 def test_blocks_are_no_larger_than_the_problem() -> None:
-    assert block(64, 16, 14336) == block(128, 16, 14336) == (4, 1, 1) and block(256, 32, 14336) == block(300, 64, 14336) == (4, 1, 2)
+    assert block(64, 16, 14336) == block(128, 16, 14336) == (4, 1, 1) and block(256, 32, 14336) == block(
+        300, 64, 14336
+    ) == (4, 1, 2)
     assert block(256, 16, 14336) == (4, 1, 1) and block(256, 32, 33) == (2, 1, 2) and block(1, 16, 7) == (1, 1, 1)
 
 
@@ -123,7 +135,11 @@ def test_names_what_does_not_fit() -> None:
         silu_mul_lora(gate_up[:, :62], ranks, rank_step, b, b_scale, *plan)
     with pytest.raises(ValueError, match=r"b torch.float8_e4m3fn"):
         silu_mul_lora.fake(gate_up, ranks, rank_step, b.to(torch.float8_e4m3fn), b_scale, *plan)
-    with pytest.raises(ValueError, match=r"ranks torch.int8\(4, 16\).*needs torch.int8 \[4, 32\] and torch.float32 \[4, 2\], as lora_round makes them"):
+    with pytest.raises(
+        ValueError,
+        match=r"ranks torch.int8\(4, 16\).*needs torch.int8 \[4, 32\] and torch.float32 \[4, 2\], as lora_round "
+        r"makes them",
+    ):
         silu_mul_lora(gate_up, ranks[:, :16], rank_step, b, b_scale, *plan)
     with pytest.raises(ValueError, match=r"ranks torch.float32"):
         silu_mul_lora(gate_up, ranks.float(), rank_step, b, b_scale, *plan)
@@ -138,7 +154,9 @@ def test_names_what_does_not_fit() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 65, 128, 130, 200, 256, 300])
-@pytest.mark.parametrize(("width", "rank"), [(14336, 32), (14336, 16), (14336, 64), (14336, 8), (704, 48), (8200, 32), (333, 32), (7, 16)])
+@pytest.mark.parametrize(
+    ("width", "rank"), [(14336, 32), (14336, 16), (14336, 64), (14336, 8), (704, 48), (8200, 32), (333, 32), (7, 16)]
+)
 def test_kernel_on_the_gpu(tokens: int, width: int, rank: int) -> None:
     args = inputs(tokens, width, rank, slots=8, device="cuda")
     check_kernel(silu_mul_lora, *args, tolerances={0: NEAR[BF16]}, pdl=tokens % 2 == 0)
@@ -159,11 +177,16 @@ def test_other_blocks_on_the_gpu(monkeypatch: pytest.MonkeyPatch, chosen: tuple[
 
 @pytest.mark.gpu
 def test_behind_shrink_and_round_with_pdl() -> None:
-    """Launched early, it still sees what the launches before it wrote: new inputs each time, planes and ranks poisoned between."""
+    """Launched early, it still sees what the launches before it wrote: new inputs each time, planes and ranks
+    poisoned between.
+    """
     for tokens in (128, 200) * 10:
         made = lora_case(tokens, 4096, 32, [14336, 14336], slots=8, device="cuda")
         gate_up, ranks, rank_step, *rest = silu_mul_lora_inputs(made)
-        planes, h = poison(torch.empty(made.splits, tokens, 64, device="cuda")), poison(gate_up.new_empty(tokens, 14336))
+        planes, h = (
+            poison(torch.empty(made.splits, tokens, 64, device="cuda")),
+            poison(gate_up.new_empty(tokens, 14336)),
+        )
         ranks, rank_step = poison(torch.empty_like(ranks)), poison(torch.empty_like(rank_step))
         torch.cuda.synchronize()
         OPS["lora_shrink"].launch(*made.shrink, out=(planes,))
@@ -181,8 +204,17 @@ def machine_code(tokens: int, rank: int = 32, width: int = 14336) -> MachineCode
 
     tile = lora_tile(tokens)
     plan = lora_plan_fake(meta(tokens, dtype=torch.int32), 8, tile)
-    (code,) = launched(silu_mul_lora, meta(tokens, 2 * width, dtype=BF16), meta(tokens, 2 * rank, dtype=INT8), meta(tokens, 2),
-                       meta(8, 2 * width, rank, dtype=INT8), meta(8, 2 * width), *plan, tile, pdl=True)  # fmt: skip
+    (code,) = launched(
+        silu_mul_lora,
+        meta(tokens, 2 * width, dtype=BF16),
+        meta(tokens, 2 * rank, dtype=INT8),
+        meta(tokens, 2),
+        meta(8, 2 * width, rank, dtype=INT8),
+        meta(8, 2 * width),
+        *plan,
+        tile,
+        pdl=True,
+    )
     return code
 
 
@@ -193,10 +225,14 @@ def test_machine_code(tokens: int, rank: int) -> None:
     most = {(1, False): 96, (2, False): 128, (1, True): 128, (2, True): 168}[parts, rank > 32]
     assert code.spills == 0 and code.registers <= most, "five, four or three programs of 4 warps don't fit on an SM"
     assert code.shared_bytes == code.sass["STS"] == code.sass["SHFL"] == code.sass["BAR"] == 0, "operands change hands"
-    assert code.sass["IMMA"] > 0 and code.sass["I2F"] + code.sass["I2FP"] <= 4, "the ranks' products are converted one by one"
+    assert code.sass["IMMA"] > 0 and code.sass["I2F"] + code.sass["I2FP"] <= 4, (
+        "the ranks' products are converted one by one"
+    )
     early, late = code.ptx_text.split("griddepcontrol.wait")
     assert ".v2.b32" in early and ".s8.s8" not in early, "B's rows are not loaded before the wait"
     assert code.ptx_text.index("griddepcontrol.launch_dependents") < len(early)
-    assert late.count("ld.global.v4.b32") == 4 * parts and late.count("st.global.v4.b32") == 2 * parts, "gate, up and h are not moved by 16 bytes"
+    assert late.count("ld.global.v4.b32") == 4 * parts and late.count("st.global.v4.b32") == 2 * parts, (
+        "gate, up and h are not moved by 16 bytes"
+    )
     first = code.sass_text.partition("ACQBULK")[2].partition("IMMA")[0]
     assert first.count("LDG") >= 10 + 2 * (rank > 32), "loads are put off until the product is done"

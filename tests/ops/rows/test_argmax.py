@@ -1,4 +1,7 @@
-"""The greedy token: torch's own argmax is the oracle, ties go to the lowest id, and every cut of a row into pieces gives the same."""
+"""The greedy token: torch's own argmax is the oracle, ties go to the lowest id, and every cut of a row into pieces
+gives the same.
+"""
+
 import pytest
 import torch
 from sidestream.ops.rows.argmax import argmax
@@ -17,7 +20,9 @@ def check(logits: torch.Tensor, pdl: bool = False) -> None:
     for _ in range(2):  # the second launch finds the counters as the first has left them
         (out,) = (poison(argmax.fake(logits)),)
         argmax.launch(logits, out=(out,), pdl=pdl)
-        expected = torch.tensor([row.tolist().index(row.amax().item()) for row in logits.float().cpu()], dtype=torch.int32)
+        expected = torch.tensor(
+            [row.tolist().index(row.amax().item()) for row in logits.float().cpu()], dtype=torch.int32
+        )
         assert torch.equal(out.cpu(), expected)
 
 

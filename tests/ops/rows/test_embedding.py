@@ -1,4 +1,5 @@
 """`embedding`: rows of the table picked by token id."""
+
 import pytest
 import torch
 from sidestream.ops.rows.embedding import embedding

@@ -1,4 +1,5 @@
 """`hadamard`: the transform's definition, its algebra, and its kernel."""
+
 import pytest
 import torch
 from sidestream.ops.rows.hadamard import hadamard
@@ -35,7 +36,11 @@ def test_a_width_that_is_no_power_of_two_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 128), (7, 2), (1, 1024)])
 def test_kernel(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    check_kernel(hadamard, normal(*shape, dtype=dtype), tolerances={0: Tolerance(2.0**-7 if dtype == torch.bfloat16 else 1e-5, 2e-6)})
+    check_kernel(
+        hadamard,
+        normal(*shape, dtype=dtype),
+        tolerances={0: Tolerance(2.0**-7 if dtype == torch.bfloat16 else 1e-5, 2e-6)},
+    )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
 """`quantize_rowwise`: e4m3 or int8 with one scale a row."""
+
 import pytest
 import torch
 from sidestream.ops.rows.quantize import quantize_rowwise, rotate_blocks, rotated_width
@@ -30,9 +31,20 @@ def test_int8_comes_back_within_half_a_step_and_ties_go_to_even() -> None:
     assert q.tolist() == [[127, 0, 2, -2, -127]]
 
 
-@pytest.mark.parametrize(("width", "rotate", "block"), [
-    (128, 128, 128), (384, 128, 128), (96, 128, 32), (64, 128, 64), (24, 128, 8), (17, 128, 1), (384, 8, 8), (20, 8, 4), (24, 0, 1),
-])
+@pytest.mark.parametrize(
+    ("width", "rotate", "block"),
+    [
+        (128, 128, 128),
+        (384, 128, 128),
+        (96, 128, 32),
+        (64, 128, 64),
+        (24, 128, 8),
+        (17, 128, 1),
+        (384, 8, 8),
+        (20, 8, 4),
+        (24, 0, 1),
+    ],
+)
 def test_blocks_are_rotated_by_the_hadamard_matrix(width: int, rotate: int, block: int) -> None:
     x = torch.randn(3, 2, width)
     assert rotated_width(width, rotate) == block
@@ -40,16 +52,22 @@ def test_blocks_are_rotated_by_the_hadamard_matrix(width: int, rotate: int, bloc
     torch.testing.assert_close(rotate_blocks(rotate_blocks(x, rotate), rotate), x)
     q, scale = quantize_rowwise(x, torch.int8, rotate)
     torch.testing.assert_close(scale.double() * 127, rotated_rows(x, block).abs().amax(-1), rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(rotated_rows(q * scale.double().unsqueeze(-1), block), x.double(), rtol=0.0, atol=0.02 * block**0.5)
+    torch.testing.assert_close(
+        rotated_rows(q * scale.double().unsqueeze(-1), block), x.double(), rtol=0.0, atol=0.02 * block**0.5
+    )
 
 
 @pytest.mark.parametrize("rotate", [128, 8])
 @pytest.mark.parametrize("width", [512, 96, 24, 17])
 def test_rotated_rows_have_the_same_products(width: int, rotate: int) -> None:
     x, weight = torch.randn(4, width), torch.randn(8, width)
-    torch.testing.assert_close(rotate_blocks(x, rotate) @ rotate_blocks(weight, rotate).T, x @ weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        rotate_blocks(x, rotate) @ rotate_blocks(weight, rotate).T, x @ weight.T, rtol=1e-4, atol=1e-4
+    )
     (q, scale), (w, w_scale) = (quantize_rowwise(each, torch.int8, rotate) for each in (x, weight))
-    torch.testing.assert_close((q.float() @ w.float().T) * scale.unsqueeze(1) * w_scale, x @ weight.T, rtol=0.0, atol=0.05 * width**0.5)
+    torch.testing.assert_close(
+        (q.float() @ w.float().T) * scale.unsqueeze(1) * w_scale, x @ weight.T, rtol=0.0, atol=0.05 * width**0.5
+    )
 
 
 def test_a_spike_is_spread() -> None:
@@ -61,16 +79,25 @@ def test_a_spike_is_spread() -> None:
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("rotate", [0, 8, 128])
-@pytest.mark.parametrize(("shape", "dtype"), [
-    ((3, 24), torch.bfloat16), ((2, 2, 96), torch.float32), ((3, 17), torch.float32), ((2, 640), torch.bfloat16), ((2, 17000), torch.bfloat16),
-    ((1, 16512), torch.bfloat16),
-])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((3, 24), torch.bfloat16),
+        ((2, 2, 96), torch.float32),
+        ((3, 17), torch.float32),
+        ((2, 640), torch.bfloat16),
+        ((2, 17000), torch.bfloat16),
+        ((1, 16512), torch.bfloat16),
+    ],
+)
 def test_int8_kernel(shape: tuple[int, ...], dtype: torch.dtype, rotate: int) -> None:
     check_kernel(quantize_rowwise, torch.randn(shape).to(dtype), torch.int8, rotate)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("shape", "dtype"), [((3, 24), torch.bfloat16), ((2, 2, 96), torch.float32), ((2, 17000), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 24), torch.bfloat16), ((2, 2, 96), torch.float32), ((2, 17000), torch.bfloat16)]
+)
 def test_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape) * torch.logspace(-2, 2, shape[0]).view(-1, *[1] * (len(shape) - 1))
     check_kernel(quantize_rowwise, x.to(dtype))
@@ -81,19 +108,27 @@ def test_kernel_rounds_every_e4m3_value_and_the_midpoints_as_torch_does() -> Non
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = values[values.isfinite()].unique()
     midpoints = (values[1:] + values[:-1]) / 2
-    x = torch.cat((values, midpoints, midpoints * (1 + 2**-20), midpoints * (1 - 2**-20))).unsqueeze(0)  # amax 448: the scale is 1
+    # amax 448: the scale is 1
+    x = torch.cat((values, midpoints, midpoints * (1 + 2**-20), midpoints * (1 - 2**-20))).unsqueeze(0)
     q, _ = quantize_rowwise.fake(x)
     quantize_rowwise.launch(x, out=(q, torch.empty(1)))
-    assert torch.equal(q.view(torch.uint8) & 0x7F, x.to(torch.float8_e4m3fn).view(torch.uint8) & 0x7F)  # -0 and 0 are one value
+    # -0 and 0 are one value
+    assert torch.equal(q.view(torch.uint8) & 0x7F, x.to(torch.float8_e4m3fn).view(torch.uint8) & 0x7F)
     assert torch.equal(q.float(), x.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 0), (torch.int8, 8), (torch.int8, 128)], ids=["e4m3", "int8", "rotated", "wide"])
+@pytest.mark.parametrize(
+    "form",
+    [(torch.float8_e4m3fn, 0), (torch.int8, 0), (torch.int8, 8), (torch.int8, 128)],
+    ids=["e4m3", "int8", "rotated", "wide"],
+)
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
 @pytest.mark.parametrize("width", [24, 17, 96, 1600, 3072, 4096, 14336, 28672])
 def test_kernel_on_the_gpu(tokens: int, width: int, form: tuple[torch.dtype, int]) -> None:
-    check_kernel(quantize_rowwise, torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16), *form, pdl=tokens % 2 == 0)
+    check_kernel(
+        quantize_rowwise, torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16), *form, pdl=tokens % 2 == 0
+    )
 
 
 def test_a_strided_input_is_refused() -> None:

@@ -1,4 +1,5 @@
 """quantize_blocks: one scale per token and 128 columns; the kernel against the reference."""
+
 import pytest
 import torch
 from sidestream.ops.rows.quantize_blocks import dequantize_blocks, padded_scales, quantize_blocks
@@ -44,7 +45,9 @@ def test_rotated_blocks_are_products_with_the_hadamard_matrix() -> None:
     x = torch.randn(5, 384)
     q, scale = quantize_blocks(x, torch.int8, 128)
     rotated = rotated_rows(x)
-    torch.testing.assert_close(scale[:, :5].double() * 127, rotated.view(5, 3, 128).abs().amax(-1).t(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        scale[:, :5].double() * 127, rotated.view(5, 3, 128).abs().amax(-1).t(), rtol=1e-6, atol=0.0
+    )
     assert ((dequantize_blocks(q, scale) - rotated).abs() <= 0.5001 * scale[:, :5].t().repeat_interleave(128, 1)).all()
 
 
@@ -62,10 +65,14 @@ def test_kernel_in_the_interpreter(tokens: int, width: int, dtype: torch.dtype) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 8), (torch.int8, 128)], ids=["e4m3", "int8", "rotated"])
+@pytest.mark.parametrize(
+    "form", [(torch.float8_e4m3fn, 0), (torch.int8, 8), (torch.int8, 128)], ids=["e4m3", "int8", "rotated"]
+)
 @pytest.mark.parametrize("tokens", [1, 33, 200])
 def test_kernel_on_the_gpu(tokens: int, form: tuple[torch.dtype, int]) -> None:
-    check_kernel(quantize_blocks, torch.randn(tokens, 4096, device="cuda").to(torch.bfloat16), *form, tolerances=SCALES, pdl=True)
+    check_kernel(
+        quantize_blocks, torch.randn(tokens, 4096, device="cuda").to(torch.bfloat16), *form, tolerances=SCALES, pdl=True
+    )
 
 
 def test_kernel_fits_in_registers() -> None:

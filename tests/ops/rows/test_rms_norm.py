@@ -1,4 +1,5 @@
 """The RMSNorm family against transformers' LlamaRMSNorm, and its kernel against the reference."""
+
 from itertools import pairwise
 from typing import Any
 
@@ -9,12 +10,15 @@ from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_n
 from support.checks import EXACT, Tolerance, check_kernel
 from support.sm90 import launched
 
-TWO_ROUNDINGS = Tolerance(2.0**-6, 1e-5, differing=0.02)  # the statistics' last bit may flip x * rstd, and that the product
+# the statistics' last bit may flip x * rstd, and that the product
+TWO_ROUNDINGS = Tolerance(2.0**-6, 1e-5, differing=0.02)
 FROM_FLIPPED = Tolerance(2.0**-6, 0.0)  # a scale whose row maximum flipped
 FP8_STEP = Tolerance(2.0**-3, 2.0**-9, differing=0.05)
 
 
-def arguments(name: str, tokens: int, width: int, dtype: torch.dtype, delta: bool, keep: bool, device: str = "cpu") -> tuple[Any, ...]:
+def arguments(
+    name: str, tokens: int, width: int, dtype: torch.dtype, delta: bool, keep: bool, device: str = "cpu"
+) -> tuple[Any, ...]:
     def draw() -> torch.Tensor:
         return torch.randn(tokens, width, device=device).to(dtype)
 
@@ -50,11 +54,16 @@ def test_the_fused_ops_are_the_plain_ones_in_a_row() -> None:
     y, q, scale, new_residual = add_rms_norm_quant(x, residual, delta, weight, eps, keep)
     assert torch.equal(new_residual, (x.float() + delta.float() + residual.float()).bfloat16())
     assert torch.equal(y, rms_norm(new_residual, weight, eps))
-    assert all(torch.equal(a, b) for a, b in zip((y, q, scale), rms_norm_quant(new_residual, weight, eps, True), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip((y, q, scale), rms_norm_quant(new_residual, weight, eps, True), strict=True)
+    )
     assert torch.equal(q, torch.ops.sidestream.quantize_rowwise(y)[0])
     assert torch.equal(y, add_rms_norm(x, residual, delta, weight, eps)[0])
     _, q, scale, _ = add_rms_norm_quant(x, residual, delta, weight, eps, keep, torch.int8, 8)
-    assert all(torch.equal(a, b) for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(y, torch.int8, 8), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(y, torch.int8, 8), strict=True)
+    )
 
 
 def test_an_unkept_y_is_empty() -> None:
@@ -65,7 +74,10 @@ def test_an_unkept_y_is_empty() -> None:
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant"])
-@pytest.mark.parametrize(("width", "delta", "keep"), [(64, False, True), (96, True, False), (256, False, False), (40, False, False), (17, False, True)])
+@pytest.mark.parametrize(
+    ("width", "delta", "keep"),
+    [(64, False, True), (96, True, False), (256, False, False), (40, False, False), (17, False, True)],
+)
 def test_kernel(name: str, dtype: torch.dtype, width: int, delta: bool, keep: bool) -> None:
     check(name, arguments(name, 3, width, dtype, delta, keep))
 
@@ -73,7 +85,9 @@ def test_kernel(name: str, dtype: torch.dtype, width: int, delta: bool, keep: bo
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant"])
-@pytest.mark.parametrize(("width", "delta", "keep"), [(4096, True, True), (3072, False, False), (2080, True, False), (1000, False, True)])
+@pytest.mark.parametrize(
+    ("width", "delta", "keep"), [(4096, True, True), (3072, False, False), (2080, True, False), (1000, False, True)]
+)
 def test_kernel_on_the_gpu(name: str, tokens: int, width: int, delta: bool, keep: bool) -> None:
     check(name, arguments(name, tokens, width, torch.bfloat16, delta, keep, "cuda"), pdl=keep)
 
@@ -102,8 +116,14 @@ def test_a_captured_chain_of_dependent_launches_gives_the_bits_of_single_launche
 
 @pytest.mark.parametrize("width", [3072, 4096, 8192, 16384])
 def test_machine_code(width: int) -> None:
-    x, weight = torch.empty(64, width, device="meta", dtype=torch.bfloat16), torch.empty(width, device="meta", dtype=torch.bfloat16)
-    codes = [launched(add_rms_norm_quant, x, x, x, weight, 1e-5, True, *form, pdl=True)[0] for form in ((torch.int8, 0), (torch.int8, 8))]
+    x, weight = (
+        torch.empty(64, width, device="meta", dtype=torch.bfloat16),
+        torch.empty(width, device="meta", dtype=torch.bfloat16),
+    )
+    codes = [
+        launched(add_rms_norm_quant, x, x, x, weight, 1e-5, True, *form, pdl=True)[0]
+        for form in ((torch.int8, 0), (torch.int8, 8))
+    ]
     for code in codes:
         assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1
     for exchange in ("ld.shared", "st.shared", "bar.sync"):

@@ -1,4 +1,5 @@
 """Sampling: the right distribution, the same token for the same seed, the kernel's tokens those of the reference."""
+
 import math
 from typing import Any
 
@@ -10,14 +11,16 @@ from support.checks import bits, poison
 from support.sm90 import launched
 
 
-def arguments(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[torch.Tensor]:
+def arguments(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[torch.Tensor]:
     """One request's parameters for every row; seeds and steps are drawn."""
     rows = logits.shape[0]
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype)
 
-    keys = [torch.randint(-2**62, 2**62, (rows,)), torch.randint(0, 10**6, (rows,))]
+    keys = [torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 10**6, (rows,))]
     return [logits, column(temperature), column(top_k, torch.int32), column(top_p), column(min_p), *keys]
 
 
@@ -25,7 +28,7 @@ def exact_distribution(logits: list[float], temperature: float, top_k: int, top_
     """What the request asked for, in plain Python: min_p, top_k, then top_p on what is left."""
     weights = [math.exp((value - max(logits)) / temperature) for value in logits]
     order = sorted(range(len(logits)), key=lambda i: -weights[i])
-    order = [i for i in order if weights[i] >= min_p][:top_k or None]
+    order = [i for i in order if weights[i] >= min_p][: top_k or None]
     total = sum(weights[i] for i in order)
     kept, mass = [], 0.0
     for i in order:
@@ -46,9 +49,19 @@ def chi_square_excess(counts: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("keys", ["random", "seeds in a row", "steps in a row"])
-@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), [
-    (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 0, 1.0, 0.0), (1.0, 4, 1.0, 0.0), (0.8, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.15),
-    (0.9, 6, 0.7, 0.05), (1.0, 1, 1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 0, 1.0, 0.0),
+        (1.0, 4, 1.0, 0.0),
+        (0.8, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.15),
+        (0.9, 6, 0.7, 0.05),
+        (1.0, 1, 1.0, 0.0),
+    ],
+)
 def test_distribution(keys: str, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     draws = 20000
     logits = torch.randn(12) * 1.5
@@ -58,7 +71,9 @@ def test_distribution(keys: str, temperature: float, top_k: int, top_p: float, m
     elif keys == "steps in a row":
         args[5], args[6] = torch.full((draws,), 1234), torch.arange(draws)
     counts = torch.bincount(sample(*args), minlength=12).double()
-    expected = torch.tensor(exact_distribution(logits.tolist(), temperature, top_k, top_p, min_p), dtype=torch.float64) * draws
+    expected = (
+        torch.tensor(exact_distribution(logits.tolist(), temperature, top_k, top_p, min_p), dtype=torch.float64) * draws
+    )
     assert chi_square_excess(counts, expected) < 5
 
 
@@ -72,7 +87,11 @@ def test_noise_is_gumbel_and_independent_of_neighbours() -> None:
     noise = gumbel_noise(seeds, torch.zeros(64, dtype=torch.int64), 4096).double()
     assert abs(noise.mean() - 0.5772) < 0.02 and abs(noise.var() - math.pi**2 / 6) < 0.05
     assert noise.min() > -3 and noise.max() < 23
-    for left, right in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:]), (noise, gumbel_noise(seeds, torch.ones(64, dtype=torch.int64), 4096).double())):
+    for left, right in (
+        (noise[:-1], noise[1:]),
+        (noise[:, :-1], noise[:, 1:]),
+        (noise, gumbel_noise(seeds, torch.ones(64, dtype=torch.int64), 4096).double()),
+    ):
         assert abs(torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1]) < 0.01
 
 
@@ -115,7 +134,9 @@ def test_top_logprobs() -> None:
 
 
 def check_tokens(args: list[torch.Tensor], **options: Any) -> None:
-    """The kernel's tokens are the reference's, but for near ties: two best scores within 1e-4, or a top_p that lies within 1e-5 of a token's edge."""
+    """The kernel's tokens are the reference's, but for near ties: two best scores within 1e-4, or a top_p that lies
+    within 1e-5 of a token's edge.
+    """
     tokens, again = (poison(OPS["sample"].fake(*args)) for _ in range(2))
     OPS["sample"].launch(*args, out=(tokens,), **options)
     OPS["sample"].launch(*args, out=(again,), **options)
@@ -142,8 +163,10 @@ def mixed_requests(rows: int, vocabulary: int, dtype: torch.dtype, device: str =
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("rows", "vocabulary", "dtype"), [
-    (13, 1000, torch.bfloat16), (11, 131, torch.float32), (5, 9001, torch.bfloat16), (3, 1, torch.float32)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "dtype"),
+    [(13, 1000, torch.bfloat16), (11, 131, torch.float32), (5, 9001, torch.bfloat16), (3, 1, torch.float32)],
+)
 def test_kernel(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     args = mixed_requests(rows, vocabulary, dtype)
     check_tokens(args)
@@ -184,6 +207,18 @@ def test_machine_code(dtype: torch.dtype) -> None:
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    args = (meta(64, 128256, dtype=dtype), meta(64), meta(64, dtype=torch.int32), meta(64), meta(64), meta(64, dtype=torch.int64), meta(64, dtype=torch.int64))
+    args = (
+        meta(64, 128256, dtype=dtype),
+        meta(64),
+        meta(64, dtype=torch.int32),
+        meta(64),
+        meta(64),
+        meta(64, dtype=torch.int64),
+        meta(64, dtype=torch.int64),
+    )
     (code,) = launched(OPS["sample"], *args, pdl=True)
-    assert code.spills == 0 and code.registers * 32 * code.num_warps <= 65536 and code.sass["ATOMG"] + code.sass["RED"] == 0
+    assert (
+        code.spills == 0
+        and code.registers * 32 * code.num_warps <= 65536
+        and code.sass["ATOMG"] + code.sass["RED"] == 0
+    )

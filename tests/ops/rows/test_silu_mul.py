@@ -1,4 +1,5 @@
 """SiLU(gate) * up, plain and quantized."""
+
 from typing import Any
 
 import pytest
@@ -28,17 +29,29 @@ def test_reference_rounds_once() -> None:
     assert (silu_mul(gate_up, delta).double() - exact).abs().max() <= (exact.abs() * 2**-8 + 1e-6).max()
     h, q, scale = silu_mul_quant(gate_up, delta, True)
     assert torch.equal(h, silu_mul(gate_up, delta))
-    assert torch.equal(q, torch.ops.sidestream.quantize_rowwise(h)[0]) and torch.equal(scale, torch.ops.sidestream.quantize_rowwise(h)[1])
+    assert torch.equal(q, torch.ops.sidestream.quantize_rowwise(h)[0]) and torch.equal(
+        scale, torch.ops.sidestream.quantize_rowwise(h)[1]
+    )
     assert silu_mul_quant(gate_up, delta, False)[0].shape == (0, 32)
     _, q, scale = silu_mul_quant(gate_up, delta, False, torch.int8, 128)
-    assert all(torch.equal(a, b) for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(h, torch.int8, 128), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((q, scale), torch.ops.sidestream.quantize_rowwise(h, torch.int8, 128), strict=True)
+    )
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("shape", "delta", "keep"), [
-    ((3, 96), True, True), ((2, 2, 64), False, False), ((2, 512), False, True), ((2, 34), True, False), ((2, 2 * 17000), True, True),
-])
+@pytest.mark.parametrize(
+    ("shape", "delta", "keep"),
+    [
+        ((3, 96), True, True),
+        ((2, 2, 64), False, False),
+        ((2, 512), False, True),
+        ((2, 34), True, False),
+        ((2, 2 * 17000), True, True),
+    ],
+)
 def test_kernel(dtype: torch.dtype, shape: tuple[int, ...], delta: bool, keep: bool) -> None:
     gate_up = (3 * torch.randn(shape)).to(dtype)
     added = torch.randn(shape).to(dtype) if delta else None
@@ -62,7 +75,10 @@ def test_kernel_at_extreme_gates() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200, 2048])
-@pytest.mark.parametrize(("width", "delta", "keep"), [(14336, True, True), (14336, False, False), (28672, False, True), (8224, True, False), (40, False, True)])
+@pytest.mark.parametrize(
+    ("width", "delta", "keep"),
+    [(14336, True, True), (14336, False, False), (28672, False, True), (8224, True, False), (40, False, True)],
+)
 def test_kernel_on_the_gpu(tokens: int, width: int, delta: bool, keep: bool) -> None:
     gate_up = torch.randn(tokens, 2 * width, device="cuda", dtype=torch.bfloat16)
     added = torch.randn_like(gate_up) if delta else None

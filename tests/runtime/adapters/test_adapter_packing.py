@@ -1,4 +1,7 @@
-"""Packing alike layers together gives the same bits as packing stack by stack; what is read in pieces is what the file holds."""
+"""Packing alike layers together gives the same bits as packing stack by stack; what is read in pieces is what the
+file holds.
+"""
+
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -21,14 +24,22 @@ from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 def test_the_same_bits_as_one_by_one(tmp_path: Path, precision: Literal["int8", "fp8", "bf16"]) -> None:
     base = tiny_llama(tmp_path)
     config = LlamaConfig.from_directory(base.path)
-    specs = [AdapterSpec(rank=20, alpha=7, targets=("q_proj", "down_proj")), AdapterSpec(rank=4, alpha=3, extra={"layers_to_transform": [1]})]
+    specs = [
+        AdapterSpec(rank=20, alpha=7, targets=("q_proj", "down_proj")),
+        AdapterSpec(rank=4, alpha=3, extra={"layers_to_transform": [1]}),
+    ]
     adapters = [load_adapter(path, config, 64) for path in tiny_adapters(base, specs)]
     lora = lora_shape_for(adapters, 2)
     assert lora is not None
-    recipes = compile_model(Llama(config, lora, torch.bfloat16, "meta"), CompileOptions(precision=precision)).adapter_recipes
+    recipes = compile_model(
+        Llama(config, lora, torch.bfloat16, "meta"), CompileOptions(precision=precision)
+    ).adapter_recipes
     for adapter in adapters:
         tensors = slot_tensors(adapter, config, lora)
-        expected = [materialize(recipe, {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}.__getitem__)[0] for recipe in recipes.values()]
+        expected = [
+            materialize(recipe, {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}.__getitem__)[0]
+            for recipe in recipes.values()
+        ]
         targets = [torch.empty_like(tensor) for tensor in expected]
         for target in targets:
             target.view(torch.uint8).fill_(0xFF)
@@ -39,12 +50,17 @@ def test_the_same_bits_as_one_by_one(tmp_path: Path, precision: Literal["int8", 
 
 
 def test_what_cannot_be_taken_together_is_taken_alone() -> None:
-    sources = {f"layers.{layer}.{side}": torch.randn(4, 16, generator=torch.Generator().manual_seed(layer)) for layer in range(6) for side in "ab"}
+    sources = {
+        f"layers.{layer}.{side}": torch.randn(4, 16, generator=torch.Generator().manual_seed(layer))
+        for layer in range(6)
+        for side in "ab"
+    }
     recipes: dict[str, Recipe] = {}
     for layer in range(3):
         both = quantize(param(f"layers.{layer}.a"), torch.int8)
         recipes |= {f"v{layer}": item(both, 0), f"s{layer}": item(both, 1)}
-        recipes[f"z{layer}"] = cat(1, [param(f"layers.{layer}.b"), zeros((1, 4, 16), torch.float32)])  # zeros have one slot
+        # zeros have one slot
+        recipes[f"z{layer}"] = cat(1, [param(f"layers.{layer}.b"), zeros((1, 4, 16), torch.float32)])
         recipes[f"t{layer}"] = cat(1, [param(f"layers.{layer}.b"), param(f"layers.{layer + 3}.b")])  # of two layers
     expected = [materialize(recipe, lambda name: sources[name].unsqueeze(0))[0] for recipe in recipes.values()]
     targets = [torch.full_like(tensor, 77) for tensor in expected]
@@ -62,7 +78,9 @@ def test_contents_are_copied_hashed_and_checked(tmp_path: Path, dtype: torch.dty
     adapter = load_adapter(path, config, 64)
     for module, pair in adapter.tensors.items():
         for side, tensor in zip("AB", pair, strict=True):
-            assert tensor.dtype == dtype and torch.equal(tensor, stored[f"base_model.model.{module}.lora_{side}.weight"])
+            assert tensor.dtype == dtype and torch.equal(
+                tensor, stored[f"base_model.model.{module}.lora_{side}.weight"]
+            )
     assert load_adapter(path, config, 64).content_hash == adapter.content_hash
     name = next(reversed(stored))
     changed = stored[name].clone()

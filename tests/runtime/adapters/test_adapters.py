@@ -1,4 +1,7 @@
-"""Adapters on disk, in host memory and in slots: names, roots, replacement, files that change or vanish, and the copies beside the steps."""
+"""Adapters on disk, in host memory and in slots: names, roots, replacement, files that change or vanish, and the
+copies beside the steps.
+"""
+
 import gc
 import os
 import random
@@ -23,13 +26,27 @@ from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
-SMALL = {"device": "cpu", "show_progress": False, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64, "precision": "fp32"}
+SMALL = {
+    "device": "cpu",
+    "show_progress": False,
+    "max_model_len": 256,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 64,
+    "precision": "fp32",
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return tiny_llama(tmp_path_factory.mktemp("model"), num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1)
+    return tiny_llama(
+        tmp_path_factory.mktemp("model"),
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +61,10 @@ def config(base):
 
 def make_stacks(config, registry, keep=2, slots=3):
     prefix = "model.layers.0.self_attn."
-    recipes = {"qkv_a": cat(1, [param(f"{prefix}{name}_proj.lora_a") for name in "qkv"]), "o_b": param(f"{prefix}o_proj.lora_b")}
+    recipes = {
+        "qkv_a": cat(1, [param(f"{prefix}{name}_proj.lora_a") for name in "qkv"]),
+        "o_b": param(f"{prefix}o_proj.lora_b"),
+    }
     stacks = {"qkv_a": torch.zeros(slots, 48, 64), "o_b": torch.zeros(slots, 64, 16)}
     return AdapterStacks(recipes, stacks, registry, LoraShape(slots, 16), keep)
 
@@ -53,7 +73,9 @@ def holds(stacks, slot, path, config):
     """Whether a slot holds the adapter of a directory."""
     tensors = slot_tensors(load_adapter(path, config, 16), config, stacks.lora, torch.float32)
     wanted = torch.cat([tensors[f"model.layers.0.self_attn.{name}_proj.lora_a"] for name in "qkv"])
-    return torch.equal(stacks.stacks["qkv_a"][slot], wanted) and torch.equal(stacks.stacks["o_b"][slot], tensors["model.layers.0.self_attn.o_proj.lora_b"])
+    return torch.equal(stacks.stacks["qkv_a"][slot], wanted) and torch.equal(
+        stacks.stacks["o_b"][slot], tensors["model.layers.0.self_attn.o_proj.lora_b"]
+    )
 
 
 def wait_for(stacks, count):
@@ -87,8 +109,14 @@ def test_fp8_stacks_hold_the_adapters_quantized_rows(config, paths):
     made = AdapterStacks({"o_b": item(recipe, 0), "o_b_scale": item(recipe, 1)}, stacks, registry, LoraShape(3, 16), 2)
     made.start(1, number)
     assert wait_for(made, 1) == [(1, number, None)]
-    expected, scale = quantize_weight(slot_tensors(load_adapter(paths[0], config, 16), config, made.lora, torch.bfloat16)[name])
-    assert torch.equal(stacks["o_b"][1].float(), expected.float()) and torch.equal(stacks["o_b_scale"][1], scale) and scale.min() > 1e-6
+    expected, scale = quantize_weight(
+        slot_tensors(load_adapter(paths[0], config, 16), config, made.lora, torch.bfloat16)[name]
+    )
+    assert (
+        torch.equal(stacks["o_b"][1].float(), expected.float())
+        and torch.equal(stacks["o_b_scale"][1], scale)
+        and scale.min() > 1e-6
+    )
     assert not stacks["o_b"][0].float().any() and not stacks["o_b_scale"][2].any()
 
 
@@ -124,7 +152,11 @@ def test_files_that_vanish_change_or_break(config, paths, tmp_path):
         stacks.start(number % 3, number) if number < 3 else stacks.start(-1, number)
     reports = {number: problem for _, number, problem in wait_for(stacks, 4)}
     assert reports[3] is None
-    assert "does not exist" in reports[0] and "have changed since it was registered" in reports[1] and "damaged" in reports[2]
+    assert (
+        "does not exist" in reports[0]
+        and "have changed since it was registered" in reports[1]
+        and "damaged" in reports[2]
+    )
     for number in range(3):
         assert f"'a{number}'" in reports[number] and str(tmp_path) not in reports[number]
     stacks.start(0, 3)
@@ -155,7 +187,14 @@ def test_roots_names_and_counts(config, paths, tmp_path):
     os.symlink(paths[1], root / "link")
     registry = AdapterRegistry(config, 16, allowed_roots=[root], max_adapters=2)
     registry.add("inside", root / "inside")
-    for path in (paths[1], root / "link", root / ".." / "x", tmp_path / "allowed-not", "/", root / "inside" / ".." / ".."):
+    for path in (
+        paths[1],
+        root / "link",
+        root / ".." / "x",
+        tmp_path / "allowed-not",
+        "/",
+        root / "inside" / ".." / "..",
+    ):
         with pytest.raises(RequestError, match="does not lie under a directory") as caught:
             registry.add("other", path)
         assert str(tmp_path) not in str(caught.value)
@@ -188,7 +227,9 @@ def ids_of(index):
 
 
 def test_sixty_adapters_over_three_slots(base, paths):
-    """Zipf traffic with shared beginnings; each answer is that of the request alone, on an engine that knows one adapter only."""
+    """Zipf traffic with shared beginnings; each answer is that of the request alone, on an engine that knows one
+    adapter only.
+    """
     names = [f"a{index}" for index in range(60)]
     llm = LLM(base.path, dict(zip(names, paths, strict=True)), max_loras=3, max_cpu_loras=8, num_kv_pages=24, **SMALL)
     source = random.Random(7)
@@ -197,8 +238,13 @@ def test_sixty_adapters_over_three_slots(base, paths):
     prompts = [(beginning if index % 3 == 0 else []) + ids_of(index) for index in range(len(chosen))]
     outputs = llm.generate(prompts, GREEDY, adapter=chosen, use_tqdm=False)
     stats = llm.engine.scheduler.stats()
-    assert stats.adapter_loads >= 60 and stats.adapters_resident == 3 and stats.prefix_hits > 0 and stats.pages_used == 0
-    answers = {(tuple(prompt), name): output.outputs[0].token_ids for prompt, name, output in zip(prompts, chosen, outputs, strict=True)}
+    assert (
+        stats.adapter_loads >= 60 and stats.adapters_resident == 3 and stats.prefix_hits > 0 and stats.pages_used == 0
+    )
+    answers = {
+        (tuple(prompt), name): output.outputs[0].token_ids
+        for prompt, name, output in zip(prompts, chosen, outputs, strict=True)
+    }
     alone = LLM(base.path, {"x": paths[0]}, max_loras=1, max_lora_rank=16, enable_prefix_caching=False, **SMALL)
     for index in random.Random(3).sample(range(len(chosen)), 45):
         name = chosen[index]
@@ -214,7 +260,9 @@ def test_a_name_is_replaced_while_its_requests_run(base, paths):
     llm = LLM(base.path, {"x": paths[0], "y": paths[1]}, max_loras=1, max_lora_rank=16, **SMALL)
     long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompt = (ids_of(3) * 4)[:100]
-    wanted = {name: llm.generate([prompt], long, adapter=name, use_tqdm=False)[0].outputs[0].token_ids for name in ("x", "y")}
+    wanted = {
+        name: llm.generate([prompt], long, adapter=name, use_tqdm=False)[0].outputs[0].token_ids for name in ("x", "y")
+    }
     assert wanted["x"] != wanted["y"]
     chunks = llm.stream([prompt], long, adapter="x")
     tokens = [token for _ in range(5) for token in next(chunks).token_ids]
@@ -232,7 +280,10 @@ def test_an_engine_can_start_without_adapters(base, paths):
     llm = LLM(base.path, {}, max_loras=2, max_lora_rank=12, **SMALL)
     llm.add_adapter("late", paths[2])
     known = LLM(base.path, {"late": paths[2]}, **SMALL)
-    answers = [engine.generate([ids_of(4)], GREEDY, adapter="late", use_tqdm=False)[0].outputs[0].token_ids for engine in (llm, known)]
+    answers = [
+        engine.generate([ids_of(4)], GREEDY, adapter="late", use_tqdm=False)[0].outputs[0].token_ids
+        for engine in (llm, known)
+    ]
     assert answers[0] == answers[1]
     with pytest.raises(AdapterError, match="above the limit of 12"):
         llm.add_adapter("large", tiny_adapters(base, [AdapterSpec(rank=20)])[0])
@@ -268,11 +319,18 @@ def test_a_copy_is_told_ahead_by_less_than_a_step(config, paths):
     stacks._flying.append(flight)
     assert stacks.finished() == [] and not flight.told, "it takes a while yet"
     flight.due = time.monotonic() + LEAD_SECONDS / 2
-    assert stacks.finished() == [(1, 7, None)] and flight.told and block.holds == 1, "told, and its memory is still being read"
+    assert stacks.finished() == [(1, 7, None)] and flight.told and block.holds == 1, (
+        "told, and its memory is still being read"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
         stacks.before_step(np.asarray([0, -1], np.int32))
         stacks.before_step(np.asarray([0, 1], np.int32))
     assert waited == [last], "only a step that uses the slot has to wait"
     over[0] = True
-    assert stacks.finished() == [] and not stacks._flying and block.holds == 0 and stacks._copy_seconds == pytest.approx(0.003)
+    assert (
+        stacks.finished() == []
+        and not stacks._flying
+        and block.holds == 0
+        and stacks._copy_seconds == pytest.approx(0.003)
+    )

@@ -1,4 +1,7 @@
-"""On a GPU: adapters that are copied while others decode, in and out of few slots, give the answers that they give alone."""
+"""On a GPU: adapters that are copied while others decode, in and out of few slots, give the answers that they give
+alone.
+"""
+
 import random
 import time
 from pathlib import Path
@@ -11,14 +14,33 @@ from sidestream.tools.bench.random_adapters import write_random_adapter
 pytestmark = pytest.mark.gpu
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024,
-    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 OPTIONS: dict[str, Any] = {
-    "load_format": "dummy", "precision": "fp32", "max_model_len": 512, "max_num_seqs": 12, "num_kv_pages": 60, "max_num_batched_tokens": 256,
-    "max_lora_rank": 16, "show_progress": False, "gpu_memory_utilization": 0.3,
-}  # fmt: skip
+    "load_format": "dummy",
+    "precision": "fp32",
+    "max_model_len": 512,
+    "max_num_seqs": 12,
+    "num_kv_pages": 60,
+    "max_num_batched_tokens": 256,
+    "max_lora_rank": 16,
+    "show_progress": False,
+    "gpu_memory_utilization": 0.3,
+}
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -28,7 +50,10 @@ def test_ten_adapters_over_two_slots(tmp_path: Path, enforce_eager: bool) -> Non
     llm = sidestream.LLM(CONFIG, paths, max_loras=2, max_cpu_loras=4, enforce_eager=enforce_eager, **OPTIONS)
     chosen = [*source.choices([*paths, None], weights=[1 / rank for rank in range(1, 12)], k=50), *paths]
     beginning = [source.randrange(4096) for _ in range(130)]
-    prompts = [(beginning if index % 3 == 0 else []) + [source.randrange(4096) for _ in range(source.randrange(3, 120))] for index in range(len(chosen))]
+    prompts = [
+        (beginning if index % 3 == 0 else []) + [source.randrange(4096) for _ in range(source.randrange(3, 120))]
+        for index in range(len(chosen))
+    ]
     params = sidestream.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=False)]
     stats = llm.engine.scheduler.stats()
@@ -36,7 +61,9 @@ def test_ten_adapters_over_two_slots(tmp_path: Path, enforce_eager: bool) -> Non
     store = llm.engine.runner.stacks.store
     for block in store._blocks.values():
         assert block.memory.is_pinned(), "copies from pageable memory would not be asynchronous"
-    alone = sidestream.LLM(CONFIG, paths, max_loras=10, enable_prefix_caching=False, enforce_eager=enforce_eager, **OPTIONS)
+    alone = sidestream.LLM(
+        CONFIG, paths, max_loras=10, enable_prefix_caching=False, enforce_eager=enforce_eager, **OPTIONS
+    )
     for prompt, name, tokens in zip(prompts, chosen, outputs, strict=True):
         assert alone.generate([prompt], params, adapter=name, use_tqdm=False)[0].outputs[0].token_ids == tokens
 

@@ -1,4 +1,7 @@
-"""Packed adapters kept on disk: a hit gives a miss's bytes and reads no tensors; what differs, is damaged or does not belong to us is absent."""
+"""Packed adapters kept on disk: a hit gives a miss's bytes and reads no tensors; what differs, is damaged or does
+not belong to us is absent.
+"""
+
 import errno
 import logging
 import os
@@ -61,17 +64,29 @@ def new_cache(folder: Path, limit: int = 1 << 30) -> SlotCache:
 
 def new_recipes(dtype: torch.dtype = torch.int8) -> dict[str, Recipe]:
     down = quantize(param("model.layers.0.mlp.down_proj.lora_a"), dtype)
-    return {"qkv_a": cat(1, [param(f"{PREFIX}{name}_proj.lora_a") for name in "qkv"]), "down_a": item(down, 0), "down_a_scale": item(down, 1)}
+    return {
+        "qkv_a": cat(1, [param(f"{PREFIX}{name}_proj.lora_a") for name in "qkv"]),
+        "down_a": item(down, 0),
+        "down_a_scale": item(down, 1),
+    }
 
 
-def new_store(config: LlamaConfig, registry: AdapterRegistry, recipes: dict[str, Recipe] | None = None, keep: int = 2) -> AdapterStore:
+def new_store(
+    config: LlamaConfig, registry: AdapterRegistry, recipes: dict[str, Recipe] | None = None, keep: int = 2
+) -> AdapterStore:
     recipes = recipes or new_recipes()
-    stacks = {"qkv_a": torch.zeros(3, 48, 128, dtype=torch.bfloat16), "down_a": torch.zeros(3, 16, 256, dtype=torch.int8), "down_a_scale": torch.zeros(3, 16)}
+    stacks = {
+        "qkv_a": torch.zeros(3, 48, 128, dtype=torch.bfloat16),
+        "down_a": torch.zeros(3, 16, 256, dtype=torch.int8),
+        "down_a_scale": torch.zeros(3, 16),
+    }
     return AdapterStore(recipes, stacks, registry, LORA, keep, threading.Lock())
 
 
 def start(config: LlamaConfig, path: Path, folder: Path, **more: Any) -> tuple[bytes, bool]:
-    """A start with one adapter, ended once everything is kept: (its block's bytes, whether its tensors were read for them)."""
+    """A start with one adapter, ended once everything is kept: (its block's bytes, whether its tensors were read for
+    them).
+    """
     registry = AdapterRegistry(config, 16, cache=new_cache(folder))
     number = registry.add("a", path).number
     store, reads = new_store(config, registry, **more), []
@@ -95,16 +110,25 @@ def test_a_hit_has_the_bytes_of_a_miss_and_reads_no_tensors(config, paths, tmp_p
     assert start(config, paths[0], tmp_path) == (expected, True)
     assert len(kept(tmp_path)) == 1 and len(kept(tmp_path, "hash")) == 1
     folder = tmp_path / "adapters"
-    assert folder.stat().st_mode & 0o777 == 0o700 and {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    monkeypatch.setattr("sidestream.graphs.adapter_file.finite", lambda *_: pytest.fail("the values were looked at again"))
+    assert folder.stat().st_mode & 0o777 == 0o700 and {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        0o600
+    }
+    monkeypatch.setattr(
+        "sidestream.graphs.adapter_file.finite", lambda *_: pytest.fail("the values were looked at again")
+    )
     assert start(config, paths[0], tmp_path) == (expected, False)
     registry = AdapterRegistry(config, 16, cache=new_cache(tmp_path))
     known = registry.add("a", paths[0])
-    assert known.content_hash == alone.hashes[number] and (known.adapter.rank, known.adapter.scaling) == (4, alone.by_number(number).adapter.scaling)
+    assert known.content_hash == alone.hashes[number] and (known.adapter.rank, known.adapter.scaling) == (
+        4,
+        alone.by_number(number).adapter.scaling,
+    )
 
 
 def test_a_cold_start_within_one_process(config, paths, tmp_path):
-    """Given up and wanted again, an adapter comes from the cache as long as its files look the same; else they decide, with the errors they always had."""
+    """Given up and wanted again, an adapter comes from the cache as long as its files look the same; else they
+    decide, with the errors they always had.
+    """
     copy = shutil.copytree(paths[0], tmp_path / "copy")
     registry = AdapterRegistry(config, 16, cache=new_cache(tmp_path), keep=0)
     number = registry.add("a", copy).number
@@ -149,7 +173,8 @@ def test_what_differs_is_packed_anew(config, paths, tmp_path, change, monkeypatc
     else:
         monkeypatch.setattr(slot_cache, "_sources", lambda: "of another release")
     again, read = start(config, copy, tmp_path, **more)
-    assert read and len(kept(tmp_path)) == 2 and (again == first) is (change in ("sources", "scaling"))  # no B in these recipes
+    # no B in these recipes
+    assert read and len(kept(tmp_path)) == 2 and (again == first) is (change in ("sources", "scaling"))
     assert start(config, copy, tmp_path, **more) == (again, False)
 
 
@@ -158,8 +183,14 @@ def test_the_key_knows_shapes_and_dtypes_and_no_slot_count(config):
     recipes = {"a": new_recipes()["down_a"]}
     key = packing_key(recipes, shapes, torch.bfloat16, config, LORA)
     assert key == packing_key(dict(recipes), list(shapes), torch.bfloat16, config, LoraShape(77, 16))
-    others = {packing_key(recipes, [other], torch.bfloat16, config, LORA) for other in (((16, 256), torch.uint8), ((8, 512), torch.int8))}
-    others |= {packing_key(recipes, shapes, torch.float32, config, LORA), packing_key({"b": recipes["a"]}, shapes, torch.bfloat16, config, LORA)}
+    others = {
+        packing_key(recipes, [other], torch.bfloat16, config, LORA)
+        for other in (((16, 256), torch.uint8), ((8, 512), torch.int8))
+    }
+    others |= {
+        packing_key(recipes, shapes, torch.float32, config, LORA),
+        packing_key({"b": recipes["a"]}, shapes, torch.bfloat16, config, LORA),
+    }
     assert len({key, *others, packing_key(recipes, shapes, torch.bfloat16, config, LoraShape(3, 32))}) == 6
 
 
@@ -177,7 +208,11 @@ def test_a_damaged_slot_is_replaced(config, paths, tmp_path, damage, caplog):
         bad[:4096] = good[:4096].replace(path.stem[:8].encode(), b"00000000")
     elif damage == "header":
         bad[:200] = b"[" * 200
-    bad = bytearray({"short": good[:-1], "long": good + b"\0", "empty": b"", "garbage": os.urandom(len(good))}.get(damage, bytes(bad)))
+    bad = bytearray(
+        {"short": good[:-1], "long": good + b"\0", "empty": b"", "garbage": os.urandom(len(good))}.get(
+            damage, bytes(bad)
+        )
+    )
     path.write_bytes(bad)
     with caplog.at_level(logging.WARNING):
         assert start(config, paths[0], tmp_path) == (first, True)
@@ -216,6 +251,7 @@ def test_a_disk_that_takes_nothing_costs_only_time(config, paths, tmp_path, faul
     elif fault == "full":
         monkeypatch.setattr(cache_folder.os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=4096))
     else:
+
         def write(handle: int, data: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -238,17 +274,23 @@ def test_the_longest_unused_are_removed(tmp_path):
     target = np.empty(8192, np.uint8)
     assert cache.load("a", target) and np.array_equal(target, data["a"])  # used: `b` is the oldest now
     cache.save("d", data["d"])
-    assert [path.stem for path in kept(tmp_path)] == ["a", "c", "d"] and [path.stem for path in kept(tmp_path, "tmp")] == ["busy"]
+    assert [path.stem for path in kept(tmp_path)] == ["a", "c", "d"] and [
+        path.stem for path in kept(tmp_path, "tmp")
+    ] == ["busy"]
     assert not cache.load("b", target) and cache.load("d", target) and np.array_equal(target, data["d"])
     cache.save("large", np.zeros(1 << 20, np.uint8))
-    assert [path.stem for path in kept(tmp_path)] == ["a", "c", "d"], "larger than all: not kept, and nothing given up for it"
+    assert [path.stem for path in kept(tmp_path)] == ["a", "c", "d"], (
+        "larger than all: not kept, and nothing given up for it"
+    )
 
 
 def test_writers_at_once(tmp_path):
     """Whoever reads meanwhile finds nothing or all of it."""
     data = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
     caches = [new_cache(tmp_path) for _ in range(4)]
-    writers = [threading.Thread(target=lambda cache=cache: [cache.save("k", data) for _ in range(5)]) for cache in caches]
+    writers = [
+        threading.Thread(target=lambda cache=cache: [cache.save("k", data) for _ in range(5)]) for cache in caches
+    ]
     for writer in writers:
         writer.start()
     found = 0
@@ -283,7 +325,9 @@ while not list(Path({str(tmp_path)!r}).glob("adapters/*.tmp")):
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert time.monotonic() - begin < 60 and not list((tmp_path / "adapters").iterdir())
 

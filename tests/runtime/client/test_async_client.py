@@ -1,4 +1,5 @@
 """`AsyncClient` against a small server that speaks the protocol."""
+
 import asyncio
 import gc
 import os
@@ -9,7 +10,13 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.client.async_client import AsyncClient
-from sidestream.runtime.requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
+from sidestream.runtime.requests.errors import (
+    DeadlineError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+)
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import keys as curve
 from sidestream.runtime.wire import protocol
@@ -32,6 +39,7 @@ def go(work: Awaitable[Any], seconds: float = 20.0) -> Any:
     async def limited() -> Any:
         async with asyncio.timeout(seconds):
             return await work
+
     return asyncio.run(limited())
 
 
@@ -44,13 +52,24 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 def test_a_stream_brings_every_chunk_in_order_and_ends(server: WireServer) -> None:
     async def work() -> None:
         async with AsyncClient(server.address) as client:
-            chunks = [chunk async for chunk in client.stream("To be", SamplingParams(max_tokens=5, stop=["x"], logit_bias={3: 1.5}), adapter="pirate")]
+            chunks = [
+                chunk
+                async for chunk in client.stream(
+                    "To be", SamplingParams(max_tokens=5, stop=["x"], logit_bias={3: 1.5}), adapter="pirate"
+                )
+            ]
             assert "".join(chunk.text for chunk in chunks) == " 0 1 2 3 4"
             assert [chunk.finish_reason for chunk in chunks] == [None] * 4 + ["length"]
             assert chunks[-1].usage is not None and chunks[-1].usage.output_tokens == 5
         asked = server.submits[0]
-        assert (asked.prompt, asked.adapter, asked.sampling.stop, asked.sampling.logit_bias) == ("To be", "pirate", ["x"], {3: 1.5})
+        assert (asked.prompt, asked.adapter, asked.sampling.stop, asked.sampling.logit_bias) == (
+            "To be",
+            "pirate",
+            ["x"],
+            {3: 1.5},
+        )
         assert not server.aborts, "a request that has ended is not aborted"
+
     go(work())
 
 
@@ -58,24 +77,40 @@ def test_generate_gives_whole_answers_in_the_order_of_the_prompts(server: WireSe
     async def work() -> None:
         async with AsyncClient(server.address) as client:
             prompts = [[1, 2], "text", {"prompt_token_ids": [5]}]
-            outputs = await client.generate(prompts, [SamplingParams(max_tokens=k, n=2, logprobs=0) for k in (1, 2, 3)], adapter=[None, "pirate", None])
+            outputs = await client.generate(
+                prompts,
+                [SamplingParams(max_tokens=k, n=2, logprobs=0) for k in (1, 2, 3)],
+                adapter=[None, "pirate", None],
+            )
             assert [output.outputs[1].token_ids for output in outputs] == [[0], [0, 1], [0, 1, 2]]
             assert [output.adapter for output in outputs] == [None, "pirate", None]
-            assert [(output.prompt, output.prompt_token_ids) for output in outputs] == [(None, [1, 2]), ("text", []), (None, [5])]
+            assert [(output.prompt, output.prompt_token_ids) for output in outputs] == [
+                (None, [1, 2]),
+                ("text", []),
+                (None, [5]),
+            ]
             assert outputs[2].finished and outputs[2].outputs[0].finish_reason == "length"
             logprobs = outputs[2].outputs[0].logprobs
-            assert logprobs is not None and [list(place) for place in logprobs] == [[0], [1], [2]] and outputs[2].outputs[0].cumulative_logprob == -1.5
+            assert (
+                logprobs is not None
+                and [list(place) for place in logprobs] == [[0], [1], [2]]
+                and outputs[2].outputs[0].cumulative_logprob == -1.5
+            )
             assert len(await client.generate("alone", SamplingParams(max_tokens=1))) == 1
             assert await client.generate([]) == []
             many = await client.generate([[number] for number in range(300)], SamplingParams(max_tokens=1))
             assert [output.prompt_token_ids for output in many] == [[number] for number in range(300)]
+
     go(work())
 
 
 def test_calls(server: WireServer) -> None:
     async def work() -> None:
         async with AsyncClient(server.address, name="me") as client:
-            assert [(adapter.name, adapter.where) for adapter in await client.list_adapters()] == [("pirate", "gpu"), ("shout", "disk")]
+            assert [(adapter.name, adapter.where) for adapter in await client.list_adapters()] == [
+                ("pirate", "gpu"),
+                ("shout", "disk"),
+            ]
             assert (await client.stats())["adapter_hits_total"] == 3
             assert (await client.health()).status == "ok"
             await client.load_adapter("new", "/adapters/new", replace=True)
@@ -84,6 +119,7 @@ def test_calls(server: WireServer) -> None:
                 await client.load_adapter("new", "etc/passwd")
             assert caught.value.code == "forbidden"
             assert (await client.connect()).model == "fake"
+
     go(work())
     assert isinstance(server.calls[-3], protocol.LoadAdapter) and server.calls[-3].replace
 
@@ -91,13 +127,22 @@ def test_calls(server: WireServer) -> None:
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        ("invalid_request", RequestError), ("unknown_adapter", RequestError), ("overloaded", OverloadedError), ("draining", OverloadedError),
-        ("deadline_exceeded", DeadlineError), ("request_failed", ServerError), ("engine_dead", EngineDeadError),
+        ("invalid_request", RequestError),
+        ("unknown_adapter", RequestError),
+        ("overloaded", OverloadedError),
+        ("draining", OverloadedError),
+        ("deadline_exceeded", DeadlineError),
+        ("request_failed", ServerError),
+        ("engine_dead", EngineDeadError),
     ],
-)  # fmt: skip
+)
 def test_an_error_ends_its_own_request_only(server: WireServer, code: Any, kind: type[Exception]) -> None:
     def refuse(message: protocol.Submit) -> protocol.Error | None:
-        return protocol.Error(code=code, message="because", request_id=message.request_id, retry_after=2.5) if message.prompt == "bad" else None
+        return (
+            protocol.Error(code=code, message="because", request_id=message.request_id, retry_after=2.5)
+            if message.prompt == "bad"
+            else None
+        )
 
     async def work() -> None:
         async with AsyncClient(server.address) as client:
@@ -108,6 +153,7 @@ def test_an_error_ends_its_own_request_only(server: WireServer, code: Any, kind:
             if isinstance(caught.value, ServerError):
                 assert (caught.value.code, caught.value.retry_after) == (code, 2.5)
             assert len([chunk async for chunk in good]) == 2
+
     server.refuse = refuse
     go(work())
 
@@ -133,6 +179,7 @@ def test_leaving_a_stream_aborts_it(server: WireServer) -> None:
             async def read() -> None:
                 async for _ in client.stream("three", request_id="cancelled"):
                     pass
+
             task = asyncio.create_task(read())
             await until(lambda: len(server.submits) == 3)
             task.cancel()
@@ -150,6 +197,7 @@ def test_leaving_a_stream_aborts_it(server: WireServer) -> None:
                 await client.generate("seven", timeout=0.05)
             await until(lambda: len(server.aborts) == 7)
             assert (await client.stats())["pages_in_use"] == 0
+
     go(work())
 
 
@@ -164,6 +212,7 @@ def test_an_abort_by_id_ends_the_stream_with_its_reason(server: WireServer) -> N
                 await client.abort("mine")
                 await client.abort("nobody's")
             assert reasons == [None, "abort"]
+
     go(work())
     assert server.aborts == ["mine"]
 
@@ -187,8 +236,11 @@ def test_a_killed_engine_is_noticed_at_once_and_its_successor_found(address: str
             assert time.monotonic() - started < 1.0
         with WireServer(first.address) as second:
             assert [chunk.text async for chunk in client.stream("again", SamplingParams(max_tokens=2))] == [" 0", " 1"]
-            assert [message.prompt for message in second.submits] == ["again"], "what was meant for the dead engine does not reach its successor"
+            assert [message.prompt for message in second.submits] == ["again"], (
+                "what was meant for the dead engine does not reach its successor"
+            )
             await client.close()
+
     go(work())
 
 
@@ -205,6 +257,7 @@ def test_a_hanging_engine_is_noticed_by_its_silence(address: str) -> None:
                 with pytest.raises(EngineDeadError, match="no sign of life"):
                     await anext(stream)
                 assert 0.3 < time.monotonic() - started < 1.2
+
     go(work())
 
 
@@ -218,6 +271,7 @@ def test_a_program_that_slept_does_not_take_the_engine_for_dead(address: str) ->
                 await asyncio.sleep(0.3)
                 await client.abort("x")
                 assert (await anext(stream)).finish_reason == "abort"
+
     go(work())
 
 
@@ -230,6 +284,7 @@ def test_a_connection_that_the_server_forgot_is_made_anew_for_a_new_request(serv
             assert outputs[0].outputs[0].token_ids == [0, 1]
             server.instance = os.urandom(16)
             assert (await client.stats())["adapter_misses_total"] == 1
+
     go(work())
 
 
@@ -246,6 +301,7 @@ def test_nothing_there(address: str, tmp_path: Path) -> None:
             await client.close()
             with pytest.raises(RequestError, match="closed"):
                 await client.generate("x")
+
     go(work())
 
 
@@ -263,10 +319,13 @@ def test_an_engine_that_comes_later_or_still_loads_is_waited_for(address: str) -
             with pytest.raises(EngineDeadError, match="still loading"):
                 await client.connect()
             await client.close()
+
     go(work())
 
 
-@pytest.mark.parametrize("frame", [b"", b"hello", b"SS\x00\x02" + bytes(16) + b"\x80", b"SS\x00\x01" + bytes(16) + b"\xc1", b"random"])
+@pytest.mark.parametrize(
+    "frame", [b"", b"hello", b"SS\x00\x02" + bytes(16) + b"\x80", b"SS\x00\x01" + bytes(16) + b"\xc1", b"random"]
+)
 def test_nonsense_from_the_server_ends_the_connection_with_a_clear_error(address: str, frame: bytes) -> None:
     async def work() -> None:
         with WireServer(address, hold=True) as server:
@@ -279,6 +338,7 @@ def test_nonsense_from_the_server_ends_the_connection_with_a_clear_error(address
                 assert caught.value.code in ("bad_frame", "unsupported_version")
                 server.hold = False
                 assert (await client.generate("y"))[0].finished
+
     go(work())
 
 
@@ -296,13 +356,24 @@ def test_a_gap_in_a_stream_is_an_error_of_that_stream(server: WireServer) -> Non
             await until(lambda: server.aborts == ["x"])
             server.hold = False
             assert (await client.generate("y"))[0].finished
+
     go(work())
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], 5, [1, -1], [2**31], {"prompt": "a", "prompt_token_ids": [1]}, "x" * (protocol.MAX_PROMPT_CHARACTERS + 1), "\ud800", b"x"],
+    "prompt",
+    [
+        [],
+        5,
+        [1, -1],
+        [2**31],
+        {"prompt": "a", "prompt_token_ids": [1]},
+        "x" * (protocol.MAX_PROMPT_CHARACTERS + 1),
+        "\ud800",
+        b"x",
+    ],
     ids=["empty", "number", "negative", "above int32", "both", "too long", "surrogate", "bytes"],
-)  # fmt: skip
+)
 def test_a_prompt_that_cannot_travel_is_refused_here(server: WireServer, prompt: Any) -> None:
     async def work() -> None:
         async with AsyncClient(server.address) as client:
@@ -310,6 +381,7 @@ def test_a_prompt_that_cannot_travel_is_refused_here(server: WireServer, prompt:
                 async for _ in client.stream(prompt):
                     pass
             assert (await client.generate("y"))[0].finished
+
     go(work())
     assert len(server.submits) == 1
 
@@ -333,6 +405,7 @@ def test_curve_end_to_end(tmp_path: Path) -> None:
             with pytest.raises(ServerError):
                 await plain.connect()
             await plain.close()
+
     go(work())
 
 
@@ -348,6 +421,7 @@ def test_no_socket_stays_behind(server: WireServer) -> None:
     async def once() -> None:
         async with AsyncClient(server.address) as client:
             await client.generate("x")
+
     go(once())
     before = sockets()
     for _ in range(10):

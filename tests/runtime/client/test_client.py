@@ -1,4 +1,5 @@
 """The blocking `Client` against a small server that speaks the protocol."""
+
 import gc
 import subprocess
 import sys
@@ -37,7 +38,11 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 def test_requests_and_calls(server: WireServer) -> None:
     with Client(server.address) as client:
         assert client.connect().model == "fake"
-        assert [chunk.text for chunk in client.stream("To be", SamplingParams(max_tokens=3), adapter="pirate")] == [" 0", " 1", " 2"]
+        assert [chunk.text for chunk in client.stream("To be", SamplingParams(max_tokens=3), adapter="pirate")] == [
+            " 0",
+            " 1",
+            " 2",
+        ]
         outputs = client.generate(["a", [1, 2]], SamplingParams(max_tokens=2), adapter=["pirate", None])
         assert [output.outputs[0].text for output in outputs] == [" 0 1"] * 2
         assert [adapter.name for adapter in client.list_adapters()] == ["pirate", "shout"]
@@ -93,7 +98,10 @@ def test_many_threads_share_one_client(server: WireServer) -> None:
                 if round_ % 2:
                     assert len(list(client.stream([number], SamplingParams(max_tokens=count)))) == count
                 else:
-                    assert len(client.generate([number], SamplingParams(max_tokens=count))[0].outputs[0].token_ids) == count
+                    assert (
+                        len(client.generate([number], SamplingParams(max_tokens=count))[0].outputs[0].token_ids)
+                        == count
+                    )
         except BaseException as problem:
             problems.append(problem)
 

@@ -1,4 +1,7 @@
-"""On a GPU: whole programs step by step against the references, CUDA graphs against step-by-step execution, tokens against transformers."""
+"""On a GPU: whole programs step by step against the references, CUDA graphs against step-by-step execution, tokens
+against transformers.
+"""
+
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,22 @@ from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, ti
 pytestmark = pytest.mark.gpu
 
 LAYER_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 PAGES, SLOTS, RANK = 600, 8, 32
 PROMPTS = [[3, 14, 15, 92, 65], [2, 71, 82], list(range(100, 300)), [9] * 70]
 
@@ -56,10 +71,15 @@ def tensors_for(bound_names: dict[str, tuple[tuple[int, ...], torch.dtype]], buc
             slots.append(int(table[row, place // 64]) * 64 + place % 64)
     padding = t - len(positions)
     integers = {
-        "input_ids": torch.randint(0, 32000, (t,)), "positions": torch.tensor(positions + [0] * padding), "slot_mapping": torch.tensor(slots + [-1] * padding),
-        "adapter_index": torch.arange(t) % (SLOTS + 1) - 1, "block_table": table, "query_start": starts, "logits_indices": starts[1:] - 1,
+        "input_ids": torch.randint(0, 32000, (t,)),
+        "positions": torch.tensor(positions + [0] * padding),
+        "slot_mapping": torch.tensor(slots + [-1] * padding),
+        "adapter_index": torch.arange(t) % (SLOTS + 1) - 1,
+        "block_table": table,
+        "query_start": starts,
+        "logits_indices": starts[1:] - 1,
         "context_lens": torch.tensor(lengths) + torch.tensor(counts),
-    }  # fmt: skip
+    }
     for name, value in integers.items():
         if name in bound_names:
             tensors[name] = value.to(device="cuda", dtype=bound_names[name][1])
@@ -82,8 +102,11 @@ def as_pages(wide: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bucket", BUCKETS.values(), ids=BUCKETS)
-@pytest.mark.parametrize("options", [{"precision": "int8"}, {"precision": "fp8"}, {"precision": "fp8", "kv_dtype": "int8"}, {"precision": "bf16"}],
-                         ids=["int8", "fp8", "int8-kv", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "int8"}, {"precision": "fp8"}, {"precision": "fp8", "kv_dtype": "int8"}, {"precision": "bf16"}],
+    ids=["int8", "fp8", "int8-kv", "bf16"],
+)
 def test_every_step_equals_its_reference_at_8b_shapes(bucket: Bucket, options: dict[str, str]) -> None:
     """Each kernel of a whole program, on the very inputs that it finds there, in a poisoned arena."""
     module = Llama(LlamaConfig.from_dict(LAYER_8B), LoraShape(SLOTS, RANK), torch.bfloat16, "meta")
@@ -98,7 +121,9 @@ def test_every_step_equals_its_reference_at_8b_shapes(bucket: Bucket, options: d
         op = OPS[step.op.removeprefix("sidestream.")]
         names = [argument.name for argument in op.overload._schema.arguments]
         given = dict(zip(names, bound.arguments(step.index), strict=True))
-        copies = {name: value.clone() if name in op.mutates and value is not None else value for name, value in given.items()}
+        copies = {
+            name: value.clone() if name in op.mutates and value is not None else value for name, value in given.items()
+        }
         reference = as_outputs(op.reference(*copies.values()))
         if step.op == "sidestream.widen_kv":  # pages that no sequence has are not written
             written = given["pages"].flatten() >= 0
@@ -113,7 +138,8 @@ def test_every_step_equals_its_reference_at_8b_shapes(bucket: Bucket, options: d
                 assert torch.equal(got, want), f"{step.name} output {place} differs"
                 continue
             error = float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-6))
-            limit = 4e-2 if step.op == "sidestream.decoder_block" else 2e-2  # three roundings to e4m3 follow each other in it
+            # three roundings to e4m3 follow each other in it
+            limit = 4e-2 if step.op == "sidestream.decoder_block" else 2e-2
             assert error < limit, f"{step.name} ({step.op}) output {place}: relative error {error}"
         checked.append(step.op)
 
@@ -135,18 +161,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
 
 @pytest.fixture(scope="module")
 def adapters(base: TinyBase) -> dict[str, Path]:
-    specs = [AdapterSpec(rank=8), AdapterSpec(rank=32, use_rslora=True), AdapterSpec(rank=16, targets=("q_proj", "v_proj"))]
+    specs = [
+        AdapterSpec(rank=8),
+        AdapterSpec(rank=32, use_rslora=True),
+        AdapterSpec(rank=16, targets=("q_proj", "v_proj")),
+    ]
     return dict(zip("abc", tiny_adapters(base, specs), strict=True))
 
 
 def answers(base: TinyBase, adapters: dict[str, Path], **options: Any) -> list[list[int]]:
-    """Greedy answers of one batch whose adapters are all on the GPU already: when a copy ends decides which requests share a step, and a kernel's
-    tiles (so the last bits of its sums) depend on how many do."""
-    options |= {"max_model_len": 512, "show_progress": False, "gpu_memory_utilization": 0.3, "enable_prefix_caching": False}
+    """Greedy answers of one batch whose adapters are all on the GPU already: when a copy ends decides which requests
+    share a step, and a kernel's tiles (so the last bits of its sums) depend on how many do."""
+    options |= {
+        "max_model_len": 512,
+        "show_progress": False,
+        "gpu_memory_utilization": 0.3,
+        "enable_prefix_caching": False,
+    }
     llm = sidestream.LLM(base.path, adapters=adapters, **options)
     chosen = ["a", None, "b", "c"]
     llm.generate(PROMPTS, sidestream.SamplingParams(max_tokens=2), adapter=chosen, use_tqdm=False)
-    outputs = llm.generate(PROMPTS, sidestream.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), adapter=chosen, use_tqdm=False)
+    outputs = llm.generate(
+        PROMPTS,
+        sidestream.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+        adapter=chosen,
+        use_tqdm=False,
+    )
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -156,7 +196,19 @@ def test_fp32_tokens_are_those_of_transformers_and_peft(base: TinyBase, adapters
     assert answers(base, adapters, precision="fp32") == want
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"kv_dtype": "bf16"}, {"precision": "bf16"}, {"lora_lowering": "serial"}, {"hadamard": False}],
-                         ids=lambda options: "-".join(map(str, options.values())) or "default")  # fmt: skip
-def test_replayed_graphs_give_the_tokens_of_step_by_step_execution(base: TinyBase, adapters: dict[str, Path], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "bf16"},
+        {"precision": "bf16"},
+        {"lora_lowering": "serial"},
+        {"hadamard": False},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "default",
+)
+def test_replayed_graphs_give_the_tokens_of_step_by_step_execution(
+    base: TinyBase, adapters: dict[str, Path], options: dict[str, Any]
+) -> None:
     assert answers(base, adapters, **options) == answers(base, adapters, enforce_eager=True, **options)

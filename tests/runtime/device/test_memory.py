@@ -1,4 +1,5 @@
 """A device that is too small is told as such: how much is missing, and what would help."""
+
 import re
 
 import pytest
@@ -22,7 +23,13 @@ def test_what_is_missing_and_what_would_help():
     assert text.startswith(f"{(1024 * (4 << 20) - left) / GIB:.2f} GiB of device memory are missing")
     holds = int(re.search(r"lower max_model_len to (\d+)", text).group(1))
     assert plan_pages(DEMAND, 15 * GIB, 16 * GIB, 0.8, holds, 16) >= holds // 64
-    for remedy in ("gpu_memory_utilization from 0.8", "max_num_seqs", "max_loras or max_lora_rank", "weights 8.00 GiB", "adapter stacks 2.00 GiB"):
+    for remedy in (
+        "gpu_memory_utilization from 0.8",
+        "max_num_seqs",
+        "max_loras or max_lora_rank",
+        "weights 8.00 GiB",
+        "adapter stacks 2.00 GiB",
+    ):
         assert remedy in text
 
 
@@ -44,4 +51,7 @@ def test_a_modest_pool_on_the_cpu():
 
 
 def test_bytes():
-    assert nbytes({"a": ((2, 3), torch.float32), "b": ((5,), torch.float8_e4m3fn), "c": ((), torch.bfloat16)}) == 24 + 5 + 2
+    assert (
+        nbytes({"a": ((2, 3), torch.float32), "b": ((5,), torch.float8_e4m3fn), "c": ((), torch.bfloat16)})
+        == 24 + 5 + 2
+    )

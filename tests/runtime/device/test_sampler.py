@@ -1,4 +1,5 @@
 """Penalties and biases do what vLLM's definitions say, row by row; the draw is the op's."""
+
 import numpy as np
 import torch
 from sidestream.ops.rows.sample import sample_reference
@@ -11,17 +12,47 @@ EMPTY = np.zeros(0, np.int32)
 def sampling(rows, **fields):
     ones = np.ones(rows, np.float32)
     defaults = dict(
-        greedy=False, num_logprobs=-1, temperature=ones, top_k=np.zeros(rows, np.int32), top_p=ones, min_p=0 * ones, seeds=np.arange(rows, dtype=np.int64),
-        steps=np.full(rows, 3, np.int64), bias_rows=EMPTY, bias_tokens=EMPTY, bias_values=np.zeros(0, np.float32), history_rows=EMPTY, history_tokens=EMPTY,
-        history_counts=EMPTY, presence_penalty=0 * ones, frequency_penalty=0 * ones, repetition_penalty=ones)
+        greedy=False,
+        num_logprobs=-1,
+        temperature=ones,
+        top_k=np.zeros(rows, np.int32),
+        top_p=ones,
+        min_p=0 * ones,
+        seeds=np.arange(rows, dtype=np.int64),
+        steps=np.full(rows, 3, np.int64),
+        bias_rows=EMPTY,
+        bias_tokens=EMPTY,
+        bias_values=np.zeros(0, np.float32),
+        history_rows=EMPTY,
+        history_tokens=EMPTY,
+        history_counts=EMPTY,
+        presence_penalty=0 * ones,
+        frequency_penalty=0 * ones,
+        repetition_penalty=ones,
+    )
     return SamplingPlan(**{**defaults, **fields})
 
 
 def plan(settings):
     rows = len(settings.temperature)
     index = np.arange(rows, dtype=np.int32)
-    return StepPlan(0, True, index, index, index, index, index[:, None], index, np.arange(rows + 1, dtype=np.int32), index, index, EMPTY, EMPTY,
-                    EMPTY.reshape(0, 2), settings)
+    return StepPlan(
+        0,
+        True,
+        index,
+        index,
+        index,
+        index,
+        index[:, None],
+        index,
+        np.arange(rows + 1, dtype=np.int32),
+        index,
+        index,
+        EMPTY,
+        EMPTY,
+        EMPTY.reshape(0, 2),
+        settings,
+    )
 
 
 def int32(*values):
@@ -30,9 +61,18 @@ def int32(*values):
 
 def test_penalties():
     logits = torch.randn(2, 6)
-    settings = sampling(2, history_rows=int32(0, 0, 1), history_tokens=int32(1, 4, 2), history_counts=int32(0, 3, 1), bias_rows=int32(1, 0),
-                        bias_tokens=int32(5, 0), bias_values=np.asarray([2.5, -np.inf], np.float32), presence_penalty=np.asarray([0.5, 0], np.float32),
-                        frequency_penalty=np.asarray([0.25, 1], np.float32), repetition_penalty=np.asarray([2, 1], np.float32))
+    settings = sampling(
+        2,
+        history_rows=int32(0, 0, 1),
+        history_tokens=int32(1, 4, 2),
+        history_counts=int32(0, 3, 1),
+        bias_rows=int32(1, 0),
+        bias_tokens=int32(5, 0),
+        bias_values=np.asarray([2.5, -np.inf], np.float32),
+        presence_penalty=np.asarray([0.5, 0], np.float32),
+        frequency_penalty=np.asarray([0.25, 1], np.float32),
+        repetition_penalty=np.asarray([2, 1], np.float32),
+    )
     expected = logits.clone()
     for token, count in ((1, 0), (4, 3)):
         value = logits[0, token]
@@ -56,4 +96,6 @@ def test_greedy_rows_and_draws():
     logprobs = logits.log_softmax(-1)
     assert torch.allclose(drawn.logprobs[:, 0], logprobs.gather(1, drawn.tokens.long()[:, None])[:, 0])
     assert torch.equal(drawn.logprob_tokens[:, 1:].long(), logprobs.topk(2).indices)
-    assert drawn.ranks.tolist() == [(row > row[token]).sum().item() + 1 for row, token in zip(logprobs, drawn.tokens.tolist(), strict=True)]
+    assert drawn.ranks.tolist() == [
+        (row > row[token]).sum().item() + 1 for row, token in zip(logprobs, drawn.tokens.tolist(), strict=True)
+    ]

@@ -1,4 +1,5 @@
 """A step of any size fills its bucket: padding stores nothing, reads nothing and belongs to no adapter."""
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -17,18 +18,25 @@ CPU = torch.device("cpu")
 def make_program(bucket):
     shapes = {"block_table": (bucket.sequences, bucket.blocks), "query_start": (bucket.sequences + 1,)}
     lengths = {name: bucket.tokens for name in NAMES[:4]} | {name: bucket.sequences for name in NAMES[4:]}
-    buffers = [Buffer(name, "input", shapes.get(name, (lengths[name],)), torch.int64 if name in NAMES[:2] else torch.int32) for name in NAMES]
+    buffers = [
+        Buffer(name, "input", shapes.get(name, (lengths[name],)), torch.int64 if name in NAMES[:2] else torch.int32)
+        for name in NAMES
+    ]
     return Program(bucket, tuple(buffers), (), 0, ())
 
 
 def engine_of(overlap):
-    return Engine(Scheduler(SchedulerLimits(40, 640, 6, 64, 2), {"a": 0, "b": 1}), FakeRunner(40, 2), None, (), overlap=overlap)
+    return Engine(
+        Scheduler(SchedulerLimits(40, 640, 6, 64, 2), {"a": 0, "b": 1}), FakeRunner(40, 2), None, (), overlap=overlap
+    )
 
 
 def test_padding():
     engine = engine_of(True)
     for index, (length, adapter) in enumerate(((5, None), (100, "a"), (33, "b"), (1, None), (70, "a"))):
-        engine.add(Request(str(index), None, list(range(length)), SamplingParams(temperature=0, max_tokens=20), adapter))
+        engine.add(
+            Request(str(index), None, list(range(length)), SamplingParams(temperature=0, max_tokens=20), adapter)
+        )
     last = torch.zeros(6, dtype=torch.int32)
     buckets = Buckets(6, 64, 40, 10, True)
     inputs = {}
@@ -53,10 +61,23 @@ def assert_filled(tensors, plan, bucket, last):
     assert tensors["input_ids"][:tokens].tolist() == expected.tolist()
     for name in ("positions", "slot_mapping", "adapter_index"):
         assert tensors[name][:tokens].tolist() == getattr(plan, name).tolist()
-    assert (tensors["slot_mapping"][tokens:] == -1).all() and (tensors["adapter_index"][tokens:] == -1).all() and (tensors["positions"][tokens:] == 0).all()
-    assert tensors["context_lens"][:sequences].tolist() == plan.context_lens.tolist() and (tensors["context_lens"][sequences:] == 0).all()
-    assert tensors["query_start"][:sequences + 1].tolist() == plan.query_start.tolist() and (tensors["query_start"][sequences:] == tokens).all()
-    assert tensors["logits_indices"][:sequences].tolist() == plan.logits_indices.tolist() and (tensors["logits_indices"][sequences:] == 0).all()
+    assert (
+        (tensors["slot_mapping"][tokens:] == -1).all()
+        and (tensors["adapter_index"][tokens:] == -1).all()
+        and (tensors["positions"][tokens:] == 0).all()
+    )
+    assert (
+        tensors["context_lens"][:sequences].tolist() == plan.context_lens.tolist()
+        and (tensors["context_lens"][sequences:] == 0).all()
+    )
+    assert (
+        tensors["query_start"][: sequences + 1].tolist() == plan.query_start.tolist()
+        and (tensors["query_start"][sequences:] == tokens).all()
+    )
+    assert (
+        tensors["logits_indices"][:sequences].tolist() == plan.logits_indices.tolist()
+        and (tensors["logits_indices"][sequences:] == 0).all()
+    )
     width = plan.block_table.shape[1]
     assert torch.equal(tensors["block_table"][:sequences, :width], torch.from_numpy(plan.block_table))
     assert (tensors["block_table"] >= 0).all() and (tensors["block_table"] < 40).all()
@@ -77,10 +98,17 @@ def test_every_step_has_a_bucket(max_num_seqs, more_tokens, rounded):
     for sizes in (buckets.decode_sizes(), buckets.mixed_sizes(), buckets.sequence_sizes()):
         assert sizes == sorted(set(sizes))
     for sequences in {1, max_num_seqs // 2 + 1, max_num_seqs}:
-        for tokens in {sequences, min(sequences + more_tokens // 3, sequences + more_tokens), max_num_seqs + more_tokens}:
+        for tokens in {
+            sequences,
+            min(sequences + more_tokens // 3, sequences + more_tokens),
+            max_num_seqs + more_tokens,
+        }:
             plan = FakePlan(tokens, sequences, tokens == sequences)
             bucket = buckets.pick(plan)
-            assert tokens <= bucket.tokens <= max(buckets.max_num_batched_tokens, 1) and sequences <= bucket.sequences <= max_num_seqs
+            assert (
+                tokens <= bucket.tokens <= max(buckets.max_num_batched_tokens, 1)
+                and sequences <= bucket.sequences <= max_num_seqs
+            )
             assert bucket.decode == plan.decode and bucket.lora
 
 
@@ -93,7 +121,10 @@ class FakePlan:
 
 def test_bucket_sizes():
     buckets = Buckets(256, 8192, 100, 8, True)
-    assert buckets.decode_sizes()[:10] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56] and buckets.decode_sizes()[-2:] == [240, 256]
+    assert buckets.decode_sizes()[:10] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56] and buckets.decode_sizes()[-2:] == [
+        240,
+        256,
+    ]
     assert buckets.mixed_sizes() == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     assert {bucket.lora for bucket in buckets.decode_buckets()} == {True, False}
     assert {bucket.lora for bucket in Buckets(4, 64, 10, 2, False).decode_buckets()} == {False}
@@ -103,5 +134,7 @@ def test_every_size_of_a_prompts_step_is_warmed_up() -> None:
     for lora in (True, False):
         buckets = Buckets(16, 256, 10, 2, lora)
         warm = buckets.warm_up_buckets()
-        assert {(bucket.tokens, bucket.lora) for bucket in warm} == {(tokens, twin) for tokens in buckets.mixed_sizes() for twin in {lora, False}}
+        assert {(bucket.tokens, bucket.lora) for bucket in warm} == {
+            (tokens, twin) for tokens in buckets.mixed_sizes() for twin in {lora, False}
+        }
         assert not any(bucket.decode for bucket in warm)

@@ -1,4 +1,5 @@
 """Text, stop strings and streams, over a fake model."""
+
 import pytest
 from sidestream.runtime.engine.engine import Engine, Request
 from sidestream.runtime.requests.errors import RequestError
@@ -21,7 +22,9 @@ class Letters:
 
 
 def make_engine(overlap=False):
-    return Engine(Scheduler(SchedulerLimits(20, 320, 4, 64)), FakeRunner(20, vocabulary=26), Letters(), (), overlap=overlap)
+    return Engine(
+        Scheduler(SchedulerLimits(20, 320, 4, 64)), FakeRunner(20, vocabulary=26), Letters(), (), overlap=overlap
+    )
 
 
 def generate(engine, params, stream=False, prompt="abc"):
@@ -54,11 +57,11 @@ def test_text(overlap, stream):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_a_stop_string_ends_the_text(overlap, keep, length):
-    stop = TEXT[20:20 + length]
+    stop = TEXT[20 : 20 + length]
     at = TEXT.index(stop)
     params = SamplingParams(temperature=0, max_tokens=60, stop=["zzzzzz", stop], include_stop_str_in_output=keep)
     completion, deltas = generate(make_engine(overlap), params, stream=True)
-    assert completion.text == TEXT[:at + length * keep]
+    assert completion.text == TEXT[: at + length * keep]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert len(completion.token_ids) == at + length
     assert "".join(delta.text for delta in deltas) == completion.text, "nothing is shown that is cut off later"
@@ -74,8 +77,11 @@ def test_a_stop_token_is_not_part_of_the_text():
     at = TEXT.index(TEXT[9])
     completion, _ = generate(make_engine(), SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[token]))
     assert completion.text == TEXT[:at] and completion.token_ids[-1] == token
-    completion, _ = generate(make_engine(), SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[token], include_stop_str_in_output=True))
-    assert completion.text == TEXT[:at + 1]
+    completion, _ = generate(
+        make_engine(),
+        SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[token], include_stop_str_in_output=True),
+    )
+    assert completion.text == TEXT[: at + 1]
 
 
 def test_without_detokenization():

@@ -1,4 +1,5 @@
 """SamplingParams says at once, and by name, what it cannot do."""
+
 import dataclasses
 
 import pytest
@@ -49,10 +50,32 @@ def test_what_is_refused(fields, message):
 
 def test_defaults_and_spellings():
     params = SamplingParams()
-    assert (params.n, params.temperature, params.max_tokens, params.stop_strings, params.stop_ids, params.biases) == (1, 1.0, 16, (), (), {})
+    assert (params.n, params.temperature, params.max_tokens, params.stop_strings, params.stop_ids, params.biases) == (
+        1,
+        1.0,
+        16,
+        (),
+        (),
+        {},
+    )
     assert not params.greedy and not params.needs_history
     params = SamplingParams(
-        temperature=0, top_k=-1, stop="a", stop_token_ids=[1, 2], logit_bias={5: 1}, frequency_penalty=0.5, max_tokens=None, min_tokens=3, seed=-4)
-    assert params.greedy and params.needs_history and params.stop_strings == ("a",) and params.stop_ids == (1, 2) and params.biases == {5: 1.0}
+        temperature=0,
+        top_k=-1,
+        stop="a",
+        stop_token_ids=[1, 2],
+        logit_bias={5: 1},
+        frequency_penalty=0.5,
+        max_tokens=None,
+        min_tokens=3,
+        seed=-4,
+    )
+    assert (
+        params.greedy
+        and params.needs_history
+        and params.stop_strings == ("a",)
+        and params.stop_ids == (1, 2)
+        and params.biases == {5: 1.0}
+    )
     assert dataclasses.replace(params, temperature=0.5).stop_ids == (1, 2)
     assert "stop=('a',)" in repr(params) and "top_p" not in repr(params)

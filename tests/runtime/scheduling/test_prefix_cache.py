@@ -1,4 +1,7 @@
-"""Shared prompt beginnings: never a wrong token, never a page lost or shared wrongly, and what is known is not computed again."""
+"""Shared prompt beginnings: never a wrong token, never a page lost or shared wrongly, and what is known is not
+computed again.
+"""
+
 import random
 
 import pytest
@@ -12,16 +15,37 @@ from sidestream.runtime.scheduling.prefix_cache import next_key, root_key
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, random_prompt, run, tokens
 from support.fake_runner import continuation
 
-# which of three beginnings, how much of it, own tokens behind it, output, adapter, step of arrival, step of abort (0 = none)
+# which of three beginnings, how much of it, own tokens behind it, output, adapter, step of arrival, step of abort (0 =
+# none)
 shared_requests = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 260), st.integers(1, 80), st.integers(1, 90), st.integers(-1, 3), st.integers(0, 40), st.integers(0, 30)),
-    min_size=2, max_size=14)  # fmt: skip
+    st.tuples(
+        st.integers(0, 2),
+        st.integers(0, 260),
+        st.integers(1, 80),
+        st.integers(1, 90),
+        st.integers(-1, 3),
+        st.integers(0, 40),
+        st.integers(0, 30),
+    ),
+    min_size=2,
+    max_size=14,
+)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(shared_requests, st.integers(8, 30), st.integers(1, 6), st.sampled_from([8, 33, 200, 1000]), st.integers(1, 3), st.booleans(), st.booleans(),
-       st.integers(0, 99))
-def test_outputs_are_those_of_each_request_alone(requests, pages, max_num_seqs, budget, slots, overlap, asynchronous, seed):
+@given(
+    shared_requests,
+    st.integers(8, 30),
+    st.integers(1, 6),
+    st.sampled_from([8, 33, 200, 1000]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_outputs_are_those_of_each_request_alone(
+    requests, pages, max_num_seqs, budget, slots, overlap, asynchronous, seed
+):
     """Shared beginnings, few pages (eviction, preemption), chunked prompts, aborts, adapters that come and go"""
     source = random.Random(seed)
     beginnings = [random_prompt(source, 260) for _ in range(3)]
@@ -57,8 +81,13 @@ def test_what_is_known_is_not_computed_again(overlap):
     before = engine.runner.computed
     ask(engine, "again", ids, 5)
     ask(engine, "longer", [*ids, 1, 2, 3], 5)
-    assert tokens(run(engine)) == {"again": continuation(ids, -1, 5, VOCABULARY), "longer": continuation([*ids, 1, 2, 3], -1, 5, VOCABULARY)}
-    assert engine.runner.computed - before == (200 - 192 + 4) + (203 - 192 + 4), "three full pages of the prompt were found twice"
+    assert tokens(run(engine)) == {
+        "again": continuation(ids, -1, 5, VOCABULARY),
+        "longer": continuation([*ids, 1, 2, 3], -1, 5, VOCABULARY),
+    }
+    assert engine.runner.computed - before == (200 - 192 + 4) + (203 - 192 + 4), (
+        "three full pages of the prompt were found twice"
+    )
     stats = engine.scheduler.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (200 + 200 + 203, 192 + 192)
     assert_idle(engine)
@@ -70,7 +99,9 @@ def test_at_least_one_token_is_computed():
     for name in "ab":
         ask(engine, name, ids, 3)
         assert tokens(run(engine))[name] == continuation(ids, -1, 3, VOCABULARY)
-    assert engine.runner.plans[-3].num_tokens == PAGE_SIZE, "the last page's logits are needed, so that page is computed"
+    assert engine.runner.plans[-3].num_tokens == PAGE_SIZE, (
+        "the last page's logits are needed, so that page is computed"
+    )
 
 
 def test_a_conversation_goes_on_where_it_ended():
@@ -81,7 +112,9 @@ def test_a_conversation_goes_on_where_it_ended():
     before = engine.runner.computed
     ask(engine, "b", ids + answer + [5, 6, 7], 2)
     run(engine)
-    assert engine.runner.computed - before == 150 + 3 - 2 * PAGE_SIZE + 1, "pages that were filled while decoding are found as well"
+    assert engine.runner.computed - before == 150 + 3 - 2 * PAGE_SIZE + 1, (
+        "pages that were filled while decoding are found as well"
+    )
 
 
 def test_completions_of_one_prompt_compute_it_once():
@@ -150,7 +183,11 @@ def test_memory_is_used_for_the_new_before_the_old_and_beginnings_stay_longest()
     assert allocator.allocate(1) is not None, "the empty page goes first"
     assert allocator.find([b"\0", b"\1", b"\2"]) == first
     taken = allocator.allocate(2)
-    assert allocator.find([b"\0", b"\1", b"\2"]) == first[:1] and taken == [first[2], first[1]] and allocator.evictions == 2
+    assert (
+        allocator.find([b"\0", b"\1", b"\2"]) == first[:1]
+        and taken == [first[2], first[1]]
+        and allocator.evictions == 2
+    )
     allocator.share(first[:1])
     assert allocator.num_free == 2 and allocator.allocate(3) is None
     with pytest.raises(ValueError, match="never published"):
@@ -161,7 +198,11 @@ def test_memory_is_used_for_the_new_before_the_old_and_beginnings_stay_longest()
 
 def test_keys_depend_on_everything_before_them():
     tokens_ = list(range(PAGE_SIZE))
-    keys = {next_key(root_key(content), ids) for content in ("", "content a", "content b") for ids in (tokens_, tokens_[::-1])}
+    keys = {
+        next_key(root_key(content), ids)
+        for content in ("", "content a", "content b")
+        for ids in (tokens_, tokens_[::-1])
+    }
     assert len(keys) == 6
     assert next_key(next_key(root_key(""), tokens_), tokens_) != next_key(root_key(""), tokens_)
 
@@ -182,7 +223,9 @@ class Allocations(RuleBasedStateMachine):
         pages = self.allocator.allocate(count)
         assert (pages is None) == (count > free)
         if pages is not None:
-            assert not {page for group in self.held for page in group} & set(pages), "a page with an owner was handed out"
+            assert not {page for group in self.held for page in group} & set(pages), (
+                "a page with an owner was handed out"
+            )
             self.keys = {key: page for key, page in self.keys.items() if page not in pages}
             self.held.append(pages)
 

@@ -1,4 +1,7 @@
-"""Adapters come and go beside the steps: nobody waits for another's copy, no slot in use is touched, nobody is starved."""
+"""Adapters come and go beside the steps: nobody waits for another's copy, no slot in use is touched, nobody is
+starved.
+"""
+
 import os
 import random
 
@@ -21,8 +24,11 @@ def test_a_cold_adapter_does_not_stall_the_others(overlap):
         deltas, _ = engine.step()
         assert {delta.request_id for delta in deltas} == {"warm", "base"}, "a token each, in every step"
     outputs = tokens(run(engine))
-    assert outputs == {"warm": continuation(prompt(9), 0, 60, VOCABULARY), "base": continuation(prompt(5), -1, 60, VOCABULARY),
-                       "cold": continuation(prompt(7), 1, 4, VOCABULARY)}
+    assert outputs == {
+        "warm": continuation(prompt(9), 0, 60, VOCABULARY),
+        "base": continuation(prompt(5), -1, 60, VOCABULARY),
+        "cold": continuation(prompt(7), 1, 4, VOCABULARY),
+    }
     assert_idle(engine)
 
 
@@ -60,7 +66,9 @@ def test_a_failed_load_ends_its_own_requests_only():
         deltas += some
         outputs |= {output.request_id: output.outputs[0] for output in done}
     assert outputs["good"].token_ids == continuation(prompt(9), 0, 20, VOCABULARY)
-    assert {(outputs[name].finish_reason, outputs[name].stop_reason) for name in ("bad", "worse")} == {("error", "adapter 'adapter1': its files are gone")}
+    assert {(outputs[name].finish_reason, outputs[name].stop_reason) for name in ("bad", "worse")} == {
+        ("error", "adapter 'adapter1': its files are gone")
+    }
     assert [(delta.request_id, delta.finish_reason) for delta in deltas] == [("bad", "error")]
     assert_idle(engine)
     engine.runner.failing.clear()
@@ -87,7 +95,9 @@ def test_a_long_answer_does_not_keep_a_slot_for_ever(overlap, asynchronous):
     assert (first, second) == ("short", "long") and at < 45
     assert short == continuation(prompt(9), 1, 5, VOCABULARY) and long == continuation(prompt(9), 0, 500, VOCABULARY)
     stats = engine.scheduler.stats()
-    assert stats.preemptions == 1 and engine.runner.computed < 9 + 500 + 9 + 5 + 130, "what the preempted one had computed is found again"
+    assert stats.preemptions == 1 and engine.runner.computed < 9 + 500 + 9 + 5 + 130, (
+        "what the preempted one had computed is found again"
+    )
     assert_idle(engine)
 
 
@@ -125,14 +135,22 @@ def test_priority_comes_before_arrival_and_takes_rows_and_pages():
     assert next(iter(outputs)) == "urgent"
     assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == {
         name: continuation(prompt(length, seed), -1, count, VOCABULARY)
-        for name, length, seed, count in (("a", 40, 97, 100), ("b", 40, 98, 100), ("later", 40, 7, 5), ("urgent", 400, 8, 5))}
+        for name, length, seed, count in (
+            ("a", 40, 97, 100),
+            ("b", 40, 98, 100),
+            ("later", 40, 7, 5),
+            ("urgent", 400, 8, 5),
+        )
+    }
     assert engine.scheduler.stats().preemptions >= 1
     assert_idle(engine)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_deadline_ends_a_request_wherever_it_stands(overlap):
-    engine = make_engine(pages=40, max_num_seqs=2, slots=1, adapters=1, overlap=overlap, asynchronous=True, delay=lambda number: 500)
+    engine = make_engine(
+        pages=40, max_num_seqs=2, slots=1, adapters=1, overlap=overlap, asynchronous=True, delay=lambda number: 500
+    )
     clock = engine.scheduler.clock
     ask(engine, "running", prompt(9), 200, timeout=5.0, stream=True)
     ask(engine, "in time", prompt(8), 20, timeout=5.0)
@@ -146,7 +164,13 @@ def test_a_deadline_ends_a_request_wherever_it_stands(overlap):
         deltas += some
         outputs |= {output.request_id: output.outputs[0] for output in done}
     reasons = {name: output.finish_reason for name, output in outputs.items()}
-    assert reasons == {"running": "timeout", "in time": "length", "waiting": "length", "loading": "timeout", "patient": "length"}
+    assert reasons == {
+        "running": "timeout",
+        "in time": "length",
+        "waiting": "length",
+        "loading": "timeout",
+        "patient": "length",
+    }
     assert "deadline passed after 0 tokens" in outputs["loading"].stop_reason
     text = outputs["running"].token_ids
     assert 30 < len(text) < 60 and text == continuation(prompt(9), -1, len(text), VOCABULARY), "what it has is kept"
@@ -176,8 +200,11 @@ def test_a_replaced_adapter_serves_those_that_came_before():
     ask(engine, "new", prompt(9), 30, "adapter0")
     engine.step()
     assert engine.runner.forgotten == []
-    assert tokens(run(engine)) == {"old": continuation(prompt(9), 0, 30, VOCABULARY), "old, waiting": continuation(prompt(8), 0, 30, VOCABULARY),
-                                   "new": continuation(prompt(9), 1, 30, VOCABULARY)}
+    assert tokens(run(engine)) == {
+        "old": continuation(prompt(9), 0, 30, VOCABULARY),
+        "old, waiting": continuation(prompt(8), 0, 30, VOCABULARY),
+        "new": continuation(prompt(9), 1, 30, VOCABULARY),
+    }
     engine.plan()
     assert engine.runner.forgotten == [0] and engine.scheduler.slots.resident.keys() == {1}
     assert_idle(engine)
@@ -223,15 +250,29 @@ def test_unknown_adapters_are_refused():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_many_adapters_over_few_slots(overlap):
-    """Zipf traffic over 60 adapters and 4 slots, copies of random length, answers of random length, some requests aborted."""
+    """Zipf traffic over 60 adapters and 4 slots, copies of random length, answers of random length, some requests
+    aborted.
+    """
     source = random.Random(5)
-    engine = make_engine(pages=60, max_model_len=400, max_num_seqs=6, budget=80, slots=4, adapters=60, overlap=overlap, asynchronous=True, patience=25,
-                         delay=lambda number: source.randrange(1, 12))
+    engine = make_engine(
+        pages=60,
+        max_model_len=400,
+        max_num_seqs=6,
+        budget=80,
+        slots=4,
+        adapters=60,
+        overlap=overlap,
+        asynchronous=True,
+        patience=25,
+        delay=lambda number: source.randrange(1, 12),
+    )
     beginning = prompt(130, 3)
     wanted, outputs = {}, {}
     for index in range(300):
         adapter = source.choices(range(-1, 60), weights=[1 / rank for rank in range(1, 62)])[0]
-        ids = beginning[:source.choice((0, 64, 130))] + [source.randrange(VOCABULARY) for _ in range(source.randrange(1, 40))]
+        ids = beginning[: source.choice((0, 64, 130))] + [
+            source.randrange(VOCABULARY) for _ in range(source.randrange(1, 40))
+        ]
         wanted[str(index)] = (ids, adapter, source.randrange(1, 40))
         ask(engine, str(index), ids, wanted[str(index)][2], None if adapter < 0 else f"adapter{adapter}")
         for _ in range(source.randrange(6)):
@@ -240,7 +281,9 @@ def test_many_adapters_over_few_slots(overlap):
             engine.abort(str(index - 3))
             del wanted[str(index - 3)]
     outputs |= run(engine, 100000)
-    assert tokens(outputs) == {name: continuation(ids, adapter, count, VOCABULARY) for name, (ids, adapter, count) in wanted.items()}
+    assert tokens(outputs) == {
+        name: continuation(ids, adapter, count, VOCABULARY) for name, (ids, adapter, count) in wanted.items()
+    }
     stats = engine.scheduler.stats()
     assert stats.adapter_loads == engine.runner.started and stats.adapter_evictions > 20 and stats.prefix_hits > 0
     while engine.scheduler.slots.num_loading:
@@ -252,13 +295,30 @@ def test_aborts_leave_nothing_behind():
     """A quick count; SIDESTREAM_ABORTS=100000 for the long one."""
     count = int(os.environ.get("SIDESTREAM_ABORTS", "2000"))
     source = random.Random(1)
-    engine = make_engine(pages=30, max_model_len=300, max_num_seqs=8, budget=64, slots=2, adapters=5, overlap=True, asynchronous=True,
-                         delay=lambda number: source.randrange(1, 4))
+    engine = make_engine(
+        pages=30,
+        max_model_len=300,
+        max_num_seqs=8,
+        budget=64,
+        slots=2,
+        adapters=5,
+        overlap=True,
+        asynchronous=True,
+        delay=lambda number: source.randrange(1, 4),
+    )
     open_requests: list[str] = []
     for index in range(count):
         adapter = source.randrange(-1, 5)
-        engine.add(Request(str(index), None, prompt(source.randrange(1, 90), index % 3), greedy(200, n=source.randrange(1, 3)),
-                           None if adapter < 0 else f"adapter{adapter}", source.randrange(-1, 2)))
+        engine.add(
+            Request(
+                str(index),
+                None,
+                prompt(source.randrange(1, 90), index % 3),
+                greedy(200, n=source.randrange(1, 3)),
+                None if adapter < 0 else f"adapter{adapter}",
+                source.randrange(-1, 2),
+            )
+        )
         open_requests.append(str(index))
         if index % 3 == 0:
             engine.step()
@@ -276,13 +336,20 @@ def test_aborts_leave_nothing_behind():
 
 
 def test_a_failed_step_ends_what_depends_on_it_and_nothing_else():
-    """Steps are planned one ahead; the failed one stores nothing, and the next one goes on from there. Beginnings are shared."""
+    """Steps are planned one ahead; the failed one stores nothing, and the next one goes on from there.
+
+    Beginnings are shared.
+    """
     source = random.Random(3)
     failures = 0
     for _ in range(60):
         engine = make_engine(pages=40, max_model_len=450, max_num_seqs=4, budget=70, overlap=True)
         runner, scheduler = engine.runner, engine.scheduler
-        prompts = {str(index): prompt(200, 1)[:source.choice((0, 100, 200))] + [source.randrange(VOCABULARY) for _ in range(30)] for index in range(6)}
+        prompts = {
+            str(index): prompt(200, 1)[: source.choice((0, 100, 200))]
+            + [source.randrange(VOCABULARY) for _ in range(30)]
+            for index in range(6)
+        }
         for name, ids in prompts.items():
             ask(engine, name, ids, 20)
         outputs, flying, bad = {}, [], source.randrange(12)
@@ -299,7 +366,10 @@ def test_a_failed_step_ends_what_depends_on_it_and_nothing_else():
                     scheduler.fail_step(step)
                     failures += 1
                 else:
-                    outputs |= {output.request_id: output.outputs[0] for output in engine.deliver(engine.commit(runner.collect(result)), result)[1]}
+                    outputs |= {
+                        output.request_id: output.outputs[0]
+                        for output in engine.deliver(engine.commit(runner.collect(result)), result)[1]
+                    }
             outputs |= {output.request_id: output.outputs[0] for output in engine.take_ended()[1]}
             if not flying and plan is None and not scheduler.has_work:
                 break
@@ -309,6 +379,8 @@ def test_a_failed_step_ends_what_depends_on_it_and_nothing_else():
                 assert output.token_ids == continuation(prompts[name], -1, 20, VOCABULARY)
         for name, ids in prompts.items():
             ask(engine, f"again {name}", ids, 20)
-        assert tokens(run(engine)) == {f"again {name}": continuation(ids, -1, 20, VOCABULARY) for name, ids in prompts.items()}
+        assert tokens(run(engine)) == {
+            f"again {name}": continuation(ids, -1, 20, VOCABULARY) for name, ids in prompts.items()
+        }
         assert_idle(engine)
     assert failures > 50

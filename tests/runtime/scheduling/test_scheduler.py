@@ -1,4 +1,7 @@
-"""Whatever arrives, in whatever order and however short memory is: every request gets exactly the tokens that it would get alone."""
+"""Whatever arrives, in whatever order and however short memory is: every request gets exactly the tokens that it
+would get alone.
+"""
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,18 +46,29 @@ def assert_idle(engine):
 
 
 # prompt, output, adapter, step of arrival
-requests_strategy = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 90), st.integers(-1, 5), st.integers(0, 30)), min_size=1, max_size=14)
+requests_strategy = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(1, 90), st.integers(-1, 5), st.integers(0, 30)), min_size=1, max_size=14
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(requests_strategy, st.integers(7, 30), st.integers(1, 6), st.sampled_from([8, 33, 200, 1000]), st.integers(1, 4), st.booleans())
+@given(
+    requests_strategy,
+    st.integers(7, 30),
+    st.integers(1, 6),
+    st.sampled_from([8, 33, 200, 1000]),
+    st.integers(1, 4),
+    st.booleans(),
+)
 def test_outputs_are_those_of_each_request_alone(requests, pages, max_num_seqs, budget, slots, overlap):
     engine = make_engine(pages, 420, max_num_seqs, budget, slots, 6, overlap)
     outputs, pending, step = {}, list(enumerate(requests)), 0
     while pending or engine.has_work:
         for index, (length, count, adapter, _) in [entry for entry in pending if entry[1][3] <= step]:
             name = None if adapter < 0 else f"adapter{adapter}"
-            engine.add(Request(f"r{index}", None, prompt(length, index), SamplingParams(temperature=0, max_tokens=count), name))
+            engine.add(
+                Request(f"r{index}", None, prompt(length, index), SamplingParams(temperature=0, max_tokens=count), name)
+            )
         pending = [entry for entry in pending if entry[1][3] > step]
         for output in engine.step()[1]:
             outputs[output.request_id] = output
@@ -74,7 +88,11 @@ def test_outputs_are_those_of_each_request_alone(requests, pages, max_num_seqs, 
 def test_each_token_is_computed_once_while_memory_lasts(overlap):
     engine = make_engine(pages=400, budget=50, overlap=overlap)
     for index in range(20):
-        engine.add(Request(str(index), None, prompt(10 + 13 * index, index), SamplingParams(temperature=0, max_tokens=5 + index)))
+        engine.add(
+            Request(
+                str(index), None, prompt(10 + 13 * index, index), SamplingParams(temperature=0, max_tokens=5 + index)
+            )
+        )
     run(engine)
     assert engine.runner.computed == sum(10 + 13 * index + 5 + index - 1 for index in range(20))
 
@@ -116,7 +134,9 @@ def test_a_request_without_a_slot_does_not_hold_others_up():
     for name, adapter in (("a", "adapter0"), ("b", "adapter1"), ("c", "adapter0"), ("d", None)):
         engine.add(Request(name, None, prompt(9), SamplingParams(temperature=0, max_tokens=4), adapter), stream=True)
     deltas, _ = engine.step()
-    assert [delta.request_id for delta in deltas] == ["a", "d"], "b waits for a slot; c must not, by using adapter0, keep b from it"
+    assert [delta.request_id for delta in deltas] == ["a", "d"], (
+        "b waits for a slot; c must not, by using adapter0, keep b from it"
+    )
     outputs = run(engine)
     assert list(outputs) == ["a", "d", "b", "c"]
     assert_idle(engine)
@@ -128,7 +148,9 @@ def test_an_endless_stream_for_resident_adapters_cannot_starve_another():
 
     def add(adapter):
         nonlocal count
-        engine.add(Request(f"{adapter}-{count}", None, prompt(4, count), SamplingParams(temperature=0, max_tokens=6), adapter))
+        engine.add(
+            Request(f"{adapter}-{count}", None, prompt(4, count), SamplingParams(temperature=0, max_tokens=6), adapter)
+        )
         count += 1
 
     for step in range(60):
@@ -157,7 +179,9 @@ def test_idle_adapters_stay_resident_and_the_least_recent_makes_room():
 def test_abort_frees_everything_and_leaves_others_alone(overlap):
     engine = make_engine(slots=1, adapters=1, overlap=overlap)
     for index in range(12):
-        engine.add(Request(str(index), None, prompt(20, index), SamplingParams(temperature=0, max_tokens=40), "adapter0"))
+        engine.add(
+            Request(str(index), None, prompt(20, index), SamplingParams(temperature=0, max_tokens=40), "adapter0")
+        )
     for step in range(12):
         engine.step()
         if step % 3 == 0:
@@ -175,12 +199,15 @@ def test_end_of_sequence_and_stop_tokens(overlap):
     stop = expected[10]
     first = expected.index(stop)
     engine = make_engine(overlap=overlap, eos=(stop,))
-    cases = {"eos": SamplingParams(temperature=0, max_tokens=30), "ignored": SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
-             "stop": SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])}
+    cases = {
+        "eos": SamplingParams(temperature=0, max_tokens=30),
+        "ignored": SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        "stop": SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop]),
+    }
     for name, params in cases.items():
         engine.add(Request(name, None, prompt(12), params))
     found = {name: output.outputs[0] for name, output in run(engine).items()}
-    assert found["eos"].token_ids == found["stop"].token_ids == expected[:first + 1]
+    assert found["eos"].token_ids == found["stop"].token_ids == expected[: first + 1]
     assert (found["eos"].finish_reason, found["eos"].stop_reason) == ("stop", None)
     assert (found["stop"].finish_reason, found["stop"].stop_reason) == ("stop", stop)
     assert found["ignored"].token_ids == expected and found["ignored"].finish_reason == "length"
@@ -198,7 +225,14 @@ def test_overlap_feeds_tokens_on_the_device():
 def test_rows_with_penalties_wait_for_their_history():
     engine = make_engine(overlap=True)
     engine.add(Request("a", None, prompt(12), SamplingParams(temperature=0, max_tokens=6, presence_penalty=1.0)))
-    engine.add(Request("b", None, prompt(12), SamplingParams(temperature=0, max_tokens=6, logit_bias={3: 5.0}, min_tokens=2, stop_token_ids=[8])))
+    engine.add(
+        Request(
+            "b",
+            None,
+            prompt(12),
+            SamplingParams(temperature=0, max_tokens=6, logit_bias={3: 5.0}, min_tokens=2, stop_token_ids=[8]),
+        )
+    )
     run(engine)
     expected = continuation(prompt(12), -1, 6, VOCABULARY)
     for plan in engine.runner.plans:
@@ -206,7 +240,8 @@ def test_rows_with_penalties_wait_for_their_history():
         if tokens:
             step = int(plan.sampling.steps[plan.sampling.history_rows[0]])
             assert dict(zip(tokens, plan.sampling.history_counts.tolist(), strict=True)) == {
-                token: expected[:step].count(token) for token in prompt(12) + expected[:step]}
+                token: expected[:step].count(token) for token in prompt(12) + expected[:step]
+            }
         biased = dict(zip(plan.sampling.bias_tokens.tolist(), plan.sampling.bias_values.tolist(), strict=True))
         if biased:
             assert biased[3] == 5.0

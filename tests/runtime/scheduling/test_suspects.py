@@ -1,4 +1,7 @@
-"""Steps that fail because of one request, and faults of the planning itself: the request ends, and nothing else is lost."""
+"""Steps that fail because of one request, and faults of the planning itself: the request ends, and nothing else is
+lost.
+"""
+
 import random
 
 import pytest
@@ -11,14 +14,16 @@ POISON = VOCABULARY - 1
 
 
 def drive(engine: Engine, ahead: int, limit: int = 3000) -> tuple[dict, int]:
-    """To the end, with `ahead` steps in flight; steps that hold the poison thrice in a row fail. (outputs, failed steps)."""
+    """To the end, with `ahead` steps in flight; steps that hold the poison thrice in a row fail. (outputs, failed
+    steps).
+    """
     runner, outputs, flying, failures = engine.runner, {}, [], 0
     for _ in range(limit):
         engine.take_loads_in()
         plan = engine.plan()
         if plan is not None:
             ids = plan.input_ids.tolist()
-            bad = any(ids[place:place + 3] == [POISON] * 3 for place in range(len(ids)))
+            bad = any(ids[place : place + 3] == [POISON] * 3 for place in range(len(ids)))
             flying.append((plan.step, runner.fail(plan) if bad else runner.submit(plan)))
         if flying and (plan is None or len(flying) > ahead):
             step, result = flying.pop(0)
@@ -26,7 +31,10 @@ def drive(engine: Engine, ahead: int, limit: int = 3000) -> tuple[dict, int]:
                 engine.scheduler.fail_step(step)
                 failures += 1
             else:
-                outputs |= {output.request_id: output.outputs[0] for output in engine.deliver(engine.commit(runner.collect(result)), result)[1]}
+                outputs |= {
+                    output.request_id: output.outputs[0]
+                    for output in engine.deliver(engine.commit(runner.collect(result)), result)[1]
+                }
         outputs |= {output.request_id: output.outputs[0] for output in engine.take_ended()[1]}
         if not flying and plan is None and not engine.scheduler.has_work:
             return outputs, failures
@@ -37,12 +45,24 @@ def drive(engine: Engine, ahead: int, limit: int = 3000) -> tuple[dict, int]:
 def test_the_culprit_is_found_and_nobody_else_is_hurt(seed):
     source = random.Random(seed)
     slots, ahead = source.randrange(3), source.randrange(2)
-    engine = make_engine(pages=source.choice((12, 40, 90)), max_model_len=450, max_num_seqs=source.randrange(1, 12), budget=source.choice((16, 70, 300)),
-                         slots=slots, adapters=3 if slots else 0, overlap=bool(ahead), asynchronous=bool(slots) and source.random() < 0.5)  # fmt: skip
+    engine = make_engine(
+        pages=source.choice((12, 40, 90)),
+        max_model_len=450,
+        max_num_seqs=source.randrange(1, 12),
+        budget=source.choice((16, 70, 300)),
+        slots=slots,
+        adapters=3 if slots else 0,
+        overlap=bool(ahead),
+        asynchronous=bool(slots) and source.random() < 0.5,
+    )
     beginning = random_prompt(source, 200)
     prompts, culprits, adapters = {}, set(), {}
     for index in range(source.randrange(2, 24)):
-        name, ids = str(index), beginning[:source.choice((0, 0, 70, 150))] + [source.randrange(POISON) for _ in range(source.randrange(1, 60))]
+        name, ids = (
+            str(index),
+            beginning[: source.choice((0, 0, 70, 150))]
+            + [source.randrange(POISON) for _ in range(source.randrange(1, 60))],
+        )
         if source.random() < 0.15:
             ids += [POISON] * 3 + [source.randrange(POISON) for _ in range(source.randrange(40))]
             culprits.add(name)
@@ -53,7 +73,7 @@ def test_the_culprit_is_found_and_nobody_else_is_hurt(seed):
     assert outputs.keys() == prompts.keys()
     for name, output in outputs.items():
         expected = continuation(prompts[name], adapters[name], len(output.token_ids), VOCABULARY)
-        if [POISON] * 3 in [expected[place:place + 3] for place in range(len(expected))]:
+        if [POISON] * 3 in [expected[place : place + 3] for place in range(len(expected))]:
             continue  # the model itself may say it
         assert output.token_ids == expected
         if name not in culprits:
@@ -102,13 +122,20 @@ def test_a_fault_of_the_planning_ends_the_request_that_it_is_about(monkeypatch, 
         monkeypatch.setattr(cache, place, broken(getattr(cache, place), lambda arguments: arguments[0]))
     for index in range(3):
         ask(engine, str(index), [*beginning, index], 20, f"adapter{index % 2}")
-    engine.add(Request("bad", None, [*beginning, 3], SamplingParams(temperature=0, max_tokens=9, logit_bias={5: 1.0}), "adapter0"))
+    engine.add(
+        Request(
+            "bad", None, [*beginning, 3], SamplingParams(temperature=0, max_tokens=9, logit_bias={5: 1.0}), "adapter0"
+        )
+    )
     ask(engine, "late", [*beginning, 9], 20, "adapter0")
     outputs = run(engine)
     assert outputs["bad"].outputs[0].finish_reason == "error"
     del outputs["bad"]
     numbers = {"0": 0, "1": 1, "2": 0, "late": 0}
-    assert tokens(outputs) == {name: continuation([*beginning, 9 if name == "late" else int(name)], numbers[name], 20, VOCABULARY) for name in numbers}
+    assert tokens(outputs) == {
+        name: continuation([*beginning, 9 if name == "late" else int(name)], numbers[name], 20, VOCABULARY)
+        for name in numbers
+    }
     assert_idle(engine)
 
 

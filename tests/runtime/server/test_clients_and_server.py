@@ -1,4 +1,5 @@
 """The clients against a whole server (batcher and a simulated GPU process)."""
+
 import asyncio
 import contextlib
 import os
@@ -46,8 +47,10 @@ def test_faults_are_told_to_whom_they_belong(server: Server) -> None:
         stream = client.stream([1, 2], LONG)
         next(stream)
         for call in (
-            lambda: client.generate([[1]], GREEDY, adapter="nobody"), lambda: client.generate([[10**6]], GREEDY), lambda: client.generate([[1] * 600], GREEDY),
-        ):  # fmt: skip
+            lambda: client.generate([[1]], GREEDY, adapter="nobody"),
+            lambda: client.generate([[10**6]], GREEDY),
+            lambda: client.generate([[1] * 600], GREEDY),
+        ):
             with pytest.raises(RequestError):
                 call()
         with pytest.raises((ServerError, RequestError)):
@@ -58,10 +61,12 @@ def test_faults_are_told_to_whom_they_belong(server: Server) -> None:
 def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
     async def work() -> None:
         async with AsyncClient(server.address, connect_timeout=60) as client:
+
             async def one(number: int) -> None:
                 async with contextlib.aclosing(client.stream([number, 1, 2], LONG, f"a{number % 3}")) as chunks:
                     await anext(chunks)
                     await asyncio.sleep(0.001 * number)
+
             await asyncio.gather(*(one(number) for number in range(60)))
             tasks = [asyncio.create_task(client.generate([[number]], LONG)) for number in range(30)]
             await asyncio.sleep(0.1)
@@ -72,6 +77,7 @@ def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
             while (values := await client.stats())["pages_in_use"] or values["requests_open"]:
                 assert time.monotonic() < deadline, values
                 await asyncio.sleep(0.02)
+
     asyncio.run(work())
 
 
@@ -107,7 +113,9 @@ def test_curve_over_tcp(tmp_path: Path) -> None:
     (stranger,) = curve.generate(tmp_path / "other", ["stranger"])
     (stranger / "server.public").write_bytes((friend / "server.public").read_bytes())
     port = 20000 + os.getpid() % 20000
-    with serve_fake(tmp_path, bind=f"tcp://127.0.0.1:{port}", keys=str(tmp_path / "keys" / "server"), **SIZES) as server:
+    with serve_fake(
+        tmp_path, bind=f"tcp://127.0.0.1:{port}", keys=str(tmp_path / "keys" / "server"), **SIZES
+    ) as server:
         with Client(server.address, keys=friend, connect_timeout=60) as client:
             assert client.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == continuation([1, 2], -1, 6, 251)
         with pytest.raises(ServerError, match="does not admit"), Client(server.address, keys=stranger):

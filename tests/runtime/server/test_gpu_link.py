@@ -1,4 +1,5 @@
 """The two ends between the processes: order, and a partner that is not there yet or no more."""
+
 import time
 
 import numpy as np
@@ -34,7 +35,11 @@ def test_what_is_sent_before_the_partner_connects_arrives_in_order(tmp_path):
         reporters = [gpu.reporter(), gpu.reporter()]
         reporters[0].result(StepResult(4, np.asarray([1, 2], np.int32)), 10, 20)
         result, timing = receive(batcher)
-        assert result.tokens.tolist() == [1, 2] and isinstance(timing, Timing) and (timing.received, timing.launched) == (10, 20)
+        assert (
+            result.tokens.tolist() == [1, 2]
+            and isinstance(timing, Timing)
+            and (timing.received, timing.launched) == (10, 20)
+        )
         reporters[1].tell(StepFailed(5, "no"))
         assert receive(batcher) == StepFailed(5, "no")
         context.destroy(linger=0)
@@ -57,7 +62,10 @@ def test_a_partner_that_died_raises_nothing(tmp_path):
 
 
 def test_texts_for_clients_name_no_places():
-    assert without_directories("model.safetensors is missing from /srv/models/a-1/x_y: save it") == "model.safetensors is missing from x_y: save it"
+    assert (
+        without_directories("model.safetensors is missing from /srv/models/a-1/x_y: save it")
+        == "model.safetensors is missing from x_y: save it"
+    )
     assert without_directories("rank 3 and/or 4, ./here") == "rank 3 and/or 4, ./here"
 
 

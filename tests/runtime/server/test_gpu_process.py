@@ -1,4 +1,5 @@
 """The GPU process's end: nothing of it is still at work when the interpreter goes."""
+
 import threading
 import time
 from types import SimpleNamespace

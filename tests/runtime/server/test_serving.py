@@ -1,4 +1,5 @@
 """A server's answers, over a model that is a hash: batcher, GPU process and supervisor are the real ones."""
+
 import signal
 
 import pytest
@@ -82,12 +83,12 @@ def test_several_completions_stop_strings_and_stop_ids(wire, stream):
     assert answer.usage.output_tokens == 120
     stopped = wire.answer("stop")
     assert stopped.reasons == {0: "stop"} and stopped.chunks[-1].stop_reason == expected[10]
-    assert stopped.token_ids[0] == expected[:expected.index(expected[10]) + 1]
+    assert stopped.token_ids[0] == expected[: expected.index(expected[10]) + 1]
     text = decoded(expected)
     string = next(letter for letter in text[5:] if letter.isascii() and letter.isprintable())
     wire.submit("string", sampling(max_tokens=40, stop=[string]), prompt_token_ids=[9, 9], stream=stream)
     found = wire.answer("string")
-    assert found.texts[0] == text[:text.index(string)] and found.chunks[-1].stop_reason == string
+    assert found.texts[0] == text[: text.index(string)] and found.chunks[-1].stop_reason == string
 
 
 def test_a_prompt_that_was_seen_is_not_computed_again(wire):
@@ -136,7 +137,9 @@ def test_ids_belong_to_a_connection(server, wire):
         wire.until(lambda: wire.answers["same"].accepted is not None)
         wire.send(Submit("same", prompt_token_ids=[3], sampling=GREEDY))
         other.send(Abort(["never"]))
-        assert wire.answer("same").token_ids[0] == continuation([1], -1, 40, VOCABULARY), "the newcomer disturbs nothing"
+        assert wire.answer("same").token_ids[0] == continuation([1], -1, 40, VOCABULARY), (
+            "the newcomer disturbs nothing"
+        )
         assert [error.code for error in wire.others] == ["duplicate_id"]
         assert other.answer("same").token_ids[0] == continuation([2], -1, 40, VOCABULARY)
 
@@ -158,7 +161,9 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
         wire.submit(f"near{number}", prompt_token_ids=[4], adapter=f"a{number}")
         wire.answer(f"near{number}")
     wire.until(lambda: "cpu" in {info.where for info in wire.call(ListAdapters(1)).adapters})
-    assert {info.where for info in infos} <= {"gpu", "cpu", "disk"} and all(info.running == info.waiting == 0 for info in infos)
+    assert {info.where for info in infos} <= {"gpu", "cpu", "disk"} and all(
+        info.running == info.waiting == 0 for info in infos
+    )
     assert type(wire.call(LoadAdapter(2, "fresh", str(directory / "new")))).__name__ == "Done"
     wire.submit("f", prompt_token_ids=[4], adapter="fresh")
     assert wire.answer("f").token_ids[0] == continuation([4], 4, 8, VOCABULARY)
@@ -168,9 +173,14 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     assert type(wire.call(LoadAdapter(4, "fresh", str(directory / "newer"), replace=True))).__name__ == "Done"
     wire.submit("young", prompt_token_ids=[4], adapter="fresh")
     assert wire.answer("young").token_ids[0] == continuation([4], 5, 8, VOCABULARY), "the name means the new content"
-    assert wire.answer("old").token_ids[0] == continuation([4], 4, 200, VOCABULARY), "what was begun is ended with the old one"
-    problems = [wire.call(LoadAdapter(5, "x", "/etc")), wire.call(LoadAdapter(6, "x", str(directory / ".." / ".."))),
-                wire.call(LoadAdapter(7, "x", str(directory / "missing")))]  # fmt: skip
+    assert wire.answer("old").token_ids[0] == continuation([4], 4, 200, VOCABULARY), (
+        "what was begun is ended with the old one"
+    )
+    problems = [
+        wire.call(LoadAdapter(5, "x", "/etc")),
+        wire.call(LoadAdapter(6, "x", str(directory / ".." / ".."))),
+        wire.call(LoadAdapter(7, "x", str(directory / "missing"))),
+    ]
     assert [problem.code for problem in problems] == ["forbidden", "forbidden", "adapter_error"]
     assert not any(str(directory) in problem.message for problem in problems)
     assert type(wire.call(UnloadAdapter(8, "fresh"))).__name__ == "Done"
@@ -218,7 +228,11 @@ def test_a_start_that_fails_says_why(tmp_path):
 def test_an_address_is_served_once(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    with serve_fake(tmp_path / "one") as server, server.connect() as wire, serve_fake(tmp_path / "two", bind=server.address) as other:
+    with (
+        serve_fake(tmp_path / "one") as server,
+        server.connect() as wire,
+        serve_fake(tmp_path / "two", bind=server.address) as other,
+    ):
         assert other.process.wait(60) != 0
         assert "another engine serves" in other.log.read_text()
         wire.submit("a", prompt_token_ids=[1])

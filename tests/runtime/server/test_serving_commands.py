@@ -1,4 +1,7 @@
-"""`sidestream keygen`, `serve` and `complete` as one types them, on a machine whose disk is full, and processes that are stopped for a while."""
+"""`sidestream keygen`, `serve` and `complete` as one types them, on a machine whose disk is full, and processes that
+are stopped for a while.
+"""
+
 import json
 import os
 import re
@@ -26,17 +29,44 @@ def command(*arguments: str, **options) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """(address, folder, what the server has said) of a server with keys, under whose cache no program can be written."""
+    """(address, folder, what the server has said) of a server with keys, under whose cache no program can be
+    written.
+    """
     folder = tmp_path_factory.mktemp("served")
     write_model(folder / "model", TINY, 2, 4)
     assert command("keygen", str(folder / "keys"), "--client", "alice").returncode == 0
     port = 21000 + os.getpid() % 20000
-    arguments = ["serve", str(folder / "model"), "--load-format", "dummy", "--device", "cpu", "--precision", "fp32", "--max-model-len", "128", "--seed", "3",
-                 "--bind", f"tcp://127.0.0.1:{port}", "--keys", str(folder / "keys" / "server"), "--lora-modules",
-                 f"one={folder}/model/adapters/random-0", f"two={folder}/model/adapters/random-1"]  # fmt: skip
+    arguments = [
+        "serve",
+        str(folder / "model"),
+        "--load-format",
+        "dummy",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--max-model-len",
+        "128",
+        "--seed",
+        "3",
+        "--bind",
+        f"tcp://127.0.0.1:{port}",
+        "--keys",
+        str(folder / "keys" / "server"),
+        "--lora-modules",
+        f"one={folder}/model/adapters/random-0",
+        f"two={folder}/model/adapters/random-1",
+    ]
     environment = os.environ | {"SIDESTREAM_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (DISK, DISK))  # noqa: E731
-    process = subprocess.Popen([*CLI, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=limit)
+    process = subprocess.Popen(
+        [*CLI, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=limit,
+    )
     said: list[str] = []
     for line in process.stderr:
         said.append(line)
@@ -50,17 +80,44 @@ def served(tmp_path_factory):
 
 def test_who_has_keys_is_answered_and_others_are_not(served):
     address, folder, _ = served
-    arguments = ["complete", "--address", address, "-p", "Hello", "-a", "two", "--max-tokens", "9", "--ignore-eos", "--temperature", "0", "--json"]
+    arguments = [
+        "complete",
+        "--address",
+        address,
+        "-p",
+        "Hello",
+        "-a",
+        "two",
+        "--max-tokens",
+        "9",
+        "--ignore-eos",
+        "--temperature",
+        "0",
+        "--json",
+    ]
     done = command(*arguments, "--keys", str(folder / "keys" / "client-alice"))
     assert done.returncode == 0, done.stderr
-    llm = sidestream.LLM(str(folder / "model"), {"two": str(folder / "model" / "adapters" / "random-1")}, load_format="dummy", device="cpu", precision="fp32",
-                         max_model_len=128, seed=3, show_progress=False)  # fmt: skip
+    llm = sidestream.LLM(
+        str(folder / "model"),
+        {"two": str(folder / "model" / "adapters" / "random-1")},
+        load_format="dummy",
+        device="cpu",
+        precision="fp32",
+        max_model_len=128,
+        seed=3,
+        show_progress=False,
+    )
     params = sidestream.SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    assert json.loads(done.stdout)["text"] == llm.generate(["Hello"], params, adapter="two", use_tqdm=False)[0].outputs[0].text
+    assert (
+        json.loads(done.stdout)["text"]
+        == llm.generate(["Hello"], params, adapter="two", use_tqdm=False)[0].outputs[0].text
+    )
     without = command(*arguments, "--connect-timeout", "1")
     assert without.returncode != 0 and "Traceback" not in without.stderr
     assert command("keygen", str(folder / "others"), "--client", "eve").returncode == 0
-    (folder / "others" / "client-eve" / "server.public").write_bytes((folder / "keys" / "client-alice" / "server.public").read_bytes())
+    (folder / "others" / "client-eve" / "server.public").write_bytes(
+        (folder / "keys" / "client-alice" / "server.public").read_bytes()
+    )
     stranger = command(*arguments, "--keys", str(folder / "others" / "client-eve"), "--connect-timeout", "5")
     assert stranger.returncode != 0 and "does not admit" in stranger.stderr
 
@@ -77,7 +134,9 @@ def test_processes_that_sleep_for_a_while_go_on(tmp_path, stopped):
     """To everybody else, and to its own timers, that is a clock that jumps ahead."""
     with serve_fake(tmp_path, step_seconds=0.002) as server, server.connect() as wire:
         wire.submit("a", Sampling(temperature=0.0, ignore_eos=True, max_tokens=300), prompt_token_ids=[1])
-        wire.submit("b", Sampling(temperature=0.0, ignore_eos=True, max_tokens=300), prompt_token_ids=[2], deadline_seconds=30.0)
+        wire.submit(
+            "b", Sampling(temperature=0.0, ignore_eos=True, max_tokens=300), prompt_token_ids=[2], deadline_seconds=30.0
+        )
         wire.until(lambda: all(len(wire.answers[name].chunks) > 2 for name in "ab"))
         child = server.child(stopped)
         os.kill(child, signal.SIGSTOP)
@@ -90,5 +149,9 @@ def test_processes_that_sleep_for_a_while_go_on(tmp_path, stopped):
 def test_nothing_goes_by_the_clock_on_the_wall():
     """Which jumps: deadlines, heartbeats and figures use the monotonic one."""
     folder = Path(sidestream.__file__).parent / "runtime"
-    users = {path.name for path in folder.rglob("*.py") if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b", path.read_text())}
-    assert users == {"chat_worker.py", "cache_folder.py"}, "a chat template may ask for today's date, and the age of a file is by that clock"
+    users = {
+        path.name for path in folder.rglob("*.py") if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b", path.read_text())
+    }
+    assert users == {"chat_worker.py", "cache_folder.py"}, (
+        "a chat template may ask for today's date, and the age of a file is by that clock"
+    )

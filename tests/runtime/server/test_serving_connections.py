@@ -1,4 +1,5 @@
 """Flow control: what a client does not read waits, joined, within bounds; then the client is cut off."""
+
 import pytest
 import zmq
 from sidestream.runtime.requests.outputs import CompletionOutput, RequestOutput
@@ -147,5 +148,7 @@ def test_long_texts_are_cut_into_chunks_that_fit(ends):
             chunks += decode_from_server(frame).message.chunks
         if chunks and chunks[-1].usage is not None:
             break
-    assert "".join(chunk.text for chunk in chunks) == text and [token for chunk in chunks for token in chunk.token_ids] == list(range(600))
+    assert "".join(chunk.text for chunk in chunks) == text and [
+        token for chunk in chunks for token in chunk.token_ids
+    ] == list(range(600))
     assert chunks[-1].finish_reason == "length" and all(chunk.usage is None for chunk in chunks[:-1])

@@ -1,4 +1,5 @@
 """What happens to everybody else when something dies, stalls or sends rubbish."""
+
 import os
 import random
 import signal
@@ -18,7 +19,9 @@ SHORT = Sampling(temperature=0.0, ignore_eos=True, max_tokens=6)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serve_fake(tmp_path_factory.mktemp("faults"), adapters=3, step_seconds=0.001, poison=250, num_pages=24, max_num_seqs=8) as server:
+    with serve_fake(
+        tmp_path_factory.mktemp("faults"), adapters=3, step_seconds=0.001, poison=250, num_pages=24, max_num_seqs=8
+    ) as server:
         yield server
 
 
@@ -82,7 +85,9 @@ def test_a_poison_request_ends_alone(server):
         for index in range(6):
             assert not wire.answers[f"good{index}"].over, "it came while they ran"
         for index in range(6):
-            assert wire.answer(f"good{index}").token_ids[0] == continuation([index], -1, 400, VOCABULARY), "computed again, nothing lost"
+            assert wire.answer(f"good{index}").token_ids[0] == continuation([index], -1, 400, VOCABULARY), (
+                "computed again, nothing lost"
+            )
         assert server.stats()["failed_steps_total"] > 0
         assert_works(wire)
     assert_empty(server)
@@ -122,9 +127,15 @@ def test_a_slow_reader_stalls_nobody(server):
 
 
 def test_hostile_frames_hurt_nobody(server):
-    """Rubbish in every layer: random bytes, true frames with bytes changed, deep nesting, huge lengths, many parts, wrong versions."""
+    """Rubbish in every layer: random bytes, true frames with bytes changed, deep nesting, huge lengths, many parts,
+    wrong versions.
+    """
     generator = random.Random(0)
-    good = [encode(Submit("a", prompt="hello", sampling=SHORT)), encode(Abort(["a", "b"])), encode(Submit("b", prompt_token_ids=list(range(100))))]
+    good = [
+        encode(Submit("a", prompt="hello", sampling=SHORT)),
+        encode(Abort(["a", "b"])),
+        encode(Submit("b", prompt_token_ids=list(range(100)))),
+    ]
     bad = server.connect()
 
     def frames():
@@ -140,7 +151,7 @@ def test_hostile_frames_hurt_nobody(server):
         yield [header(NO_INSTANCE) + b"\x81\xa1x" + b"\x91" * 100_000]
         yield [header(NO_INSTANCE) + b"\x81\xa1x" + b"\xdd\xff\xff\xff\xff"]
         yield [header(NO_INSTANCE) + b"\x81\xa4type\xdb\xff\xff\xff\xff"]
-        yield [good[0][:HEADER_BYTES + 3]]
+        yield [good[0][: HEADER_BYTES + 3]]
         yield [b"SS\x00\x02" + bytes(16) + good[0][HEADER_BYTES:]]
         yield [good[0], good[1], b""]
         yield [b""] * 50
@@ -153,7 +164,8 @@ def test_hostile_frames_hurt_nobody(server):
                 bad.socket.recv()
     with server.connect() as wire:
         assert_works(wire)
-        server.wait_for(lambda values: values["bad_frames_total"] > 1000)  # connections take turns: the last of these may still be in line
+        # connections take turns: the last of these may still be in line
+        server.wait_for(lambda values: values["bad_frames_total"] > 1000)
     bad.socket.close(0)
     oversized = server.connect()
     oversized.socket.send(b"\x00" * 5_000_000)
@@ -165,7 +177,12 @@ def test_hostile_frames_hurt_nobody(server):
 
 def test_ten_thousand_requests_with_aborts_leave_nothing(tmp_path):
     generator = random.Random(1)
-    with serve_fake(tmp_path, adapters=5, num_pages=64, max_num_seqs=16, max_num_batched_tokens=256, num_slots=3) as server, server.connect() as wire:
+    with (
+        serve_fake(
+            tmp_path, adapters=5, num_pages=64, max_num_seqs=16, max_num_batched_tokens=256, num_slots=3
+        ) as server,
+        server.connect() as wire,
+    ):
         issued = checked = aborted = 0
         wanted: dict[str, tuple[list[int], int, int]] = {}
         while issued < 10_000 or wanted:
@@ -173,8 +190,13 @@ def test_ten_thousand_requests_with_aborts_leave_nothing(tmp_path):
                 name, adapter = f"q{issued}", generator.randint(-1, 4)
                 prompt = [generator.randrange(250) for _ in range(generator.randint(1, 12))]
                 count = generator.randint(1, 4)
-                wire.submit(name, Sampling(temperature=0.0, ignore_eos=True, max_tokens=count), prompt_token_ids=prompt, stream=bool(issued % 2),
-                            adapter=None if adapter < 0 else f"a{adapter}")  # fmt: skip
+                wire.submit(
+                    name,
+                    Sampling(temperature=0.0, ignore_eos=True, max_tokens=count),
+                    prompt_token_ids=prompt,
+                    stream=bool(issued % 2),
+                    adapter=None if adapter < 0 else f"a{adapter}",
+                )
                 wanted[name] = prompt, adapter, count
                 issued += 1
                 if generator.random() < 0.2:

@@ -1,4 +1,5 @@
 """`sidestream serve` from the command line on a real (tiny) model, against transformers and peft."""
+
 import os
 import signal
 import subprocess
@@ -23,7 +24,12 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(base):
-    specs = [AdapterSpec(rank=4), AdapterSpec(rank=8, use_rslora=True), AdapterSpec(rank=8, targets=("q_proj", "down_proj")), AdapterSpec(rank=2)]
+    specs = [
+        AdapterSpec(rank=4),
+        AdapterSpec(rank=8, use_rslora=True),
+        AdapterSpec(rank=8, targets=("q_proj", "down_proj")),
+        AdapterSpec(rank=2),
+    ]
     return dict(zip(("first", "second", "third", "later"), tiny_adapters(base, specs), strict=True))
 
 
@@ -35,11 +41,34 @@ def server(base, adapters, tmp_path_factory) -> Iterator[Server]:
         os.chmod(directory, 0o700)
         config = Path(directory) / "server.toml"
         modules = "\n".join(f'{name} = "{adapters[name]}"' for name in ("first", "second", "third"))
-        config.write_text(f'model = "{base.path}"\ndevice = "cpu"\nprecision = "fp32"\nmax-num-seqs = 7\nmax_model_len = 256\n[lora-modules]\n{modules}\n')
-        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--config", str(config), "--max-num-seqs", "4", "--max-num-batched-tokens", "48",
-                   "--bind", f"ipc://{directory}/e.sock", "--max-loras", "2", "--num-kv-pages", "9", "--max-lora-rank", "8"]  # fmt: skip
+        config.write_text(
+            f'model = "{base.path}"\ndevice = "cpu"\nprecision = "fp32"\nmax-num-seqs = 7\nmax_model_len = '
+            f"256\n[lora-modules]\n{modules}\n"
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "sidestream.tools.cli",
+            "serve",
+            "--config",
+            str(config),
+            "--max-num-seqs",
+            "4",
+            "--max-num-batched-tokens",
+            "48",
+            "--bind",
+            f"ipc://{directory}/e.sock",
+            "--max-loras",
+            "2",
+            "--num-kv-pages",
+            "9",
+            "--max-lora-rank",
+            "8",
+        ]
         with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
         with zmq.Context() as context:
             server = Server(process, f"ipc://{directory}/e.sock", log, context)
             yield server
@@ -56,14 +85,19 @@ def wire(server):
 
 def test_every_adapter_answers_as_peft_does(server, wire, base, adapters):
     assert wire.welcome is not None and wire.welcome.max_num_seqs == 4, "the command line wins over the file"
-    prompts = {f"r{index}": [(index * 31 + place * 7) % 256 for place in range(length)] for index, length in enumerate((5, 120, 1, 70, 33, 64, 20, 9))}
+    prompts = {
+        f"r{index}": [(index * 31 + place * 7) % 256 for place in range(length)]
+        for index, length in enumerate((5, 120, 1, 70, 33, 64, 20, 9))
+    }
     names = (None, "first", "second", "third")
     chosen = {request: names[index % 4] for index, request in enumerate(prompts)}
     for request, prompt in prompts.items():
         wire.submit(request, GREEDY, prompt_token_ids=prompt, adapter=chosen[request])
     for request, prompt in prompts.items():
         name = chosen[request]
-        assert wire.answer(request, 60).token_ids[0] == oracle_greedy(base, None if name is None else adapters[name], prompt, 10)
+        assert wire.answer(request, 60).token_ids[0] == oracle_greedy(
+            base, None if name is None else adapters[name], prompt, 10
+        )
     log = server.log.read_text()
     assert "576 KV tokens (9 pages), 3 adapters (2 at once), up to 4 requests at once, 256 tokens each" in log
     assert "serving at ipc://" in log
@@ -71,14 +105,18 @@ def test_every_adapter_answers_as_peft_does(server, wire, base, adapters):
 
 def test_adapters_are_loaded_while_it_serves(wire, base, adapters):
     prompt = [3, 1, 4, 1, 5]
-    wire.submit("long", Sampling(temperature=0.0, max_tokens=60, ignore_eos=True), prompt_token_ids=prompt, adapter="first")
+    wire.submit(
+        "long", Sampling(temperature=0.0, max_tokens=60, ignore_eos=True), prompt_token_ids=prompt, adapter="first"
+    )
     assert type(wire.call(LoadAdapter(1, "late", str(adapters["later"])))).__name__ == "Done"
     wire.submit("late", GREEDY, prompt_token_ids=prompt, adapter="late")
     assert wire.answer("late", 60).token_ids[0] == oracle_greedy(base, adapters["later"], prompt, 10)
     assert wire.answer("long", 60).token_ids[0] == oracle_greedy(base, adapters["first"], prompt, 60)
     assert type(wire.call(LoadAdapter(2, "late", str(adapters["second"]), replace=True))).__name__ == "Done"
     wire.submit("again", GREEDY, prompt_token_ids=prompt, adapter="late")
-    assert wire.answer("again", 60).token_ids[0] == oracle_greedy(base, adapters["second"], prompt, 10), "no key or value of the former one is found"
+    assert wire.answer("again", 60).token_ids[0] == oracle_greedy(base, adapters["second"], prompt, 10), (
+        "no key or value of the former one is found"
+    )
     infos = {info.name: info for info in wire.call(ListAdapters(3)).adapters}
     assert set(infos) == {"first", "second", "third", "late"} and infos["late"].content == infos["second"].content
     assert type(wire.call(UnloadAdapter(4, "late"))).__name__ == "Done"

@@ -1,4 +1,5 @@
 """How far ahead the batcher plans, and that what it planned too far ahead changes no token."""
+
 from collections import deque
 from typing import Any
 
@@ -28,15 +29,20 @@ class Link:
 
 
 def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[list[list[int]], list[int], list[int]]:
-    """The answers, how many steps were with the device each time that one came back, and after how many steps each of the answers was there.
+    """The answers, how many steps were with the device each time that one came back, and after how many steps each of
+    the answers was there.
 
     penalised   so many of the first requests have a penalty, and a sixth of the tokens
     """
     link = Link()
     stepper = Stepper(Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], []), link, None)  # type: ignore[arg-type]
     for number, prompt in enumerate(prompts):
-        params: dict[str, Any] = {"max_tokens": tokens // 6, "presence_penalty": 1e-6} if number < penalised else {"max_tokens": tokens}
-        stepper.add(Request(str(number), None, prompt, SamplingParams(temperature=0, ignore_eos=True, **params)), stream=False)
+        params: dict[str, Any] = (
+            {"max_tokens": tokens // 6, "presence_penalty": 1e-6} if number < penalised else {"max_tokens": tokens}
+        )
+        stepper.add(
+            Request(str(number), None, prompt, SamplingParams(temperature=0, ignore_eos=True, **params)), stream=False
+        )
     answers: dict[str, list[int]] = {}
     depths, steps = [], {}
     stepper.pump()
@@ -65,7 +71,9 @@ def test_one_step_ahead_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_waits_for_its_last_token_gets_one_in_two_steps() -> None:
-    """With penalties the next step needs the last token: planning two ahead for the others must not make it every third."""
+    """With penalties the next step needs the last token: planning two ahead for the others must not make it every
+    third.
+    """
     answers, _, steps = serve([[1, 2, 3], [5]], 120, penalised=1)
     assert answers == [continuation([1, 2, 3], -1, 20, 97), continuation([5], -1, 120, 97)]
     assert 20 <= steps[0] <= 2 * 20 + 2 and 120 <= steps[1] <= 120 + AHEAD

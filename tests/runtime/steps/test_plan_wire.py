@@ -1,4 +1,5 @@
 """Plans and results survive the way between processes, whatever is in them."""
+
 import dataclasses
 
 import numpy as np
@@ -13,17 +14,28 @@ def some(generator, name: str, count: int) -> np.ndarray:
     if name in FLOATS:
         return generator.standard_normal(count).astype(np.float32)
     wide = name in ("seeds", "steps")
-    return generator.integers(-(1 << 62 if wide else 1 << 31), (1 << 62 if wide else 1 << 31) - 1, count, dtype=np.int64 if wide else np.int32)
+    return generator.integers(
+        -(1 << 62 if wide else 1 << 31), (1 << 62 if wide else 1 << 31) - 1, count, dtype=np.int64 if wide else np.int32
+    )
 
 
 def random_plan(generator) -> StepPlan:
-    sampling = {field.name: some(generator, field.name, int(generator.integers(0, 9))) for field in dataclasses.fields(SamplingPlan)}
+    sampling = {
+        field.name: some(generator, field.name, int(generator.integers(0, 9)))
+        for field in dataclasses.fields(SamplingPlan)
+    }
     sampling |= {"greedy": bool(generator.integers(2)), "num_logprobs": int(generator.integers(-1, 21))}
-    plan = {field.name: some(generator, field.name, int(generator.integers(0, 9))) for field in dataclasses.fields(StepPlan)}
+    plan = {
+        field.name: some(generator, field.name, int(generator.integers(0, 9))) for field in dataclasses.fields(StepPlan)
+    }
     rows, columns, loads = generator.integers(0, 5, 3).tolist()
-    plan |= {"step": int(generator.integers(0, 1 << 31)), "decode": bool(generator.integers(2)), "sampling": SamplingPlan(**sampling),
-             "block_table": some(generator, "block_table", rows * columns).reshape(rows, columns),
-             "slot_loads": some(generator, "", 2 * loads).reshape(-1, 2)}  # fmt: skip
+    plan |= {
+        "step": int(generator.integers(0, 1 << 31)),
+        "decode": bool(generator.integers(2)),
+        "sampling": SamplingPlan(**sampling),
+        "block_table": some(generator, "block_table", rows * columns).reshape(rows, columns),
+        "slot_loads": some(generator, "", 2 * loads).reshape(-1, 2),
+    }
     return StepPlan(**plan)
 
 
@@ -33,7 +45,9 @@ def same(first, second) -> bool:
         if dataclasses.is_dataclass(left):
             assert same(left, right)
         elif isinstance(left, np.ndarray):
-            assert left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes(), field.name
+            assert left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes(), (
+                field.name
+            )
         else:
             assert left == right and type(left) is type(right), field.name
     return True
@@ -47,7 +61,7 @@ def test_every_field_of_a_plan_arrives(seed):
     assert same(plan, back)
     assert back.input_ids.flags.aligned and back.sampling.seeds.flags.aligned
     with pytest.raises(ValueError):
-        unpack_plan(frame[:len(frame) // 2])
+        unpack_plan(frame[: len(frame) // 2])
 
 
 @pytest.mark.parametrize("columns", [0, 1, 4])
@@ -57,6 +71,11 @@ def test_results(rows, columns):
     tokens = some(generator, "", rows)
     result = StepResult(7, tokens)
     if columns and rows:
-        result = StepResult(7, tokens, some(generator, "", rows * columns).reshape(rows, columns),
-                            generator.standard_normal((rows, columns)).astype(np.float32), some(generator, "", rows))  # fmt: skip
+        result = StepResult(
+            7,
+            tokens,
+            some(generator, "", rows * columns).reshape(rows, columns),
+            generator.standard_normal((rows, columns)).astype(np.float32),
+            some(generator, "", rows),
+        )
     assert same(result, unpack_result(pack_result(result)))

@@ -1,4 +1,5 @@
 """The quick detokenizer says what the tokenizer says of the whole, whatever the tokens and wherever the prompt ends."""
+
 import random
 
 import pytest
@@ -12,7 +13,9 @@ TEXT = "Grüße, 世界! 👩‍🚀 naïve café — ½ \u200b\n\ttabs"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Bytes, some merges across and within characters, special and added tokens (some of whose letters stand for no byte)."""
+    """Bytes, some merges across and within characters, special and added tokens (some of whose letters stand for no
+    byte).
+    """
     alphabet = letters()
     vocabulary = {letter: byte for byte, letter in enumerate(alphabet)}
     merges = []

@@ -1,4 +1,5 @@
 """Tokens become text without half characters, and the streamed pieces add up to the whole text."""
+
 import json
 
 import pytest
@@ -21,7 +22,12 @@ def fast(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator([TEXTS[0], TEXTS[2]] * 3, trainer)  # other characters stay single bytes
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -36,8 +42,17 @@ def piece(tmp_path_factory):
     directory = tmp_path_factory.mktemp("piece")
     (directory / "text").write_text("\n".join([TEXTS[0]] * 200 + TEXTS), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(directory / "text"), model_prefix=str(directory / "tokenizer"), vocab_size=300, model_type="bpe", byte_fallback=True, character_coverage=0.98,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1, minloglevel=2)
+        input=str(directory / "text"),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+    )
     return load_tokenizer(directory)
 
 
@@ -48,7 +63,10 @@ def test_pieces_add_up_and_hold_no_half_character(kind, text, chunk, request):
     tokenizer = request.getfixturevalue(kind)
     prompt, ids = tokenizer.encode("The start"), tokenizer.encode(text)[1:]
     detokenizer = Detokenizer(tokenizer, prompt)
-    pieces = [detokenizer.push(ids[index:index + chunk], last=index + chunk >= len(ids)) for index in range(0, len(ids), chunk)]
+    pieces = [
+        detokenizer.push(ids[index : index + chunk], last=index + chunk >= len(ids))
+        for index in range(0, len(ids), chunk)
+    ]
     assert not any("\ufffd" in piece for piece in pieces)
     whole = tokenizer.decode(prompt + ids)
     assert "The start" + "".join(pieces) == whole
@@ -62,7 +80,9 @@ def test_bytes_that_never_become_a_character_come_out_at_the_end(fast):
     assert detokenizer.push(start[:1]) == ""
     assert detokenizer.push([], last=True) == "\ufffd"
     endless = Detokenizer(fast, fast.encode("x"))
-    assert "".join(endless.push(start[:1]) for _ in range(40)).count("\ufffd") > 20, "an endless run of broken bytes is not held for ever"
+    assert "".join(endless.push(start[:1]) for _ in range(40)).count("\ufffd") > 20, (
+        "an endless run of broken bytes is not held for ever"
+    )
 
 
 def test_special_tokens(fast, piece):
@@ -70,7 +90,9 @@ def test_special_tokens(fast, piece):
         ids = tokenizer.encode("dog")
         bos = ids[0]
         assert tokenizer.token_text(bos) == "<s>"
-        assert "<s>" not in tokenizer.decode([*ids, bos]) and tokenizer.decode([*ids, bos], skip_special_tokens=False).endswith("<s>")
+        assert "<s>" not in tokenizer.decode([*ids, bos]) and tokenizer.decode(
+            [*ids, bos], skip_special_tokens=False
+        ).endswith("<s>")
         assert tokenizer.decode([999999]) == "" and tokenizer.token_text(999999) == ""
 
 

@@ -1,4 +1,5 @@
 """Keys and addresses: who may listen where, and who may speak with whom."""
+
 import os
 import stat
 import time
@@ -26,7 +27,9 @@ def heard(server: zmq.Socket[Any], client: zmq.Socket[Any], milliseconds: int) -
     return bool(server.poll(milliseconds)) and server.recv_multipart()[-1] == b"hello"
 
 
-def pair(context: zmq.Context[Any], server_keys: curve.ServerKeys, client_keys: curve.ClientKeys | None) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+def pair(
+    context: zmq.Context[Any], server_keys: curve.ServerKeys, client_keys: curve.ClientKeys | None
+) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
     server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     server.linger = client.linger = 0
     server_keys.secure(server)
@@ -44,9 +47,16 @@ def test_an_allowed_client_is_heard_and_others_are_not(tmp_path: Path, context: 
     server_keys = curve.load_server_keys(tmp_path / "keys" / "server")
     honest = curve.load_client_keys(friend)
     thief = curve.load_client_keys(stranger)
-    liar = curve.ClientKeys(thief.public, honest.server, thief.secret)  # knows the server's public key, but is not on the list
+    # knows the server's public key, but is not on the list
+    liar = curve.ClientKeys(thief.public, honest.server, thief.secret)
     with curve.Gate(context, server_keys):
-        for keys, expected in ((honest, True), (curve.load_client_keys(removed), False), (liar, False), (thief, False), (None, False)):
+        for keys, expected in (
+            (honest, True),
+            (curve.load_client_keys(removed), False),
+            (liar, False),
+            (thief, False),
+            (None, False),
+        ):
             server, client = pair(context, server_keys, keys)
             with server, client:
                 assert heard(server, client, 3000 if expected else 300) == expected
@@ -62,7 +72,9 @@ def test_without_a_gate_nobody_is_admitted(tmp_path: Path, context: zmq.Context[
 def test_a_client_speaks_to_no_other_engine(tmp_path: Path, context: zmq.Context[Any]) -> None:
     (folder,) = curve.generate(tmp_path / "real", ["friend"])
     curve.generate(tmp_path / "fake", ["x"])
-    (tmp_path / "fake" / "server" / "allowed" / "friend.public").write_bytes((tmp_path / "real" / "server" / "allowed" / "friend.public").read_bytes())
+    (tmp_path / "fake" / "server" / "allowed" / "friend.public").write_bytes(
+        (tmp_path / "real" / "server" / "allowed" / "friend.public").read_bytes()
+    )
     impostor = curve.load_server_keys(tmp_path / "fake" / "server")
     with curve.Gate(context, impostor):
         server, client = pair(context, impostor, curve.load_client_keys(folder))
@@ -82,7 +94,9 @@ def test_keys_come_and_go_while_the_engine_runs(tmp_path: Path, context: zmq.Con
             (tmp_path / "server" / "allowed" / "later.public").unlink(missing_ok=True)
 
 
-def test_keygen_writes_private_secrets_and_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_writes_private_secrets_and_keeps_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = tmp_path / "keys"
     assert cli.main(["keygen", str(keys), "--client", "alice"]) == 0
     before = (keys / "server" / "server.secret").read_bytes()
@@ -90,7 +104,10 @@ def test_keygen_writes_private_secrets_and_keeps_what_is_there(tmp_path: Path, c
     shown = capsys.readouterr().out
     assert "--keys" in shown and str(keys / "client-bob") in shown
     assert (keys / "server" / "server.secret").read_bytes() == before
-    assert sorted(path.name for path in curve.load_server_keys(keys / "server").allowed.iterdir()) == ["alice.public", "bob.public"]
+    assert sorted(path.name for path in curve.load_server_keys(keys / "server").allowed.iterdir()) == [
+        "alice.public",
+        "bob.public",
+    ]
     secrets = list(keys.rglob("*.secret"))
     assert len(secrets) == 3 and {stat.S_IMODE(path.stat().st_mode) for path in secrets} == {0o600}
     for path in secrets:
@@ -123,10 +140,18 @@ def test_damaged_keys_are_refused_by_name(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("text", "local"),
     [
-        ("ipc:///run/x/engine.sock", True), ("tcp://127.0.0.1:5757", True), ("tcp://localhost:1", True), ("tcp://[::1]:9", True), ("tcp://127.8.9.1:0", True),
-        ("tcp://*:5757", False), ("tcp://0.0.0.0:5757", False), ("tcp://[::]:5757", False), ("tcp://gpu-host:5757", False), ("tcp://10.0.0.3:5757", False),
+        ("ipc:///run/x/engine.sock", True),
+        ("tcp://127.0.0.1:5757", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:9", True),
+        ("tcp://127.8.9.1:0", True),
+        ("tcp://*:5757", False),
+        ("tcp://0.0.0.0:5757", False),
+        ("tcp://[::]:5757", False),
+        ("tcp://gpu-host:5757", False),
+        ("tcp://10.0.0.3:5757", False),
     ],
-)  # fmt: skip
+)
 def test_beyond_the_loopback_keys_are_needed(text: str, local: bool) -> None:
     address = parse(text)
     assert address.local == local
@@ -142,10 +167,24 @@ def test_beyond_the_loopback_keys_are_needed(text: str, local: bool) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "engine.sock", "ipc://", "ipc://@abstract", "ipc://relative/path", "ipc:///tmp/../x", "ipc:///" + "x" * 200, "tcp://127.0.0.1", "tcp://127.0.0.1:99999",
-        "tcp://[zz]:1", "tcp://a:1;b:2", "tcp://user@host:1", "inproc://x", "pgm://1.2.3.4;5:6", "tcp://-host:1", "tcp://host:1\n",
+        "",
+        "engine.sock",
+        "ipc://",
+        "ipc://@abstract",
+        "ipc://relative/path",
+        "ipc:///tmp/../x",
+        "ipc:///" + "x" * 200,
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:99999",
+        "tcp://[zz]:1",
+        "tcp://a:1;b:2",
+        "tcp://user@host:1",
+        "inproc://x",
+        "pgm://1.2.3.4;5:6",
+        "tcp://-host:1",
+        "tcp://host:1\n",
     ],
-)  # fmt: skip
+)
 def test_a_malformed_address_is_refused(text: str) -> None:
     with pytest.raises(AddressError, match="address"):
         parse(text)
@@ -176,7 +215,16 @@ def test_two_engines_cannot_share_an_address(tmp_path: Path) -> None:
         AddressLock(address)
     first.release()
     AddressLock(address).release()
-    assert len([name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}").endswith("engine.sock.lock")]) == 0
+    assert (
+        len(
+            [
+                name
+                for name in os.listdir("/proc/self/fd")
+                if os.path.realpath(f"/proc/self/fd/{name}").endswith("engine.sock.lock")
+            ]
+        )
+        == 0
+    )
 
 
 def test_the_default_address_is_in_a_directory_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 SIDESTREAM_HOSTILE_FRAMES sets how many are sent (default 3000; 100000 before a release).
 """
+
 import contextlib
 import os
 import random
@@ -29,7 +30,12 @@ INSTANCE = bytes(range(16))
 HEAD = protocol.header(INSTANCE)
 NAMES = st.sampled_from(["type", "request_id", "prompt", "sampling", "call", "n"]) | st.text(max_size=5)
 LIKE_MSGPACK = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(NAMES, inner, max_size=5),
     max_leaves=20,
 )
@@ -56,7 +62,17 @@ def test_each_message_of_the_protocol_is_in_the_corpus() -> None:
     for name, data in corpus().items():
         with contextlib.suppress(protocol.FrameError):
             found.add(type(protocol.decode_from_client(data if name.startswith("raw_") else HEAD + data).message))
-    assert {kind.__name__ for kind in found} == {"Hello", "Submit", "Abort", "LoadAdapter", "UnloadAdapter", "ListAdapters", "GetStats", "GetHealth", "Beat"}
+    assert {kind.__name__ for kind in found} == {
+        "Hello",
+        "Submit",
+        "Abort",
+        "LoadAdapter",
+        "UnloadAdapter",
+        "ListAdapters",
+        "GetStats",
+        "GetHealth",
+        "Beat",
+    }
 
 
 @settings(max_examples=max(100, COUNT // 50), deadline=None)
@@ -154,7 +170,9 @@ def honest(server: Server, stop: threading.Event, problems: list[BaseException],
         with Client(server.address, connect_timeout=30) as client:
             while not stop.is_set():
                 prompt, adapter = [source.randrange(250) for _ in range(12)], source.choice((None, 0, 1, 2))
-                (output,) = client.generate([prompt], params, adapter=None if adapter is None else f"a{adapter}", timeout=30, priority=-1000)
+                (output,) = client.generate(
+                    [prompt], params, adapter=None if adapter is None else f"a{adapter}", timeout=30, priority=-1000
+                )
                 assert output.outputs[0].token_ids == continuation(prompt, -1 if adapter is None else adapter, 4, 251)
                 answered.append(1)
     except BaseException as problem:
@@ -163,7 +181,10 @@ def honest(server: Server, stop: threading.Event, problems: list[BaseException],
 
 def settled(server: Server) -> dict[str, Any]:
     """Stats when nothing is open any more."""
-    return server.wait_for(lambda values: values["requests_open"] == 0 and values["pages_in_use"] == 0 and values["connections"] <= 1, timeout=20)
+    return server.wait_for(
+        lambda values: values["requests_open"] == 0 and values["pages_in_use"] == 0 and values["connections"] <= 1,
+        timeout=20,
+    )
 
 
 def attack(server: Server, count: int, seed: int) -> dict[str, int]:
@@ -176,7 +197,9 @@ def attack(server: Server, count: int, seed: int) -> dict[str, int]:
     answers: dict[str, int] = {}
     for number, frame in enumerate(frames(seed, count, instance)):
         attacker = source.choice(attackers)
-        attacker.send([frame, b"more"] if source.random() < 0.02 else [b"", frame] if source.random() < 0.02 else [frame])
+        attacker.send(
+            [frame, b"more"] if source.random() < 0.02 else [b"", frame] if source.random() < 0.02 else [frame]
+        )
         if number % 16 == 0:
             attacker.send([hello])  # or it would be ignored, after enough of these
         if number % 500 == 499:
@@ -212,7 +235,9 @@ def test_a_server_survives_and_keeps_nothing(server: Server) -> None:
     assert not problems, f"{problems}, seed {seed}, the server said: {server.log.read_text()[-3000:]}"
     values = settled(server)
     assert batcher.alive and gpu.alive and server.health().status == "ok", f"seed {seed}"
-    assert server.child("runtime.batcher") == batcher.pid and server.child("fake_gpu") == gpu.pid, "nothing was restarted"
+    assert server.child("runtime.batcher") == batcher.pid and server.child("fake_gpu") == gpu.pid, (
+        "nothing was restarted"
+    )
     assert {"bad_frame", "invalid_request", "Accepted"} <= set(answers), "they reached the rooms behind the door"
     assert answered and values["bad_frames_total"] > COUNT / 10
     assert batcher.files <= files + 4, "no sockets are left"
@@ -233,7 +258,10 @@ def test_bytes_that_are_not_even_zeromq(server: Server) -> None:
                 raw.settimeout(1)
                 raw.connect(server.address.removeprefix("ipc://"))
                 with contextlib.suppress(OSError):
-                    raw.sendall((greeting[: source.randrange(80)] if number % 2 else b"") + source.randbytes(source.choice((0, 1, 64, 5000))))
+                    raw.sendall(
+                        (greeting[: source.randrange(80)] if number % 2 else b"")
+                        + source.randbytes(source.choice((0, 1, 64, 5000)))
+                    )
         assert client.generate([[1]], SamplingParams(max_tokens=2), timeout=20)[0].finished
         deadline = time.monotonic() + 5
         while batcher.files > files + 2 and time.monotonic() < deadline:

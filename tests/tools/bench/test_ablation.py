@@ -1,4 +1,5 @@
 """The ablation: each arm compiles, and what it turns off is gone from the programs that are timed."""
+
 from typing import Any
 
 import pytest
@@ -6,9 +7,18 @@ from sidestream.compiler.options import CompileOptions
 from sidestream.tools.bench import ablation
 from sidestream.tools.bench import layer as bench_layer
 
-UNSEEN = {"without fuse_quantize", "without fuse_silu_mul", "without pack_projections", "without lift_rope_angles", "without fuse_add_rms_norm",
-          "LoRA stacks in 16 bits", "no rotation of Q and K", "no rotation of activations", "everything in e4m3, adapters too",
-          "linears in 16 bits"}  # compiled elsewhere; each takes seconds here
+UNSEEN = {
+    "without fuse_quantize",
+    "without fuse_silu_mul",
+    "without pack_projections",
+    "without lift_rope_angles",
+    "without fuse_add_rms_norm",
+    "LoRA stacks in 16 bits",
+    "no rotation of Q and K",
+    "no rotation of activations",
+    "everything in e4m3, adapters too",
+    "linears in 16 bits",
+}  # compiled elsewhere; each takes seconds here
 
 
 @pytest.fixture
@@ -42,7 +52,9 @@ def test_each_arm_compiles_and_changes_what_it_says(timed: list[Any]) -> None:
 
     assert any(step.pdl for step in programs["everything on", True].steps)
     assert not any(step.pdl for step in programs["no programmatic dependent launch", True].steps)
-    assert has("everything on", "decoder_block", lora=False) and not has("without fuse_decoder_block", "decoder_block", lora=False)
+    assert has("everything on", "decoder_block", lora=False) and not has(
+        "without fuse_decoder_block", "decoder_block", lora=False
+    )
     assert has("everything on", "rope_append") and not has("without fuse_rope_append", "rope_append")
     assert not has("everything in 16 bits", "linear_8bit") and has("everything on", "linear_8bit")
     assert all(step.stream == "main" for step in programs["LoRA as serial", True].steps)

@@ -1,4 +1,5 @@
 """The batcher's own bench, small: streams that are all served, and figures that add up."""
+
 import json
 import subprocess
 import sys
@@ -9,13 +10,32 @@ from support.serving import write_byte_tokenizer
 
 def test_the_batcher_keeps_up(tmp_path):
     write_byte_tokenizer(tmp_path)
-    command = [sys.executable, "-m", "sidestream.tools.bench.serving.batcher", "--streams", "16", "--step-ms", "10", "--seconds", "2", "--prompt", "20",
-               "--output", "60", "--tokenizer", str(tmp_path / "tokenizer.json"), "--json", str(tmp_path / "figures.json")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "sidestream.tools.bench.serving.batcher",
+        "--streams",
+        "16",
+        "--step-ms",
+        "10",
+        "--seconds",
+        "2",
+        "--prompt",
+        "20",
+        "--output",
+        "60",
+        "--tokenizer",
+        str(tmp_path / "tokenizer.json"),
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert "batcher_ms_per_step" in done.stdout
     assert figures["step_ms"] == pytest.approx(10, rel=0.3)
     assert 10 < figures["sequences_per_step"] <= 16
-    assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(figures["steps"] * figures["sequences_per_step"], rel=0.2)
+    assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(
+        figures["steps"] * figures["sequences_per_step"], rel=0.2
+    )
     assert figures["batcher_cpu_ms_per_step"] < 10

@@ -1,4 +1,5 @@
 """What it writes can be served."""
+
 import json
 
 import sidestream
@@ -8,7 +9,15 @@ from sidestream.tools.bench.model_directory import TINY, write_model, write_toke
 
 def test_a_model_with_adapters(tmp_path):
     adapters = write_model(tmp_path / "model", TINY, 3, 4)
-    llm = sidestream.LLM(str(tmp_path / "model"), adapters, load_format="dummy", device="cpu", precision="fp32", max_model_len=64, show_progress=False)
+    llm = sidestream.LLM(
+        str(tmp_path / "model"),
+        adapters,
+        load_format="dummy",
+        device="cpu",
+        precision="fp32",
+        max_model_len=64,
+        show_progress=False,
+    )
     params = sidestream.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     (output,) = llm.generate(["Hi there"], params, adapter="random-1", use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 6 and output.prompt_token_ids == list(b"Hi there")

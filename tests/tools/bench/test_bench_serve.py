@@ -1,4 +1,5 @@
 """`sidestream bench serve`: the arithmetic, and whole runs against a small server."""
+
 import itertools
 import json
 import math
@@ -24,7 +25,19 @@ def server(tmp_path: Path) -> Iterator[WireServer]:
 
 
 def bench(server: WireServer, target: Path, *arguments: str) -> int:
-    return cli.main(["bench", "serve", "--address", server.address, "--connect-timeout", "5", "--output-json", str(target), *arguments])
+    return cli.main(
+        [
+            "bench",
+            "serve",
+            "--address",
+            server.address,
+            "--connect-timeout",
+            "5",
+            "--output-json",
+            str(target),
+            *arguments,
+        ]
+    )
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -32,7 +45,9 @@ def test_arrivals_are_a_poisson_process() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert len(times) == pytest.approx(5000, abs=5 * 71)  # five deviations
     mean = sum(gaps) / len(gaps)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2), "an exponential's deviation is its mean"
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2), (
+        "an exponential's deviation is its mean"
+    )
     assert times == sorted(times) and times[-1] < 100
     assert len(poisson_times(random.Random(0), 50.0, 100.0, 7)) == 7
 
@@ -87,13 +102,24 @@ def test_figures() -> None:
         record(3.0, [(3.1, 1)], 5, "not_finished"),
         record(4.0, [], 5, "overloaded"),
     ]
-    figures = summarize(records, 10.0, slo_ttft=1.0, slo_gap=0.15, stall=1.0, before={"adapter_hits_total": 10, "adapter_misses_total": 1},
-                        after={"adapter_hits_total": 13, "adapter_misses_total": 2, "preemptions_total": 4})  # fmt: skip
+    figures = summarize(
+        records,
+        10.0,
+        slo_ttft=1.0,
+        slo_gap=0.15,
+        stall=1.0,
+        before={"adapter_hits_total": 10, "adapter_misses_total": 1},
+        after={"adapter_hits_total": 13, "adapter_misses_total": 2, "preemptions_total": 4},
+    )
     assert (figures["requests"], figures["complete"], figures["errors"]) == (5, 3, {"not_finished": 1, "overloaded": 1})
     assert figures["goodput_per_s"] == pytest.approx(0.1) and figures["goodput_share"] == pytest.approx(0.2)
     assert figures["output_tokens_per_s"] == pytest.approx(0.9)
-    assert figures["ttft_ms"]["p50"] == pytest.approx(100) and figures["ttft_ms"]["p99"] == pytest.approx(3000), "counted from when it was due"
-    assert figures["inter_token_ms"]["p50"] == pytest.approx(100) and figures["inter_token_ms"]["p99"] == pytest.approx(2000)
+    assert figures["ttft_ms"]["p50"] == pytest.approx(100) and figures["ttft_ms"]["p99"] == pytest.approx(3000), (
+        "counted from when it was due"
+    )
+    assert figures["inter_token_ms"]["p50"] == pytest.approx(100) and figures["inter_token_ms"]["p99"] == pytest.approx(
+        2000
+    )
     assert figures["stalls"] == 1 and figures["longest_gap_ms"] == pytest.approx(2000)
     assert figures["adapter_hit_rate"] == pytest.approx(0.75) and figures["preemptions"] == 4
     assert figures["sender_late_p99_ms"] == pytest.approx(1)
@@ -113,7 +139,21 @@ def test_the_longest_gap_in_a_window() -> None:
 
 def test_traffic_end_to_end(server: WireServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "serve.json"
-    arguments = ("--rate", "40", "80", "--duration", "0.5", "--input-len", "2", "8", "--output-len", "3", "6", "--num-adapters", "5")
+    arguments = (
+        "--rate",
+        "40",
+        "80",
+        "--duration",
+        "0.5",
+        "--input-len",
+        "2",
+        "8",
+        "--output-len",
+        "3",
+        "6",
+        "--num-adapters",
+        "5",
+    )
     assert bench(server, target, *arguments) == 0
     found = json.loads(target.read_text())
     assert [row["rate"] for row in found["rows"]] == [40, 80] and found["workload"] == "S"
@@ -122,19 +162,30 @@ def test_traffic_end_to_end(server: WireServer, tmp_path: Path, capsys: pytest.C
         assert row["goodput_per_s"] == pytest.approx(row["complete"] / row["seconds"])
         assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] < 2000
     assert {message.adapter for message in server.submits} == {"pirate", "shout"}
-    assert all(message.sampling.ignore_eos and 2 <= len(message.prompt_token_ids or []) <= 8 for message in server.submits)
+    assert all(
+        message.sampling.ignore_eos and 2 <= len(message.prompt_token_ids or []) <= 8 for message in server.submits
+    )
     shown = capsys.readouterr().out
     assert "TTFT" in shown and "goodput" in shown and str(target) in shown
     assert server.address not in target.read_text(), "results can be published"
 
 
-def test_errors_are_counted_and_the_run_goes_on(server: WireServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_counted_and_the_run_goes_on(
+    server: WireServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refuse(message: protocol.Submit) -> protocol.Error | None:
-        return protocol.Error(code="overloaded", message="later", request_id=message.request_id) if len(server.submits) % 2 else None
+        return (
+            protocol.Error(code="overloaded", message="later", request_id=message.request_id)
+            if len(server.submits) % 2
+            else None
+        )
 
     server.refuse = refuse
     target = tmp_path / "serve.json"
-    assert bench(server, target, "--rate", "40", "--duration", "0.5", "--input-len", "2", "8", "--output-len", "3", "6") == 0
+    assert (
+        bench(server, target, "--rate", "40", "--duration", "0.5", "--input-len", "2", "8", "--output-len", "3", "6")
+        == 0
+    )
     (row,) = json.loads(target.read_text())["rows"]
     assert row["errors"]["overloaded"] + row["complete"] == row["requests"] and row["complete"] > 0
     assert "x overloaded" in capsys.readouterr().out
@@ -143,7 +194,25 @@ def test_errors_are_counted_and_the_run_goes_on(server: WireServer, tmp_path: Pa
 def test_a_server_that_does_not_finish_ends_the_bench_in_time(server: WireServer, tmp_path: Path) -> None:
     server.hold = True
     target = tmp_path / "serve.json"
-    assert bench(server, target, "--rate", "40", "--duration", "0.3", "--drain", "0.3", "--input-len", "2", "8", "--output-len", "3", "6") == 1
+    assert (
+        bench(
+            server,
+            target,
+            "--rate",
+            "40",
+            "--duration",
+            "0.3",
+            "--drain",
+            "0.3",
+            "--input-len",
+            "2",
+            "8",
+            "--output-len",
+            "3",
+            "6",
+        )
+        == 1
+    )
     (row,) = json.loads(target.read_text())["rows"]
     assert row["errors"] == {"not_finished": row["requests"]} and row["seconds"] < 2
     assert len(server.aborts) == row["requests"]
@@ -153,12 +222,27 @@ def test_adapters_of_a_folder_are_registered(server: WireServer, tmp_path: Path)
     for name in ("one", "two", "pirate"):
         (tmp_path / "adapters" / name).mkdir(parents=True)
         (tmp_path / "adapters" / name / "adapter_config.json").write_text("{}")
-    arguments = ("--rate", "20", "--duration", "0.3", "--input-len", "2", "8", "--output-len", "1", "2", "--adapter-dir", str(tmp_path / "adapters"))
+    arguments = (
+        "--rate",
+        "20",
+        "--duration",
+        "0.3",
+        "--input-len",
+        "2",
+        "8",
+        "--output-len",
+        "1",
+        "2",
+        "--adapter-dir",
+        str(tmp_path / "adapters"),
+    )
     assert bench(server, tmp_path / "out.json", *arguments) == 0
     assert [message.name for message in server.calls if isinstance(message, protocol.LoadAdapter)] == ["one", "two"]
 
 
-def test_cold_starts_end_to_end(server: WireServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_starts_end_to_end(
+    server: WireServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serve_cold, "SETTLE_SECONDS", 0.02)
     target = tmp_path / "cold.json"
     assert bench(server, target, "--workload", "C", "--background", "3", "--repeats", "2") == 0
@@ -172,12 +256,17 @@ def test_cold_starts_end_to_end(server: WireServer, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--input-len", "9", "3"], "lower bound"), (["--rate", "0"], "above 0"), (["--output-json", "no/such/folder/x.json"], "existing directory"),
-        (["--adapter-dir", "no/such/folder"], "no directory"), (["--input-len", "64", "9999"], "the server takes 4096"),
+        (["--input-len", "9", "3"], "lower bound"),
+        (["--rate", "0"], "above 0"),
+        (["--output-json", "no/such/folder/x.json"], "existing directory"),
+        (["--adapter-dir", "no/such/folder"], "no directory"),
+        (["--input-len", "64", "9999"], "the server takes 4096"),
         (["--num-requests", "1000000"], "at most"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_measured_is_refused(server: WireServer, tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+)
+def test_what_cannot_be_measured_is_refused(
+    server: WireServer, tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code = bench(server, tmp_path / "x.json", *arguments)
     except SystemExit as leave:

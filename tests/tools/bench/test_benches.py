@@ -1,4 +1,5 @@
 """The benches on the demo model, small: every line of the table is there, and the figures hang together."""
+
 import json
 from pathlib import Path
 
@@ -13,10 +14,30 @@ from sidestream.tools.bench.throughput import percentile, prompt_flops
 
 def test_throughput_writes_a_row_for_each_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.json"
-    tiny = ["--model", "demo", "--scale", "64", "--concurrency", "2", "--num-iters", "1", "--num-adapters", "2", "--lora-rank", "8", "--device", "cpu"]
+    tiny = [
+        "--model",
+        "demo",
+        "--scale",
+        "64",
+        "--concurrency",
+        "2",
+        "--num-iters",
+        "1",
+        "--num-adapters",
+        "2",
+        "--lora-rank",
+        "8",
+        "--device",
+        "cpu",
+    ]
     assert cli.main(["bench", "throughput", *tiny, "--output-json", str(target)]) == 0
     rows = json.loads(target.read_text())["rows"]
-    assert [(row["workload"], row["concurrency"], row["lora"]) for row in rows] == [("B", 2, "none"), ("P", 16, "none"), ("B", 2, "zipf"), ("P", 16, "zipf")]
+    assert [(row["workload"], row["concurrency"], row["lora"]) for row in rows] == [
+        ("B", 2, "none"),
+        ("P", 16, "none"),
+        ("B", 2, "zipf"),
+        ("P", 16, "zipf"),
+    ]
     for row in rows:
         assert row["ttft_p50_ms"] <= row["ttft_p99_ms"] and row["output_tokens_per_second"] > 0
     balanced = rows[0]
@@ -26,7 +47,20 @@ def test_throughput_writes_a_row_for_each_line(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_warm_start_captures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out.json"
-    arguments = ["bench", "startup", "--model", "demo", "--max-num-seqs", "2", "--num-adapters", "1", "--lora-rank", "8", "--device", "cpu"]
+    arguments = [
+        "bench",
+        "startup",
+        "--model",
+        "demo",
+        "--max-num-seqs",
+        "2",
+        "--num-adapters",
+        "1",
+        "--lora-rank",
+        "8",
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr("sys.argv", ["sidestream", *arguments])
     assert cli.main([*arguments, "--output-json", str(target)]) == 0
     seconds = json.loads(target.read_text())["seconds"]
@@ -45,16 +79,29 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The selection of steps on a small model; the clock is a GPU's."""
-    monkeypatch.setattr(bench_layer, "LLAMA_8B", {**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1})
+    monkeypatch.setattr(
+        bench_layer,
+        "LLAMA_8B",
+        {**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1},
+    )
     monkeypatch.setattr(bench_kernels, "launch_us", lambda launches, rounds, repeats: float(len(launches)))
 
     def measure(precision: Precision) -> list[bench_kernels.Row]:
-        return bench_kernels.measure(bench_layer.Layers(16, 2, "cpu", CompileOptions(precision=precision)), 4, [0, 1, 0, 1], repeats=1)
+        return bench_kernels.measure(
+            bench_layer.Layers(16, 2, "cpu", CompileOptions(precision=precision)), 4, [0, 1, 0, 1], repeats=1
+        )
 
     table = {precision: measure(precision) for precision in ("int8", "fp8")}
     for rows in table.values():
         main = [row.op.removeprefix("sidestream.") for row in rows if "lora" not in row.op]
-        assert main[:4] == ["add_rms_norm_quant", "linear_8bit", "rope_append", "paged_attention_quant"] and len(main) == 9
-        assert len(rows) - len(main) == 8 and all(row.us == bench_layer.DEPTHS[-1] - 2 and row.floor_us > 0 for row in rows)
-    for int8, fp8 in zip(table["int8"], table["fp8"], strict=True):  # the same steps; int8's adapters have half the bytes
-        assert (int8.op, int8.output) == (fp8.op, fp8.output) and (int8.floor_us < fp8.floor_us if "lora" in int8.op else int8.floor_us <= fp8.floor_us)
+        assert (
+            main[:4] == ["add_rms_norm_quant", "linear_8bit", "rope_append", "paged_attention_quant"] and len(main) == 9
+        )
+        assert len(rows) - len(main) == 8 and all(
+            row.us == bench_layer.DEPTHS[-1] - 2 and row.floor_us > 0 for row in rows
+        )
+    # the same steps; int8's adapters have half the bytes
+    for int8, fp8 in zip(table["int8"], table["fp8"], strict=True):
+        assert (int8.op, int8.output) == (fp8.op, fp8.output) and (
+            int8.floor_us < fp8.floor_us if "lora" in int8.op else int8.floor_us <= fp8.floor_us
+        )

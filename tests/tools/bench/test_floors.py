@@ -1,7 +1,13 @@
 """The floor formula gives the figures that Llama-3.1-8B is known by."""
 
 import pytest
-from sidestream.tools.bench.floors import adapter_bytes, decode_floor_ms, kv_bytes_per_token, projection_widths, weight_bytes
+from sidestream.tools.bench.floors import (
+    adapter_bytes,
+    decode_floor_ms,
+    kv_bytes_per_token,
+    projection_widths,
+    weight_bytes,
+)
 from sidestream.tools.bench.latency import LLAMA_8B, pick_adapters
 
 
@@ -34,5 +40,7 @@ def test_adapter_mixes() -> None:
     many = pick_adapters("zipf", names, 4000, 0)
     assert many == pick_adapters("zipf", names, 4000, 0) != pick_adapters("zipf", names, 4000, 1)
     counts = [many.count(name) for name in names]
-    assert counts[0] / counts[3] == pytest.approx(4, rel=0.25), "the fourth adapter is a quarter as popular as the first"
+    assert counts[0] / counts[3] == pytest.approx(4, rel=0.25), (
+        "the fourth adapter is a quarter as popular as the first"
+    )
     assert set(pick_adapters("zipf", names, 64, 0)) == set(names), "with 64 requests every adapter is active"

@@ -1,4 +1,5 @@
 """`bench latency --profile` writes a trace of the engine's programs by the names of their steps."""
+
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ def test_bench_latency_writes_a_profile(tmp_path: Path, capsys: pytest.CaptureFi
     assert str(target) in capsys.readouterr().out
     bars = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
     lanes = {lane: {bar["name"] for bar in bars if bar["tid"] == number} for lane, number in LANES.items()}
-    assert {"sidestream.linear_8bit", "sidestream.rope_append"} <= lanes["main"] and "sidestream.lora_shrink" in lanes["side"]
+    assert {"sidestream.linear_8bit", "sidestream.rope_append"} <= lanes["main"] and "sidestream.lora_shrink" in lanes[
+        "side"
+    ]
     assert lanes["batcher"] == {"schedule", "commit"}
     programs = {bar["args"]["program"] for bar in bars if "program" in bar["args"]}
     assert any(name.startswith("decode_t2") for name in programs)

@@ -1,4 +1,5 @@
 """Pauses between steps are counted as what they are, and a trace is written once."""
+
 import json
 import time
 from itertools import pairwise
@@ -15,31 +16,54 @@ def event(first: float, microseconds: float, category: str = "kernel"):
 
 
 def test_only_long_pauses_of_the_device_are_idle():
-    events = [event(0, 10), event(11, 9), event(5, 10, "gpu_memcpy"), event(30, 10), event(0, 1000, "cpu_op"), {"cat": "kernel", "ts": 3}, event(41, 9)]
+    events = [
+        event(0, 10),
+        event(11, 9),
+        event(5, 10, "gpu_memcpy"),
+        event(30, 10),
+        event(0, 1000, "cpu_op"),
+        {"cat": "kernel", "ts": 3},
+        event(41, 9),
+    ]
     figures = idle_figures(events, 2)
     assert figures["device_events"] == 5 and figures["step_us"] == 25
-    assert figures["idle_us_per_step"] == 5 and figures["idle_share"] == pytest.approx(0.2) and figures["longest_pause_us"] == 10
+    assert (
+        figures["idle_us_per_step"] == 5
+        and figures["idle_share"] == pytest.approx(0.2)
+        and figures["longest_pause_us"] == 10
+    )
     assert figures["kernel_boundaries_us_per_step"] == pytest.approx(0.5)
     assert idle_figures([event(0, 5, "cpu_op")], 2) == {"device_events": 0}
 
 
 def test_steps_between_events():
     figures = between_events([(0.0, 1.0), (1.01, 2.0), (1.999, 3.0)])
-    assert figures["steps"] == 3 and figures["step_us"] == pytest.approx(1000) and figures["longest_pause_us"] == pytest.approx(10)
+    assert (
+        figures["steps"] == 3
+        and figures["step_us"] == pytest.approx(1000)
+        and figures["longest_pause_us"] == pytest.approx(10)
+    )
     assert figures["idle_us_per_step"] == pytest.approx(5) and figures["idle_share"] == pytest.approx(10 / 3000)
 
 
 def test_an_excerpt_holds_a_few_steps_of_the_middle():
     events = [event(100 * step, 90) | {"name": f"k{step}", "args": {"grid": 1}} for step in range(20)]
-    events += [{"name": f"step {step}: 5 tokens", "ts": 100 * step - 50, "dur": 10, "cat": "user_annotation"} for step in range(20)]
+    events += [
+        {"name": f"step {step}: 5 tokens", "ts": 100 * step - 50, "dur": 10, "cat": "user_annotation"}
+        for step in range(20)
+    ]
     kept = excerpt(events, 20)["traceEvents"]
-    assert 3 <= sum(each["name"].startswith("k") for each in kept) <= 4 and any(each["name"].startswith("step ") for each in kept)
+    assert 3 <= sum(each["name"].startswith("k") for each in kept) <= 4 and any(
+        each["name"].startswith("step ") for each in kept
+    )
     assert all("args" not in each for each in kept) and excerpt([], 3) == {"traceEvents": []}
 
 
 def test_bars_of_a_stream_do_not_overlap():
     told = apart([event(0, 10), event(20, 5), event(6, 10)])
-    assert [each["ts"] for each in told] == [0, 10, 20] and sum(each["dur"] for each in told) == pytest.approx(21, abs=0.01)
+    assert [each["ts"] for each in told] == [0, 10, 20] and sum(each["dur"] for each in told) == pytest.approx(
+        21, abs=0.01
+    )
     assert all(each["ts"] + each["dur"] <= after["ts"] for each, after in pairwise(told))
     host = {"name": "step 1", "ts": 1, "dur": 30}
     assert host in apart([event(0, 10), host])
@@ -50,7 +74,9 @@ def test_decode_steps_are_traced_into_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(traced_gpu, "TIMED_STEPS", 3)
     monkeypatch.setattr(traced_gpu, "TRACED_STEPS", 4)
     seen = []
-    inner = SimpleNamespace(submit=lambda plan: (seen.append(plan.step), torch.ones(3) + 1)[1], collect=lambda handle: handle)
+    inner = SimpleNamespace(
+        submit=lambda plan: (seen.append(plan.step), torch.ones(3) + 1)[1], collect=lambda handle: handle
+    )
     runner = TracedRunner(inner, tmp_path / "trace.json")
     for step in range(16):
         runner.submit(SimpleNamespace(step=step, decode=step % 4 != 0, num_tokens=1, num_sequences=5, uses_lora=False))

@@ -1,4 +1,5 @@
 """`sidestream calibrate` as a user sees it, and what `LLM` and `serve` make of its file."""
+
 import json
 import math
 import re
@@ -12,7 +13,16 @@ from sidestream.compiler.options import DEFAULT_PRECISION, EIGHT_BITS, CompileOp
 from sidestream.ops.attention.append_kv import append_kv
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.rows.hadamard import hadamard
-from sidestream.runtime.engine.calibration import FILE_NAME, KEY, KV_DTYPES, TREATMENTS, Calibration, CalibrationError, LayerFigures, load_calibration
+from sidestream.runtime.engine.calibration import (
+    FILE_NAME,
+    KEY,
+    KV_DTYPES,
+    TREATMENTS,
+    Calibration,
+    CalibrationError,
+    LayerFigures,
+    load_calibration,
+)
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli
@@ -23,7 +33,13 @@ from sidestream.tools.options.engine import compile_arguments, layers
 from support.paged import plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
-ENGINE: dict[str, Any] = {"device": "cpu", "show_progress": False, "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+ENGINE: dict[str, Any] = {
+    "device": "cpu",
+    "show_progress": False,
+    "max_model_len": 128,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +55,61 @@ def adapter(base: TinyBase) -> Path:
 @pytest.fixture(scope="module")
 def written(base: TinyBase, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("written") / "calibration.safetensors"
-    assert cli.main(["calibrate", str(base.path), "--lora-modules", f"one={adapter}", "--tokens", "200", "--length", "100", "-o", str(path)]) == 0
+    assert (
+        cli.main(
+            [
+                "calibrate",
+                str(base.path),
+                "--lora-modules",
+                f"one={adapter}",
+                "--tokens",
+                "200",
+                "--length",
+                "100",
+                "-o",
+                str(path),
+            ]
+        )
+        == 0
+    )
     return path
 
 
 def figures(int8: tuple[float, ...], e4m3: tuple[float, ...]) -> LayerFigures:
     """One error for each of TREATMENTS and dtype."""
     rows = {"int8": int8, "fp8_e4m3": e4m3}
-    errors = {(kv_dtype, *each): error for kv_dtype, row in rows.items() for each, error in zip(TREATMENTS, row, strict=True)}
+    errors = {
+        (kv_dtype, *each): error for kv_dtype, row in rows.items() for each, error in zip(TREATMENTS, row, strict=True)
+    }
     return LayerFigures(errors, {(kv_dtype, rotated): 0.0 for kv_dtype in KV_DTYPES for rotated in (False, True)})
 
 
-def test_the_report_shows_every_layer_and_the_choice(base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_every_layer_and_the_choice(
+    base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = tmp_path / "text.txt"
     prompts.write_text("To be, or not to be, that is the question. " * 10)
-    assert cli.main(["calibrate", str(base.path), "--prompts", str(prompts), "--tokens", "96", "-o", str(tmp_path / "c.safetensors")]) == 0
+    assert (
+        cli.main(
+            [
+                "calibrate",
+                str(base.path),
+                "--prompts",
+                str(prompts),
+                "--tokens",
+                "96",
+                "-o",
+                str(tmp_path / "c.safetensors"),
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "base: 96 tokens, adapters: none" in shown
-    assert re.search(r"precision int8: kv_dtype=int8, .*\nprecision fp8: kv_dtype=(fp8_e4m3|int8), Hadamard in (all|no|layers)", shown), "the default first"
+    assert re.search(
+        r"precision int8: kv_dtype=int8, .*\nprecision fp8: kv_dtype=(fp8_e4m3|int8), Hadamard in (all|no|layers)",
+        shown,
+    ), "the default first"
     rows = [line.split() for line in shown.splitlines() if re.match(r" *\d+ +\d+\.\d", line)]
     assert len(rows) == 2 and all(row[-1].endswith("x") and float(row[-1][:-1]) >= 1.0 for row in rows), shown
 
@@ -98,7 +151,9 @@ def test_the_simulated_cache_is_the_one_that_the_op_fills(kv_dtype: str) -> None
     append_kv(keys, keys, cache, scales, torch.arange(70, dtype=torch.int32))
     read = (cache.float() * scales.unsqueeze(-1))[:, :, 0].transpose(1, 2).reshape(128, 2, 64)[:70]
     assert torch.equal(stored(keys, kv_dtype), read)
-    assert (stored(keys, kv_dtype) - keys).norm() < 0.05 * keys.norm() and stored(hadamard(keys), kv_dtype).shape == keys.shape
+    assert (stored(keys, kv_dtype) - keys).norm() < 0.05 * keys.norm() and stored(
+        hadamard(keys), kv_dtype
+    ).shape == keys.shape
 
 
 def test_every_adapter_gets_text() -> None:
@@ -116,7 +171,9 @@ def test_a_treatment_must_earn_its_place() -> None:
 
 
 @pytest.mark.parametrize(("precision", "own", "other"), [("int8", "int8", "fp8_e4m3"), ("fp8", "fp8_e4m3", "int8")])
-def test_each_precision_keeps_its_own_cache_unless_the_other_is_far_better(precision: str, own: str, other: str) -> None:
+def test_each_precision_keeps_its_own_cache_unless_the_other_is_far_better(
+    precision: str, own: str, other: str
+) -> None:
     def layer(its: tuple[float, ...], others: tuple[float, ...]) -> LayerFigures:
         return figures(its, others) if own == "int8" else figures(others, its)
 
@@ -126,9 +183,15 @@ def test_each_precision_keeps_its_own_cache_unless_the_other_is_far_better(preci
     mixed = Calibration("", [alike, far], centers)
     assert mixed.kv_dtype(precision) == other
     options: dict[str, Any] = {"precision": precision}
-    assert mixed.options(CompileOptions(**options)) == CompileOptions(**options, kv_dtype=other, hadamard=(0,), center_keys=False)  # type: ignore[arg-type]
-    assert mixed.options(CompileOptions(**options, kv_dtype=own)) == CompileOptions(**options, kv_dtype=own, center_keys=(1,))  # type: ignore[arg-type]
-    assert mixed.options(CompileOptions(**options, hadamard=False), hadamard=False) == CompileOptions(**options, kv_dtype=other, hadamard=False)  # type: ignore[arg-type]
+    assert mixed.options(CompileOptions(**options)) == CompileOptions(
+        **options, kv_dtype=other, hadamard=(0,), center_keys=False
+    )  # type: ignore[arg-type]
+    assert mixed.options(CompileOptions(**options, kv_dtype=own)) == CompileOptions(
+        **options, kv_dtype=own, center_keys=(1,)
+    )  # type: ignore[arg-type]
+    assert mixed.options(CompileOptions(**options, hadamard=False), hadamard=False) == CompileOptions(
+        **options, kv_dtype=other, hadamard=False
+    )  # type: ignore[arg-type]
     assert mixed.options(CompileOptions(precision="bf16")) == CompileOptions(precision="bf16")
 
 
@@ -138,20 +201,41 @@ def test_the_modes_offered_are_those_that_quantize() -> None:
 
 def test_the_report_says_what_rotated_values_would_bring() -> None:
     layer = figures((1.0,) * 4, (1.0,) * 4)
-    values = {(kv_dtype, rotated): 0.5 if rotated and kv_dtype == "int8" else 1.0 for kv_dtype in KV_DTYPES for rotated in (False, True)}
+    values = {
+        (kv_dtype, rotated): 0.5 if rotated and kv_dtype == "int8" else 1.0
+        for kv_dtype in KV_DTYPES
+        for rotated in (False, True)
+    }
     shown = as_text(Calibration("", [replace(layer, value_errors=values)], [torch.zeros(1, 64)]), "int8")
-    int8, fp8 = (next(line for line in shown.splitlines() if line.startswith(f"precision {name}")) for name in ("int8", "fp8"))
+    int8, fp8 = (
+        next(line for line in shown.splitlines() if line.startswith(f"precision {name}")) for name in ("int8", "fp8")
+    )
     assert "--rotate-values on brings the values' error from 1.0e+00 to 5.0e-01" in int8 and "rotate" not in fp8
 
 
 @pytest.mark.parametrize(("precision", "own"), [("int8", "int8"), ("fp8", "fp8_e4m3")])
-def test_the_engine_follows_its_calibration(base: TinyBase, adapter: Path, written: Path, precision: Any, own: str) -> None:
+def test_the_engine_follows_its_calibration(
+    base: TinyBase, adapter: Path, written: Path, precision: Any, own: str
+) -> None:
     found = load_calibration(written)
-    chosen = replace(found, layers=[figures((1.0, 0.1, 1.0, 1.0), (1.0, 0.1, 1.0, 1.0)), figures((1.0, 1.0, 0.2, 1.0), (1.0, 1.0, 0.2, 1.0))])
+    chosen = replace(
+        found,
+        layers=[
+            figures((1.0, 0.1, 1.0, 1.0), (1.0, 0.1, 1.0, 1.0)),
+            figures((1.0, 1.0, 0.2, 1.0), (1.0, 1.0, 0.2, 1.0)),
+        ],
+    )
     llm = LLM(base.path, {"one": adapter}, precision=precision, calibration=chosen, **ENGINE)
-    assert (llm.compiled.options.kv_dtype, llm.compiled.options.hadamard, llm.compiled.options.center_keys) == (own, (0,), (0,))
+    assert (llm.compiled.options.kv_dtype, llm.compiled.options.hadamard, llm.compiled.options.center_keys) == (
+        own,
+        (0,),
+        (0,),
+    )
     center = hadamard(found.key_centers[0])
-    assert torch.allclose(llm.engine.runner.tensors["key_center_0"], center, atol=1e-6) and "key_center_1" not in llm.engine.runner.tensors  # type: ignore[attr-defined]
+    assert (
+        torch.allclose(llm.engine.runner.tensors["key_center_0"], center, atol=1e-6)
+        and "key_center_1" not in llm.engine.runner.tensors
+    )  # type: ignore[attr-defined]
     assert len(llm.generate(["To be"], adapter="one", use_tqdm=False)[0].outputs[0].token_ids) > 0
     llm = LLM(base.path, precision=precision, calibration=chosen, hadamard=False, center_keys=(1,), **ENGINE)
     assert (llm.compiled.options.hadamard, llm.compiled.options.center_keys) == (False, (1,))
@@ -162,7 +246,9 @@ def test_rotated_values_with_adapters_loaded_into_slots(base: TinyBase, adapter:
     answers = []
     for rotated in (False, True):
         llm = LLM(base.path, {"one": adapter}, precision="fp32", rotate_values=rotated, **ENGINE)
-        outputs = llm.generate(["To be", "or not"], SamplingParams(max_tokens=12, temperature=0.0), adapter=["one", None], use_tqdm=False)
+        outputs = llm.generate(
+            ["To be", "or not"], SamplingParams(max_tokens=12, temperature=0.0), adapter=["one", None], use_tqdm=False
+        )
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1] and len(answers[0][0]) > 1
 
@@ -197,9 +283,15 @@ def test_a_damaged_file_is_refused(written: Path, tmp_path: Path) -> None:
         content, tensors = json.loads(file.metadata()[KEY]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     path = tmp_path / "bad.safetensors"
     broken = [
-        {**content, "version": 99}, {**content, "layers": []}, {**content, "layers": content["layers"][:1] * 3}, {}, [], "x",
-        {**content, "layers": [{**content["layers"][0], "key_errors": []}] * 2}, {**content, "layers": [{**content["layers"][0], "bias": "NaN"}] * 2},
-    ]  # fmt: skip
+        {**content, "version": 99},
+        {**content, "layers": []},
+        {**content, "layers": content["layers"][:1] * 3},
+        {},
+        [],
+        "x",
+        {**content, "layers": [{**content["layers"][0], "key_errors": []}] * 2},
+        {**content, "layers": [{**content["layers"][0], "bias": "NaN"}] * 2},
+    ]
     for each in broken:
         save_file(tensors, path, metadata={KEY: json.dumps(each)})
         with pytest.raises(CalibrationError, match="write it again with `sidestream calibrate`"):
@@ -215,11 +307,14 @@ def test_a_damaged_file_is_refused(written: Path, tmp_path: Path) -> None:
         load_calibration(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"center_keys": True}, "sidestream calibrate"),
-    ({"hadamard": (0, 2)}, "layer 2, the model has layers 0 to 1"),
-    ({"precision": "bf16", "center_keys": True}, "center_keys=True only helps a quantized KV cache"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"center_keys": True}, "sidestream calibrate"),
+        ({"hadamard": (0, 2)}, "layer 2, the model has layers 0 to 1"),
+        ({"precision": "bf16", "center_keys": True}, "center_keys=True only helps a quantized KV cache"),
+    ],
+)
 def test_options_that_cannot_be_met_are_refused(base: TinyBase, options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=re.escape(words)):
         LLM(base.path, **options, **ENGINE)
@@ -228,8 +323,14 @@ def test_options_that_cannot_be_met_are_refused(base: TinyBase, options: dict[st
 def test_flags_name_layers(base: TinyBase, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [layers(text) for text in ("on", "off", "3", "0,3-5,4")] == [True, False, (3,), (0, 3, 4, 5)]
     parse = cli.build_parser().parse_args
-    assert compile_arguments(parse(["explain", "--hadamard", "0,2-3", "--rotate-values", "on"]))["hadamard"] == (0, 2, 3)
-    assert compile_arguments(parse(["explain", "--no-hadamard"]))["hadamard"] is False and "hadamard" not in compile_arguments(parse(["explain"]))
+    assert compile_arguments(parse(["explain", "--hadamard", "0,2-3", "--rotate-values", "on"]))["hadamard"] == (
+        0,
+        2,
+        3,
+    )
+    assert compile_arguments(parse(["explain", "--no-hadamard"]))[
+        "hadamard"
+    ] is False and "hadamard" not in compile_arguments(parse(["explain"]))
     llm = settings_of(parse(["serve", str(base.path), "--calibration", str(written), "--center-keys", "1"])).llm
     assert llm["calibration"] == str(written) and llm["center_keys"] == (1,) and "hadamard" not in llm
     (tmp_path / "server.toml").write_text(f'calibration = "{written}"\nhadamard = "0-1"\n')

@@ -1,4 +1,5 @@
 """`sidestream chat` and `complete` against a small server, and the template's limits."""
+
 import io
 import json
 import os
@@ -18,7 +19,8 @@ from sidestream.tools.options.client import harmless
 from support.wire_server import WireServer
 
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}\n  {% generation %}<{{ message['role'] }}>{{ message.content | trim }}{% endgeneration %}\n"
+    "{{ bos_token }}{% for message in messages %}\n  {% generation %}<{{ message['role'] }}>{{ message.content | "
+    "trim }}{% endgeneration %}\n"
     "{% endfor %}\n{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 ASK = [{"role": "user", "content": " hi "}]
@@ -27,7 +29,9 @@ ASK = [{"role": "user", "content": " hi "}]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[WireServer]:
     (tmp_path / "run").mkdir(mode=0o700)
-    with WireServer(f"ipc://{tmp_path}/run/engine.sock", chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>") as server:
+    with WireServer(
+        f"ipc://{tmp_path}/run/engine.sock", chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>"
+    ) as server:
         yield server
 
 
@@ -46,20 +50,45 @@ def test_one_question(server: WireServer, capsys: pytest.CaptureFixture[str]) ->
     assert server.submits[0].adapter == "pirate"
 
 
-def test_a_conversation_remembers_and_obeys_commands(server: WireServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["one", "", "/adapter shout", "two", "/adapters", "/reset", "/adapter none", "/system be kind", "three", "/nonsense", "/quit", "never"]
+def test_a_conversation_remembers_and_obeys_commands(
+    server: WireServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        "one",
+        "",
+        "/adapter shout",
+        "two",
+        "/adapters",
+        "/reset",
+        "/adapter none",
+        "/system be kind",
+        "three",
+        "/nonsense",
+        "/quit",
+        "never",
+    ]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     assert command(server, "chat", "--max-tokens", "2") == 0
-    assert prompts(server) == ["<user>one<assistant>", "<user>one<assistant>0 1<user>two<assistant>", "<system>be kind<user>three<assistant>"]
+    assert prompts(server) == [
+        "<user>one<assistant>",
+        "<user>one<assistant>0 1<user>two<assistant>",
+        "<system>be kind<user>three<assistant>",
+    ]
     assert [message.adapter for message in server.submits] == [None, "shout", None]
     shown = capsys.readouterr().out
     assert shown.count("0 1\n") == 3 and "pirate\nshout" in shown and "commands:" in shown
 
 
-def test_a_refused_turn_is_said_and_forgotten(server: WireServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_turn_is_said_and_forgotten(
+    server: WireServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(message: protocol.Submit) -> protocol.Error | None:
         too_long = "bad" in (message.prompt or "")
-        return protocol.Error(code="invalid_request", message="the prompt is too long", request_id=message.request_id) if too_long else None
+        return (
+            protocol.Error(code="invalid_request", message="the prompt is too long", request_id=message.request_id)
+            if too_long
+            else None
+        )
 
     server.refuse = refuse
     monkeypatch.setattr("sys.stdin", io.StringIO("bad\ngood\n"))
@@ -68,7 +97,9 @@ def test_a_refused_turn_is_said_and_forgotten(server: WireServer, capsys: pytest
     assert "too long" in capsys.readouterr().err
 
 
-def test_without_a_template_each_line_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_template_each_line_stands_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     with WireServer(f"ipc://{tmp_path}/engine.sock") as server:
@@ -85,10 +116,28 @@ def test_without_a_template_each_line_stands_alone(tmp_path: Path, capsys: pytes
 def test_complete(server: WireServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(server, "complete", "-p", "To be", "--max-tokens", "3", "--echo") == 0
     assert capsys.readouterr().out == "To be 0 1 2\n"
-    assert command(server, "complete", "-p", "a", "--prompt-ids", "1,2", "-a", "shout", "-a", "none", "--json", "--max-tokens", "2") == 0
+    assert (
+        command(
+            server,
+            "complete",
+            "-p",
+            "a",
+            "--prompt-ids",
+            "1,2",
+            "-a",
+            "shout",
+            "-a",
+            "none",
+            "--json",
+            "--max-tokens",
+            "2",
+        )
+        == 0
+    )
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(answer.get("prompt"), answer.get("prompt_token_ids"), answer["adapter"], answer["text"]) for answer in answers] == [
-        ("a", None, "shout", " 0 1"), (None, [1, 2], None, " 0 1")]  # fmt: skip
+    assert [
+        (answer.get("prompt"), answer.get("prompt_token_ids"), answer["adapter"], answer["text"]) for answer in answers
+    ] == [("a", None, "shout", " 0 1"), (None, [1, 2], None, " 0 1")]
     assert command(server, "complete", "-p", "a", "-p", "b", "--max-tokens", "1") == 0
     assert "[base] a\n0" in capsys.readouterr().out
     assert command(server, "complete", "-p", "a", "-a", "x", "-a", "y") == 2
@@ -98,7 +147,19 @@ def test_complete(server: WireServer, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_no_server_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("chat", "complete"):
-        assert cli.main([name, *(["-p", "x"] if name == "complete" else []), "--address", f"ipc://{tmp_path}/x/none.sock", "--connect-timeout", "0.2"]) == 2
+        assert (
+            cli.main(
+                [
+                    name,
+                    *(["-p", "x"] if name == "complete" else []),
+                    "--address",
+                    f"ipc://{tmp_path}/x/none.sock",
+                    "--connect-timeout",
+                    "0.2",
+                ]
+            )
+            == 2
+        )
         said = capsys.readouterr().err.strip()
         assert len(said.splitlines()) == 1 and "nothing serves at" in said
 
@@ -133,11 +194,15 @@ def test_a_bad_template_costs_little_and_the_next_one_works(source: str, said: s
 
 def test_a_template_has_what_templates_use() -> None:
     source = (
-        "{{ bos_token }}{{ messages | tojson }}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        "{{ bos_token }}{{ messages | tojson }}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% "
+        "endfor %}"
         "{{ tools }}{{ strftime_now('%Y') | length }}"
     )
     with ChatTemplate(source, "<s>", "</s>", strip_bos=False) as template:
-        assert template.render([{"role": "user", "content": "<é>"}], tools=7) == '<s>[{"role": "user", "content": "<é>"}]0174'
+        assert (
+            template.render([{"role": "user", "content": "<é>"}], tools=7)
+            == '<s>[{"role": "user", "content": "<é>"}]0174'
+        )
 
 
 def test_inputs_are_bounded() -> None:
@@ -158,7 +223,14 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "A", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}))
     assert template_of(tmp_path) == ("A", "<s>", "</s>")
-    config.write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}], "bos_token": None}))
+    config.write_text(
+        json.dumps(
+            {
+                "chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}],
+                "bos_token": None,
+            }
+        )
+    )
     assert template_of(tmp_path) == ("D", "", "")
     (tmp_path / "chat_template.jinja").write_text("J")
     assert template_of(tmp_path) == ("J", "", "")
@@ -169,14 +241,18 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background (its jobs ignore SIGINT)."""
+    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background (its jobs ignore
+    SIGINT).
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(server: WireServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(
+    server: WireServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.hold = True
 
     def interrupt() -> None:

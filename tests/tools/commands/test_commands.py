@@ -19,7 +19,9 @@ def test_demo_gives_every_answer_and_writes_the_dump(tmp_path: Path, capsys: pyt
     run("demo", "-o", str(tmp_path / "dump"))
     shown = capsys.readouterr().out
     for entry in PROMPTS:
-        assert any(str(entry["prompt"]) in line and line.endswith(str(entry["answer"])) for line in shown.splitlines()), entry
+        assert any(
+            str(entry["prompt"]) in line and line.endswith(str(entry["answer"])) for line in shown.splitlines()
+        ), entry
     assert "pack_projections" in shown and "->" in shown
     assert str(tmp_path / "dump") in shown
     assert list((tmp_path / "dump").glob("*_lift_lora.after.py"))
@@ -34,7 +36,9 @@ def test_demo_with_a_pass_left_out_gives_the_same_answers(tmp_path: Path, capsys
 
 
 def test_generate_answers_each_prompt_with_its_adapter(capsys: pytest.CaptureFixture[str]) -> None:
-    given = [argument for entry in PROMPTS for argument in ("-p", str(entry["prompt"]), "-a", entry["adapter"] or "none")]
+    given = [
+        argument for entry in PROMPTS for argument in ("-p", str(entry["prompt"]), "-a", entry["adapter"] or "none")
+    ]
     run("generate", "--json", "--max-model-len", "256", *given)
     outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [output["text"].strip() for output in outputs] == [entry["answer"] for entry in PROMPTS]
@@ -73,15 +77,31 @@ def test_dump_writes_every_pass_and_the_programs(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     assert "lift_rms_norm" in shown and str(tmp_path / "dump") in shown
     programs = [json.loads(path.read_text()) for path in (tmp_path / "dump").rglob("program.json")]
-    assert sorted((program["bucket"]["tokens"], program["bucket"]["decode"]) for program in programs) == [(4, True), (64, False)]
-    assert any("lora" in line for path in (tmp_path / "dump").rglob("program.txt") for line in path.read_text().splitlines())
+    assert sorted((program["bucket"]["tokens"], program["bucket"]["decode"]) for program in programs) == [
+        (4, True),
+        (64, False),
+    ]
+    assert any(
+        "lora" in line for path in (tmp_path / "dump").rglob("program.txt") for line in path.read_text().splitlines()
+    )
 
 
 def test_dump_reads_no_weights(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
-    run("dump", str(model), "-o", str(tmp_path / "dump"), "--max-loras", "2", "--max-lora-rank", "12", "--bucket", "decode:2")
+    run(
+        "dump",
+        str(model),
+        "-o",
+        str(tmp_path / "dump"),
+        "--max-loras",
+        "2",
+        "--max-lora-rank",
+        "12",
+        "--bucket",
+        "decode:2",
+    )
     text = next((tmp_path / "dump").rglob("program.txt")).read_text()
     assert "lora" in text
 
@@ -93,7 +113,16 @@ def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.Ca
     (places,) = timings["steps"].values()
     assert len(places) == len(program["steps"])
     assert all(0 <= start < end for start, end in places) and places == sorted(places)
-    run("dump", "-o", str(tmp_path / "there"), "--bucket", "2", "--timings", "--measured", str(tmp_path / "here" / "timings.json"))
+    run(
+        "dump",
+        "-o",
+        str(tmp_path / "there"),
+        "--bucket",
+        "2",
+        "--timings",
+        "--measured",
+        str(tmp_path / "here" / "timings.json"),
+    )
     assert all('"measured":[[0' in (tmp_path / name / "index.html").read_text() for name in ("here", "there"))
     capsys.readouterr()
     assert cli.main(["dump", "--measure", "--measured", "timings.json"]) == 2
@@ -103,7 +132,22 @@ def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.Ca
 def test_bench_latency_measures_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "latency.json"
     run(
-        *["bench", "latency", "--model", "demo", "--concurrency", "1", "2", "--lora", "none", "four", "--input-len", "8", "--output-len", "72"],
+        *[
+            "bench",
+            "latency",
+            "--model",
+            "demo",
+            "--concurrency",
+            "1",
+            "2",
+            "--lora",
+            "none",
+            "four",
+            "--input-len",
+            "8",
+            "--output-len",
+            "72",
+        ],
         *("--num-iters", "1", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
     )
     found = json.loads(target.read_text())

@@ -1,4 +1,5 @@
 """`sidestream explain` and `sidestream diff` as a user sees them."""
+
 import json
 from pathlib import Path
 
@@ -14,10 +15,29 @@ def run(*arguments: str) -> int:
 
 def test_explain_needs_a_config_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = config_directory(tmp_path / "model", num_hidden_layers=3)
-    assert run("explain", "--model-shape-only", str(model), "--max-loras", "2", "--bucket", "decode:4", "--context", "100", "--gpu", "H100") == 0
+    assert (
+        run(
+            "explain",
+            "--model-shape-only",
+            str(model),
+            "--max-loras",
+            "2",
+            "--bucket",
+            "decode:4",
+            "--context",
+            "100",
+            "--gpu",
+            "H100",
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "decode_t4_b4_p8_lora, 100 cached tokens" in shown and "Estimates for H100" in shown
-    assert "pack_projections" in shown and "9 main and 8 side in each of 3 layers" in shown and "lora_lowering=serial" in shown
+    assert (
+        "pack_projections" in shown
+        and "9 main and 8 side in each of 3 layers" in shown
+        and "lora_lowering=serial" in shown
+    )
 
 
 def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,8 +53,15 @@ def test_a_deep_models_changes_follow_from_two_cuts(tmp_path: Path, capsys: pyte
     model = config_directory(tmp_path / "model", num_hidden_layers=5)
     assert run("explain", str(model), "--json", "--bucket", "decode:4") == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["changes"]["now_us"] == pytest.approx(facts["programs"][0]["estimated_us"], rel=1e-6), "two and a layer more tell the whole"
-    assert {change["change"] for change in facts["changes"]["found"]} > {"kv_dtype=bf16", "lm_head=bf16", "pdl=False", "without fuse_rope_append"}
+    assert facts["changes"]["now_us"] == pytest.approx(facts["programs"][0]["estimated_us"], rel=1e-6), (
+        "two and a layer more tell the whole"
+    )
+    assert {change["change"] for change in facts["changes"]["found"]} > {
+        "kv_dtype=bf16",
+        "lm_head=bf16",
+        "pdl=False",
+        "without fuse_rope_append",
+    }
 
 
 def test_a_longer_context_takes_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
 """`sidestream ledger` as a user sees it."""
+
 import re
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def run(model: tuple[Path, list[Path]], *arguments: str) -> int:
     return cli.main(["ledger", str(path), "--lora-modules", f"one={first}", f"two={second}", *arguments])
 
 
-def test_table_and_json_name_the_pass_that_adds_most(model: tuple[Path, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json_name_the_pass_that_adds_most(
+    model: tuple[Path, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "ledger.json"
     assert run(model, "-p", "To be or not to be", "-p", "x" * 70, "--json", str(target)) == 0
     shown = capsys.readouterr().out
@@ -30,11 +33,15 @@ def test_table_and_json_name_the_pass_that_adds_most(model: tuple[Path, list[Pat
     assert max(found, key=found.__getitem__) == "quantize_linears" and "(program)" not in found
 
 
-def test_the_reference_may_be_the_model_in_fp32(model: tuple[Path, list[Path]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reference_may_be_the_model_in_fp32(
+    model: tuple[Path, list[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(model, "-p", "To be", "--reference", "fp32", "--precision", "bf16", "--disable-pass", "lift_lora") == 0
     shown = capsys.readouterr().out
     assert "(capture)" in shown and "lift_lora" not in shown
-    totals = [float(line.split()[4]) for line in shown.splitlines() if re.match(r"\w+ +(keeps|quantizes|lowers) ", line)]
+    totals = [
+        float(line.split()[4]) for line in shown.splitlines() if re.match(r"\w+ +(keeps|quantizes|lowers) ", line)
+    ]
     assert len(totals) == len(PASSES) - 1 and all(1e-4 < total < 0.2 for total in totals), shown
 
 

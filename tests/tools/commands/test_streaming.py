@@ -29,7 +29,9 @@ def test_a_terminal_is_redrawn_in_place_and_ends_with_all_lines() -> None:
     board.add(1, "done", True)
     board.close()
     last = screen.getvalue().rsplit("\x1b[2F", 1)[1].replace("\x1b[2K", "").splitlines()
-    assert last[0].startswith("a  xxx") and len(last[0]) < 500, "long lines are cut, or they would wrap and break the redraw"
+    assert last[0].startswith("a  xxx") and len(last[0]) < 500, (
+        "long lines are cut, or they would wrap and break the redraw"
+    )
     assert last[1] == "b  done"
 
 

@@ -1,4 +1,5 @@
 """What `sidestream serve` makes of its flags and of a TOML file."""
+
 import json
 
 import pytest
@@ -24,8 +25,22 @@ def settings(*arguments: str):
 
 
 def test_flags(model, tmp_path):
-    found = settings(str(model), "--lora-modules", f"x={tmp_path}/adapters/a", "--bind", "tcp://127.0.0.1:5757", "--max-num-seqs", "9", "--drain-seconds", "3")
-    assert (found.model, found.adapters, found.bind) == (str(model), {"x": f"{tmp_path}/adapters/a"}, "tcp://127.0.0.1:5757")
+    found = settings(
+        str(model),
+        "--lora-modules",
+        f"x={tmp_path}/adapters/a",
+        "--bind",
+        "tcp://127.0.0.1:5757",
+        "--max-num-seqs",
+        "9",
+        "--drain-seconds",
+        "3",
+    )
+    assert (found.model, found.adapters, found.bind) == (
+        str(model),
+        {"x": f"{tmp_path}/adapters/a"},
+        "tcp://127.0.0.1:5757",
+    )
     assert found.llm["max_num_seqs"] == 9 and found.drain_seconds == 3 and found.served_model_name == "model"
     assert found.admin is False, "over tcp, adapters are loaded only when that was asked for"
     assert found.adapter_roots == [f"{tmp_path}/adapters"]
@@ -35,19 +50,34 @@ def test_flags(model, tmp_path):
 
 def test_a_file_fills_in_what_the_command_line_leaves_open(model, tmp_path):
     file = tmp_path / "server.toml"
-    file.write_text(f'model = "{model}"\nmax-num-seqs = 5\nmax_model_len = 99\nrestart = true\ndrain-seconds = 1.5\ndisable-pass = ["quantize_kv"]\n'
-                    f'[lora-modules]\nx = "{tmp_path}/adapters/a"\n')  # fmt: skip
+    file.write_text(
+        f'model = "{model}"\nmax-num-seqs = 5\nmax_model_len = 99\nrestart = true\ndrain-seconds = 1.5\ndisable-pass '
+        '= ["quantize_kv"]\n'
+        f'[lora-modules]\nx = "{tmp_path}/adapters/a"\n'
+    )
     for arguments in (["--config", str(file), "--max-num-seqs", "6"], ["--max-num-seqs", "6", "--config", str(file)]):
         found = settings(*arguments)
         assert found.model == str(model) and found.adapters == {"x": f"{tmp_path}/adapters/a"}
-        assert found.llm["max_num_seqs"] == 6 and found.llm["max_model_len"] == 99 and found.llm["disable_passes"] == ["quantize_kv"]
+        assert (
+            found.llm["max_num_seqs"] == 6
+            and found.llm["max_model_len"] == 99
+            and found.llm["disable_passes"] == ["quantize_kv"]
+        )
         assert found.restart is True and found.drain_seconds == 1.5
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("max-num-seq = 3", "did you mean max-num-seqs"), ("max-num-seqs = 0", "at least 1"), ("max-num-seqs = true", "not what this flag takes"),
-    ("restart = 1", "true or false"), ('precision = "fp4"', "fp4"), ("= 3", "no TOML file"), ('[lora-modules]\n"a b" = "x"', "NAME=DIRECTORY"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("max-num-seq = 3", "did you mean max-num-seqs"),
+        ("max-num-seqs = 0", "at least 1"),
+        ("max-num-seqs = true", "not what this flag takes"),
+        ("restart = 1", "true or false"),
+        ('precision = "fp4"', "fp4"),
+        ("= 3", "no TOML file"),
+        ('[lora-modules]\n"a b" = "x"', "NAME=DIRECTORY"),
+    ],
+)
 def test_a_file_is_checked_like_the_command_line(model, tmp_path, capsys, line, words):
     file = tmp_path / "bad.toml"
     file.write_text(line)

@@ -1,4 +1,6 @@
-"""The demo model as it is shipped: small, of the promised shape, with adapters that visibly change its answers (judged by transformers and peft)."""
+"""The demo model as it is shipped: small, of the promised shape, with adapters that visibly change its answers
+(judged by transformers and peft).
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,9 @@ def test_its_adapters_differ_in_every_way_that_matters() -> None:
     assert {config["r"] for config in configs} >= {8, 16, 32}
     assert [config["use_rslora"] for config in configs].count(True) == 1
     assert any(set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"} for config in configs)  # type: ignore[call-overload]
-    assert all(config["base_model_name_or_path"] == "sidestream-demo" for config in configs), "no path of the machine that trained it"
+    assert all(config["base_model_name_or_path"] == "sidestream-demo" for config in configs), (
+        "no path of the machine that trained it"
+    )
 
 
 def test_the_tokenizer_takes_any_text_and_gives_it_back() -> None:
@@ -62,8 +66,8 @@ def test_transformers_gives_the_expected_answer(entry: dict[str, str | None]) ->
         model = PeftModel.from_pretrained(model, str(DEMO_MODEL / "adapters" / entry["adapter"]))
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     ids = torch.tensor([tokenizer.encode(str(entry["prompt"])).ids])
-    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=1)[
-        0, ids.shape[1] :
-    ].tolist()
+    answer = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=1
+    )[0, ids.shape[1] :].tolist()
     assert answer[-1] == 1
     assert tokenizer.decode(answer).strip() == entry["answer"]

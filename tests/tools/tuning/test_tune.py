@@ -1,4 +1,5 @@
 """`sidestream tune`: what it would measure, how it chooses, and the table that it writes."""
+
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,9 @@ def test_a_dry_run_lists_the_shapes_of_the_model(capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     shape = f"[{config['hidden_size']}, {config['intermediate_size']}]"
-    assert [line.split(" configurations")[0].split()[:-1] for line in lines[:-1]] == [f"down  {shape} x {tokens}".split() for tokens in (16, 128)]
+    assert [line.split(" configurations")[0].split()[:-1] for line in lines[:-1]] == [
+        f"down  {shape} x {tokens}".split() for tokens in (16, 128)
+    ]
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +47,9 @@ def test_int8_has_neither_scaled_mm_nor_sums_to_promote() -> None:
             found = [*linear_configs(job, H200_SMS), *activation_configs(job, H200_SMS)]
             assert any(config.kernel == "scaled_mm" for config in found) == (not whole and tokens > 16)
             assert any(config.promote for config in found) == (not whole and tokens > 16)
-    assert not activation_configs(Job("gate_up", 28672, 4096, 64), H200_SMS) and not activation_configs(Job("qkv", 6144, 4096, 256), H200_SMS)
+    assert not activation_configs(Job("gate_up", 28672, 4096, 64), H200_SMS) and not activation_configs(
+        Job("qkv", 6144, 4096, 256), H200_SMS
+    )
 
 
 class FakeBench:
@@ -64,12 +69,16 @@ class FakeBench:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_dtype_has_its_sections(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_dtype_has_its_sections(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(FakeBench, "made", [], raising=False)
     monkeypatch.setattr(tune_bench, "Bench", FakeBench)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200_SMS))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200_SMS)
+    )
     path, other = tmp_path / "table.json", {"fp8": "linear_int8", "int8": "linear_fp8"}[dtype]
     kept = [{"layer": "down", "n": 4096, "k": 14336, "tokens": {"16": {"kernel": "triton"}}}]
     path.write_text(json.dumps({"device": "", "model": "", other: kept}))
@@ -87,7 +96,9 @@ def test_each_dtype_has_its_sections(dtype: str, tmp_path: Path, monkeypatch: py
 
 
 class FakeLayers:
-    """Layers are fastest with the fewest programs, whose linear is among the slower ones alone; with other registers than 72 they are a little slower."""
+    """Layers are fastest with the fewest programs, whose linear is among the slower ones alone; with other registers
+    than 72 they are a little slower.
+    """
 
     def __init__(self, config: dict[str, Any], dtype: str) -> None:
         assert config["hidden_size"] == 4096 and dtype == "int8"
@@ -109,7 +120,9 @@ def test_in_layers_another_configuration_may_be_the_best(
     monkeypatch.setattr(tune_layers, "LayerBench", FakeLayers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200_SMS))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200_SMS)
+    )
     path = tmp_path / "table.json"
     assert cli.main(["tune", "--in-layers", "--layers", "o", "--tokens", "32", "-o", str(path)]) == 0
     tuning.read_table.cache_clear()
@@ -120,7 +133,11 @@ def test_in_layers_another_configuration_may_be_the_best(
     assert kept.max_registers == 72 and programs[kept] == min(programs.values()) < max(programs.values())
     assert tried[0] == tuning.linear_config(32, 4096, 4096, H200_SMS, int8=True)
     shown = capsys.readouterr().out
-    assert shown.count("us a layer with adapters") == len(tried) == len(set(tried)) > 4 and shown.count("(as it was)") == 1 and "kept: gluon" in shown
+    assert (
+        shown.count("us a layer with adapters") == len(tried) == len(set(tried)) > 4
+        and shown.count("(as it was)") == 1
+        and "kept: gluon" in shown
+    )
 
 
 def test_an_entry_on_trial_is_gone_afterwards() -> None:
@@ -152,7 +169,10 @@ def test_of_equally_fast_ones_the_most_exact_is_chosen() -> None:
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path, job = tmp_path / "table.json", Job("down", 4096, 14336, 128, "fp8")
-    first, second = tuning.wide_config(128, 64, 2, promote=4), LinearConfig("gluon", 64, 32, stages=8, ctas=128, split=True, max_registers=72)
+    first, second = (
+        tuning.wide_config(128, 64, 2, promote=4),
+        LinearConfig("gluon", 64, 32, stages=8, ctas=128, split=True, max_registers=72),
+    )
     table = {"device": "NVIDIA H200", "model": "m"}
     put(table, "linear_8bit", job, first)
     put(table, "linear_8bit", Job("down", 4096, 14336, 32, "fp8"), second)
@@ -161,9 +181,13 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     put(table, "linear_8bit_silu_mul", job, None)
     write(path, table)
     assert tuning.read_table(path, "linear_fp8") == {
-        (4096, 14336, 32): second, (4096, 14336, 128): first, (128256, 4096, 128): LinearConfig("scaled_mm"),
-    }  # fmt: skip
-    assert tuning.read_table(path, "linear_fp8_silu_mul") == {} and json.loads(path.read_text())["device"] == "NVIDIA H200"
+        (4096, 14336, 32): second,
+        (4096, 14336, 128): first,
+        (128256, 4096, 128): LinearConfig("scaled_mm"),
+    }
+    assert (
+        tuning.read_table(path, "linear_fp8_silu_mul") == {} and json.loads(path.read_text())["device"] == "NVIDIA H200"
+    )
 
 
 def test_the_packages_table_is_written_as_tune_writes_it(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
     python -m sidestream.tools.bench.serving.batcher --streams 256 --step-ms 3 --seconds 20
 
-Prints the batcher's own time per step (planning, committing, detokenizing, making chunks), how often a plan came too late, and how long the simulated GPU
-stood still for want of one. A plan is late when the GPU process had nothing left to do while requests were open.
+Prints the batcher's own time per step (planning, committing, detokenizing, making chunks), how often a plan came too
+late, and how long the simulated GPU stood still for want of one. A plan is late when the GPU process had nothing left
+to do while requests were open.
 """
 
 import argparse
@@ -44,15 +45,25 @@ START_SECONDS = 300.0
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="bench_batcher", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench_batcher", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=256, help="tokens of an answer; a finished request is followed by another")
+    parser.add_argument(
+        "--output", type=int, default=256, help="tokens of an answer; a finished request is followed by another"
+    )
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[2] / "demo_model" / "tokenizer.json")
     parser.add_argument("--address", help="load this server instead, and print its figures")
-    parser.add_argument("--adapters", type=int, default=0, metavar="N", help="with --address: use N of its adapters in turn (default: the base model only)")
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --address: use N of its adapters in turn (default: the base model only)",
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args()
 
@@ -96,7 +107,8 @@ class Load:
         """One more request, to the next adapter in turn."""
         options, number = self.options, self.issued
         self.issued += 1
-        length = options.output if number >= options.streams else options.output * (17 + number % 16) // 32  # so that they do not all end at once
+        # so that they do not all end at once
+        length = options.output if number >= options.streams else options.output * (17 + number % 16) // 32
         sampling = Sampling(temperature=0.0, max_tokens=length, ignore_eos=True)
         prompt = [(number * 7 + place * (1 + number % 3)) % 200 for place in range(options.prompt)]
         adapter = self.adapters[number % len(self.adapters)]
@@ -140,7 +152,12 @@ def watch(address: str, options: argparse.Namespace) -> dict[str, float]:
     for _ in range(options.streams):
         client.submit()
     client.run(min(3.0, options.seconds / 4))
-    before, tokens, begin, cpu = client.stats(), client.tokens, time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    before, tokens, begin, cpu = (
+        client.stats(),
+        client.tokens,
+        time.monotonic(),
+        resource.getrusage(resource.RUSAGE_SELF),
+    )
     client.gaps.clear()
     client.run(options.seconds)
     after, elapsed = client.stats(), time.monotonic() - begin
@@ -163,13 +180,21 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     (directory / "tokenizer.json").write_bytes(options.tokenizer.read_bytes())
     pages = -(-(options.prompt + options.output + 64) // 64)
     llm = {
-        "step_seconds": options.step_ms / 1000, "max_num_seqs": options.streams, "max_num_batched_tokens": 8192, "num_slots": ADAPTERS,
-        "max_model_len": pages * 64, "num_pages": pages * options.streams + 64, "vocabulary": 256,
-    }  # fmt: skip
+        "step_seconds": options.step_ms / 1000,
+        "max_num_seqs": options.streams,
+        "max_num_batched_tokens": 8192,
+        "num_slots": ADAPTERS,
+        "max_model_len": pages * 64,
+        "num_pages": pages * options.streams + 64,
+        "vocabulary": 256,
+    }
     settings = ServeSettings(
-        model=str(directory), llm=llm, adapters={f"a{index}": str(directory) for index in range(ADAPTERS)}, bind=f"ipc://{directory}/engine.sock",
+        model=str(directory),
+        llm=llm,
+        adapters={f"a{index}": str(directory) for index in range(ADAPTERS)},
+        bind=f"ipc://{directory}/engine.sock",
         gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.simulated_gpu"],
-    )  # fmt: skip
+    )
     figures: dict[str, float] = {}
 
     def load() -> None:
@@ -201,7 +226,8 @@ def compare(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
         "launch_ms_per_step": 1e3 * change["launch_seconds_total"] / steps,
         "late_plans_share": change["late_plans_total"] / steps,
         "gpu_idle_us_per_step": 1e6 * change["gpu_idle_seconds_total"] / steps,
-        "gpu_idle_share": change["gpu_idle_seconds_total"] / max(1e-9, change["gpu_step_seconds_total"] + change["gpu_idle_seconds_total"]),
+        "gpu_idle_share": change["gpu_idle_seconds_total"]
+        / max(1e-9, change["gpu_step_seconds_total"] + change["gpu_idle_seconds_total"]),
     }
 
 
@@ -217,7 +243,10 @@ def main() -> int:
         print("the server did not come up", file=sys.stderr)
         return 1
     steps = options.address or f"simulated steps of {options.step_ms:g} ms"
-    print(f"{options.streams} streams, {steps}, prompt {options.prompt}, output {options.output}, {os.cpu_count()} CPU cores")
+    print(
+        f"{options.streams} streams, {steps}, prompt {options.prompt}, output {options.output}, {os.cpu_count()} CPU "
+        "cores"
+    )
     for name, value in figures.items():
         print(f"  {name:24} {value:12.4f}")
     if options.json:

@@ -79,7 +79,10 @@ async def first_token(client: AsyncClient, adapter: str, prompt: list[int]) -> f
 
 
 async def cold_starts(client: AsyncClient, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures, prints the table, returns its rows. Raises ValueError when the server has no resident adapter to compare with."""
+    """Measures, prints the table, returns its rows.
+
+    Raises ValueError when the server has no resident adapter to compare with.
+    """
     server = await client.connect()
     room = server.max_model_len - PROMPT_TOKENS
     if room < 2:
@@ -89,7 +92,9 @@ async def cold_starts(client: AsyncClient, options: argparse.Namespace) -> list[
     background = Background(client, server.vocabulary, min(room, 4096))
 
     async def adapter_at(place: str) -> str | None:
-        found = [adapter.name for adapter in await client.list_adapters() if adapter.where == place and not adapter.running]
+        found = [
+            adapter.name for adapter in await client.list_adapters() if adapter.where == place and not adapter.running
+        ]
         return source.choice(found) if found else None
 
     try:
@@ -100,8 +105,11 @@ async def cold_starts(client: AsyncClient, options: argparse.Namespace) -> list[
                 if adapter is None and place == "gpu":
                     adapter = await adapter_at("cpu") or await adapter_at("disk")
                     if adapter is None:
-                        raise ValueError("the server has no idle adapter; register some with --lora-modules or --adapter-dir")
-                    await first_token(client, adapter, random_ids(source, PROMPT_TOKENS, server.vocabulary))  # brings it in
+                        raise ValueError(
+                            "the server has no idle adapter; register some with --lora-modules or --adapter-dir"
+                        )
+                    # brings it in
+                    await first_token(client, adapter, random_ids(source, PROMPT_TOKENS, server.vocabulary))
                 if adapter is None:
                     continue
                 await asyncio.sleep(SETTLE_SECONDS)
@@ -120,22 +128,34 @@ async def cold_starts(client: AsyncClient, options: argparse.Namespace) -> list[
 
 
 def rows_of(samples: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """One row for each place that was measured, in milliseconds: medians of first token and of the others' longest gap, and the growth over resident."""
-    middle = {place: tuple(1e3 * statistics.median(column) for column in zip(*taken, strict=True)) for place, taken in samples.items() if taken}
+    """One row for each place that was measured, in milliseconds: medians of first token and of the others' longest
+    gap, and the growth over resident.
+    """
+    middle = {
+        place: tuple(1e3 * statistics.median(column) for column in zip(*taken, strict=True))
+        for place, taken in samples.items()
+        if taken
+    }
     resident = middle.get("gpu", (float("nan"), float("nan")))
     return [
         {
-            "adapter": NAMES[place], "samples": len(samples[place]), "ttft_ms": first, "cold_start_ms": first - resident[0],
+            "adapter": NAMES[place],
+            "samples": len(samples[place]),
+            "ttft_ms": first,
+            "cold_start_ms": first - resident[0],
             "worst_cold_start_ms": 1e3 * max(took for took, _ in samples[place]) - resident[0],
-            "others_longest_gap_ms": gap, "others_gap_growth_ms": gap - resident[1],
+            "others_longest_gap_ms": gap,
+            "others_gap_growth_ms": gap - resident[1],
         }
         for place, (first, gap) in middle.items()
-    ]  # fmt: skip
+    ]
 
 
 def table(rows: list[dict[str, Any]], background: int) -> list[str]:
     """The rows as lines of text."""
-    lines = [f"{'adapter in':<12}{'samples':>8}{'TTFT':>10}{'cold start':>12}{'worst':>10}{'others gap':>12}{'growth':>10}"]
+    lines = [
+        f"{'adapter in':<12}{'samples':>8}{'TTFT':>10}{'cold start':>12}{'worst':>10}{'others gap':>12}{'growth':>10}"
+    ]
     lines += [
         f"{row['adapter']:<12}{row['samples']:>8}{shown(row['ttft_ms']):>10}{shown(row['cold_start_ms']):>12}{shown(row['worst_cold_start_ms']):>10}"
         f"{shown(row['others_longest_gap_ms']):>12}{shown(row['others_gap_growth_ms']):>10}"
@@ -143,4 +163,8 @@ def table(rows: list[dict[str, Any]], background: int) -> list[str]:
     ]
     missing = [name for name in NAMES.values() if name not in {row["adapter"] for row in rows}]
     lines += [f"no adapter was found in: {', '.join(missing)}"] if missing else []
-    return [*lines, f"medians in ms; cold start: TTFT minus that of a resident adapter, while {background} others decode; gap: their longest meanwhile"]
+    return [
+        *lines,
+        f"medians in ms; cold start: TTFT minus that of a resident adapter, while {background} others decode; gap: "
+        "their longest meanwhile",
+    ]

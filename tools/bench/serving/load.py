@@ -1,4 +1,6 @@
-"""Drives `sidestream bench serve`: sends the planned requests when they are due, watches them, and puts the results together."""
+"""Drives `sidestream bench serve`: sends the planned requests when they are due, watches them, and puts the results
+together.
+"""
 
 import argparse
 import asyncio
@@ -22,25 +24,38 @@ from .traffic import Planned, plan
 
 async def measure(options: argparse.Namespace) -> int:
     """The workload that was asked for, on one connection."""
-    async with AsyncClient(options.address, keys=options.keys, connect_timeout=options.connect_timeout, name="bench serve") as client:
+    async with AsyncClient(
+        options.address, keys=options.keys, connect_timeout=options.connect_timeout, name="bench serve"
+    ) as client:
         server = await client.connect()
         adapters = await adapter_names(client, options)
-        print(f"{server.model} at {client.address}: max_model_len {server.max_model_len}, max_num_seqs {server.max_num_seqs}, {len(adapters)} adapters")
+        print(
+            f"{server.model} at {client.address}: max_model_len {server.max_model_len}, max_num_seqs "
+            f"{server.max_num_seqs}, {len(adapters)} adapters"
+        )
         if options.workload == "C":
             results = await cold_starts(client, options)
         else:
             results = await traffic(client, options, adapters)
-    fields = {name: value for name, value in vars(options).items() if name not in ("run", "output_json", "keys", "adapter_dir", "address")}
+    fields = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("run", "output_json", "keys", "adapter_dir", "address")
+    }
     content = {
         "workload": options.workload,
         "server": {
-            "model": Path(server.model).name, "version": server.server_version, "max_model_len": server.max_model_len,
-            "max_num_seqs": server.max_num_seqs, "max_adapter_slots": server.max_adapter_slots, "adapters": len(adapters),
+            "model": Path(server.model).name,
+            "version": server.server_version,
+            "max_model_len": server.max_model_len,
+            "max_num_seqs": server.max_num_seqs,
+            "max_adapter_slots": server.max_adapter_slots,
+            "adapters": len(adapters),
         },
         "options": fields,
         "rows": results,
         "environment": collect_env.collect(),
-    }  # fmt: skip
+    }
     options.output_json.write_text(json.dumps(content, indent=2) + "\n")
     print(f"wrote {options.output_json}")
     return 0 if any(row.get("complete", 1) for row in results) else 1
@@ -50,13 +65,19 @@ async def adapter_names(client: AsyncClient, options: argparse.Namespace) -> lis
     """The adapters to use, registered if --adapter-dir says so."""
     known = {adapter.name for adapter in await client.list_adapters()}
     if options.adapter_dir is not None:
-        folders = sorted(path.parent for path in options.adapter_dir.glob("*/adapter_config.json"))[: options.num_adapters]
+        folders = sorted(path.parent for path in options.adapter_dir.glob("*/adapter_config.json"))[
+            : options.num_adapters
+        ]
         for place, folder in enumerate(folders):
             if folder.name not in known:
                 await client.load_adapter(folder.name, folder.absolute())
                 known.add(folder.name)
             if sys.stderr.isatty():
-                print(f"\r\x1b[2Kregistering adapters {place + 1}/{len(folders)}", end="\n" if place + 1 == len(folders) else "", file=sys.stderr)
+                print(
+                    f"\r\x1b[2Kregistering adapters {place + 1}/{len(folders)}",
+                    end="\n" if place + 1 == len(folders) else "",
+                    file=sys.stderr,
+                )
     return sorted(known)[: options.num_adapters]
 
 
@@ -65,31 +86,56 @@ async def traffic(client: AsyncClient, options: argparse.Namespace, adapters: li
     server = await client.connect()
     longest = options.input_len[1] + options.output_len[1]
     if longest > server.max_model_len:
-        raise ValueError(f"--input-len and --output-len come to {longest} tokens, the server takes {server.max_model_len}; lower one of them")
+        raise ValueError(
+            f"--input-len and --output-len come to {longest} tokens, the server takes {server.max_model_len}; lower "
+            "one of them"
+        )
     results: list[dict[str, Any]] = []
     popular = list(adapters)
     random.Random(options.seed).shuffle(popular)
     for per_second in options.rate:
-        planned = plan(per_second, options.duration, options.num_requests, tuple(options.input_len), tuple(options.output_len), popular, options.seed)
+        planned = plan(
+            per_second,
+            options.duration,
+            options.num_requests,
+            tuple(options.input_len),
+            tuple(options.output_len),
+            popular,
+            options.seed,
+        )
         if not planned:
-            raise ValueError(f"no request arrives within --duration {options.duration:g} at --rate {per_second:g}; raise one of them")
+            raise ValueError(
+                f"no request arrives within --duration {options.duration:g} at --rate {per_second:g}; raise one of them"
+            )
         before = await client.stats()
         records, took = await send_all(client, planned, server.vocabulary, planned[-1].at + options.drain)
-        figures = summarize(records, took, options.slo_ttft, options.slo_itl, options.stall, before, await client.stats())
+        figures = summarize(
+            records, took, options.slo_ttft, options.slo_itl, options.stall, before, await client.stats()
+        )
         if not results:
             print(serve_report.header())
         print(serve_report.line(per_second, figures), flush=True)
         results.append({"rate": per_second, **figures})
-    print(f"\ntimes in ms; goodput: complete, first token within {options.slo_ttft:g} s, then {options.slo_itl * 1e3:g} ms per token on average;")
-    print(f"stalls: gaps above {options.stall * 1e3:g} ms; hit rate: requests whose adapter was on the GPU when they were admitted, as the server counts")
+    print(
+        f"\ntimes in ms; goodput: complete, first token within {options.slo_ttft:g} s, then "
+        f"{options.slo_itl * 1e3:g} ms per token on average;"
+    )
+    print(
+        f"stalls: gaps above {options.stall * 1e3:g} ms; hit rate: requests whose adapter was on the GPU when they "
+        "were admitted, as the server counts"
+    )
     for row in results:
         if row["errors"]:
             print(f"rate {row['rate']:g}: " + ", ".join(f"{count} x {code}" for code, count in row["errors"].items()))
     return results
 
 
-async def send_all(client: AsyncClient, planned: list[Planned], vocabulary: int, limit: float) -> tuple[list[Record], float]:
-    """Sends each request when it is due, whatever became of the others; what is unfinished after `limit` seconds is aborted. (records, seconds)."""
+async def send_all(
+    client: AsyncClient, planned: list[Planned], vocabulary: int, limit: float
+) -> tuple[list[Record], float]:
+    """Sends each request when it is due, whatever became of the others; what is unfinished after `limit` seconds is
+    aborted. (records, seconds).
+    """
     records = [Record(planned=request.at, wanted=request.output_len, adapter=request.adapter) for request in planned]
     started = time.monotonic()
     tasks: list[asyncio.Task[None]] = []

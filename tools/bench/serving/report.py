@@ -1,4 +1,7 @@
-"""What `sidestream bench serve` says: records of requests become figures, a live line and a table. No network in here."""
+"""What `sidestream bench serve` says: records of requests become figures, a live line and a table.
+
+No network in here.
+"""
 
 import itertools
 import math
@@ -13,8 +16,10 @@ from typing import Any
 class Record:
     """One request as its client saw it; all times in seconds since the start of the run.
 
-    planned, sent  when it was due, and when it went out; the wait for the first token counts from when it was due, so a slow sender hides nothing
-    gaps           seconds between consecutive chunks of tokens; `tokens_in_gap` tokens came with the chunk that ended each
+    planned, sent  when it was due, and when it went out; the wait for the first token counts from when it was due, so a
+                   slow sender hides nothing
+    gaps           seconds between consecutive chunks of tokens; `tokens_in_gap` tokens came with the chunk that ended
+                   each
     error          code of what went wrong; None: nothing
     """
 
@@ -55,7 +60,11 @@ class Record:
     @property
     def mean_gap(self) -> float:
         """Seconds per token after the first; 0 for an answer of one token."""
-        return 0.0 if self.first is None or self.last is None or self.tokens < 2 else (self.last - self.first) / (self.tokens - 1)
+        return (
+            0.0
+            if self.first is None or self.last is None or self.tokens < 2
+            else (self.last - self.first) / (self.tokens - 1)
+        )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -65,16 +74,32 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def token_gaps(records: Sequence[Record]) -> list[float]:
-    """Inter-token latency of every token after a request's first: a chunk of k tokens after a gap g counts as k tokens after g / k each."""
-    return [gap / count for record in records for gap, count in zip(record.gaps, record.tokens_in_gap, strict=True) for _ in range(count)]
+    """Inter-token latency of every token after a request's first: a chunk of k tokens after a gap g counts as k
+    tokens after g / k each.
+    """
+    return [
+        gap / count
+        for record in records
+        for gap, count in zip(record.gaps, record.tokens_in_gap, strict=True)
+        for _ in range(count)
+    ]
 
 
-def summarize(records: Sequence[Record], seconds: float, slo_ttft: float, slo_gap: float, stall: float, before: Mapping[str, float],
-              after: Mapping[str, float]) -> dict[str, Any]:  # fmt: skip
-    """The figures of a run of `seconds`. Times in the result are milliseconds, rates per second; `before` and `after` are the server's stats.
+def summarize(
+    records: Sequence[Record],
+    seconds: float,
+    slo_ttft: float,
+    slo_gap: float,
+    stall: float,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+) -> dict[str, Any]:
+    """The figures of a run of `seconds`. Times in the result are milliseconds, rates per second; `before` and `after`
+    are the server's stats.
 
-    A request is good when it is complete, its first token came within `slo_ttft` seconds and its mean inter-token latency is at most `slo_gap`.
-    A stall is a gap between two chunks of one request that is longer than `stall` seconds.
+    A request is good when it is complete, its first token came within `slo_ttft` seconds and its mean inter-token
+    latency is at most `slo_gap`. A stall is a gap between two chunks of one request that is longer than `stall`
+    seconds.
     """
     complete = [record for record in records if record.complete]
     good = [record for record in complete if record.time_to_first <= slo_ttft and record.mean_gap <= slo_gap]
@@ -116,7 +141,8 @@ def live_line(records: Sequence[Record], now: float, window: float = 5.0) -> str
     gaps = percentile([1e3 * gap for record in going for gap in record.gaps[-20:]], 0.99)
     tokens = sum(record.tokens for record in sent)
     return (
-        f"{now:6.1f} s  sent {len(sent)}/{len(records)}  running {len(sent) - done - failed}  done {done}  failed {failed}  "
+        f"{now:6.1f} s  sent {len(sent)}/{len(records)}  running {len(sent) - done - failed}  done {done}  failed "
+        f"{failed}  "
         f"{tokens / max(now, 1e-9):.0f} tok/s  TTFT p50 {shown(first)} ms  gap p99 {shown(gaps)} ms"
     )
 
@@ -126,7 +152,20 @@ def shown(value: float | None, digits: int = 1) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
-COLUMNS = ("rate/s", "requests", "complete", "goodput/s", "tok/s", "TTFT p50", "p99", "inter-token p50", "p99", "stalls", "longest", "hit rate")
+COLUMNS = (
+    "rate/s",
+    "requests",
+    "complete",
+    "goodput/s",
+    "tok/s",
+    "TTFT p50",
+    "p99",
+    "inter-token p50",
+    "p99",
+    "stalls",
+    "longest",
+    "hit rate",
+)
 
 
 def header() -> str:
@@ -138,17 +177,28 @@ def line(rate: float, figures: Mapping[str, Any]) -> str:
     """One run's line under `header`."""
     hit_rate, first, between = figures["adapter_hit_rate"], figures["ttft_ms"], figures["inter_token_ms"]
     cells = (
-        f"{rate:g}", str(figures["requests"]), str(figures["complete"]), shown(figures["goodput_per_s"], 2), shown(figures["output_tokens_per_s"], 0),
-        shown(first["p50"]), shown(first["p99"]), shown(between["p50"], 2), shown(between["p99"], 2),
-        str(figures["stalls"]), shown(figures["longest_gap_ms"]), "-" if hit_rate is None else f"{hit_rate:.0%}",
-    )  # fmt: skip
+        f"{rate:g}",
+        str(figures["requests"]),
+        str(figures["complete"]),
+        shown(figures["goodput_per_s"], 2),
+        shown(figures["output_tokens_per_s"], 0),
+        shown(first["p50"]),
+        shown(first["p99"]),
+        shown(between["p50"], 2),
+        shown(between["p99"], 2),
+        str(figures["stalls"]),
+        shown(figures["longest_gap_ms"]),
+        "-" if hit_rate is None else f"{hit_rate:.0%}",
+    )
     return "  ".join(cell.rjust(len(name)) for cell, name in zip(cells, COLUMNS, strict=True))
 
 
 def longest_gap(arrivals: Sequence[Sequence[float]], start: float, end: float) -> float:
-    """The longest time within [start, end] (seconds) in which one of the streams, given by its chunks' arrival times, brought nothing.
+    """The longest time within [start, end] (seconds) in which one of the streams, given by its chunks' arrival times,
+    brought nothing.
 
-    A gap counts as far as it lies in the window; a stream that begins or ends inside counts between its first and last chunk.
+    A gap counts as far as it lies in the window; a stream that begins or ends inside counts between its first and last
+    chunk.
     """
     longest = 0.0
     for times in arrivals:

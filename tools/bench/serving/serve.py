@@ -1,4 +1,6 @@
-"""`sidestream bench serve`: workloads S (open-loop traffic) and C (cold starts of adapters) against a running server."""
+"""`sidestream bench serve`: workloads S (open-loop traffic) and C (cold starts of adapters) against a running
+server.
+"""
 
 import argparse
 from pathlib import Path
@@ -11,12 +13,14 @@ MOST_REQUESTS = 100_000
 DESCRIPTION = """\
 Measure a running server, at any address.
 
-  --workload S   requests arrive as a Poisson process and do not wait for one another; prompt and output lengths are log-uniform, each request picks an
-                 adapter with p(k) ~ 1/k among the first --num-adapters that the server lists
-  --workload C   time to the first token of requests whose adapter is in host memory or on disk, minus that of a resident one, while --background others
-                 decode; and the longest gap of the others meanwhile
+  --workload S   requests arrive as a Poisson process and do not wait for one another; prompt and output lengths are
+                 log-uniform, each request picks an adapter with p(k) ~ 1/k among the first --num-adapters that the
+                 server lists
+  --workload C   time to the first token of requests whose adapter is in host memory or on disk, minus that of a
+                 resident one, while --background others decode; and the longest gap of the others meanwhile
 
-Prompts are random token ids and end-of-sequence is ignored. Latencies are the client's: run it beside the server, or count the network in."""
+Prompts are random token ids and end-of-sequence is ignored. Latencies are the client's: run it beside the server, or
+count the network in."""
 
 EXAMPLES = """\
 examples:
@@ -46,23 +50,105 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workload", choices=("S", "C"), default="S", help="(default: %(default)s)")
-    parser.add_argument("--num-adapters", type=int, default=200, metavar="N", help="adapters to use, as far as there are; 0: none (default: %(default)s)")
-    parser.add_argument("--adapter-dir", type=Path, metavar="DIR", help="register each adapter directory in DIR (as the server sees it) under its name first")
+    parser.add_argument(
+        "--num-adapters",
+        type=int,
+        default=200,
+        metavar="N",
+        help="adapters to use, as far as there are; 0: none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--adapter-dir",
+        type=Path,
+        metavar="DIR",
+        help="register each adapter directory in DIR (as the server sees it) under its name first",
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--output-json", type=Path, default=Path("bench-serve.json"), metavar="FILE", help="where the figures go (default: %(default)s)")
+    parser.add_argument(
+        "--output-json",
+        type=Path,
+        default=Path("bench-serve.json"),
+        metavar="FILE",
+        help="where the figures go (default: %(default)s)",
+    )
     group = parser.add_argument_group("workload S")
-    group.add_argument("--rate", type=rate, nargs="+", default=[2.0], metavar="R", help="requests per second; several are measured in turn (default: 2)")
-    group.add_argument("--duration", type=seconds, default=60.0, metavar="S", help="seconds of arrivals for each rate (default: %(default)s)")
-    group.add_argument("--drain", type=seconds, default=60.0, metavar="S", help="seconds to wait for the last answers, then abort (default: %(default)s)")
-    group.add_argument("--num-requests", type=positive, default=MOST_REQUESTS, metavar="N", help="at most so many for each rate (default: %(default)s)")
-    group.add_argument("--input-len", type=positive, nargs=2, default=(64, 2048), metavar=("LOW", "HIGH"), help="prompt tokens (default: 64 2048)")
-    group.add_argument("--output-len", type=positive, nargs=2, default=(16, 512), metavar=("LOW", "HIGH"), help="output tokens (default: 16 512)")
-    group.add_argument("--slo-ttft", type=seconds, default=2.0, metavar="S", help="a good request's first token comes within S (default: %(default)s)")
-    group.add_argument("--slo-itl", type=seconds, default=0.1, metavar="S", help="and its others every S on average (default: %(default)s)")
-    group.add_argument("--stall", type=seconds, default=0.1, metavar="S", help="a longer gap in a stream counts as a stall (default: %(default)s)")
+    group.add_argument(
+        "--rate",
+        type=rate,
+        nargs="+",
+        default=[2.0],
+        metavar="R",
+        help="requests per second; several are measured in turn (default: 2)",
+    )
+    group.add_argument(
+        "--duration",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds of arrivals for each rate (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the last answers, then abort (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-requests",
+        type=positive,
+        default=MOST_REQUESTS,
+        metavar="N",
+        help="at most so many for each rate (default: %(default)s)",
+    )
+    group.add_argument(
+        "--input-len",
+        type=positive,
+        nargs=2,
+        default=(64, 2048),
+        metavar=("LOW", "HIGH"),
+        help="prompt tokens (default: 64 2048)",
+    )
+    group.add_argument(
+        "--output-len",
+        type=positive,
+        nargs=2,
+        default=(16, 512),
+        metavar=("LOW", "HIGH"),
+        help="output tokens (default: 16 512)",
+    )
+    group.add_argument(
+        "--slo-ttft",
+        type=seconds,
+        default=2.0,
+        metavar="S",
+        help="a good request's first token comes within S (default: %(default)s)",
+    )
+    group.add_argument(
+        "--slo-itl",
+        type=seconds,
+        default=0.1,
+        metavar="S",
+        help="and its others every S on average (default: %(default)s)",
+    )
+    group.add_argument(
+        "--stall",
+        type=seconds,
+        default=0.1,
+        metavar="S",
+        help="a longer gap in a stream counts as a stall (default: %(default)s)",
+    )
     group = parser.add_argument_group("workload C")
-    group.add_argument("--background", type=positive, default=32, metavar="N", help="streams that decode meanwhile (default: %(default)s)")
-    group.add_argument("--repeats", type=positive, default=10, metavar="N", help="cold starts of each kind (default: %(default)s)")
+    group.add_argument(
+        "--background",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="streams that decode meanwhile (default: %(default)s)",
+    )
+    group.add_argument(
+        "--repeats", type=positive, default=10, metavar="N", help="cold starts of each kind (default: %(default)s)"
+    )
     add_connection_options(parser)
     parser.set_defaults(run=run)
 

@@ -1,4 +1,5 @@
-"""A GPU process without a GPU, for measuring the batcher: steps take a given time, tokens follow from the context's length.
+"""A GPU process without a GPU, for measuring the batcher: steps take a given time, tokens follow from the context's
+length.
 
 `python -m sidestream.tools.bench.serving.simulated_gpu FD` is how the supervisor starts it.
 """
@@ -48,7 +49,9 @@ class HashRunner:
 
 
 class TimedRunner:
-    """Steps follow each other at `step_seconds`, as on a device that works by itself; adapters arrive after `load_seconds`."""
+    """Steps follow each other at `step_seconds`, as on a device that works by itself; adapters arrive after
+    `load_seconds`.
+    """
 
     def __init__(self, inner: Any, step_seconds: float, load_seconds: float) -> None:
         self.inner = inner
@@ -103,9 +106,17 @@ class SimulatedModel:
         self._next = 0
         adapters = [self.add_adapter(name, path, False) for name, path in settings.adapters.items()]
         self.ready = Ready(
-            sizes.vocabulary, sizes.num_pages, PAGE_SIZE, sizes.max_model_len, sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.num_slots,
-            sizes.eos_ids, adapters, "a simulated GPU",
-        )  # fmt: skip
+            sizes.vocabulary,
+            sizes.num_pages,
+            PAGE_SIZE,
+            sizes.max_model_len,
+            sizes.max_num_seqs,
+            sizes.max_num_batched_tokens,
+            sizes.num_slots,
+            sizes.eos_ids,
+            adapters,
+            "a simulated GPU",
+        )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         """Any path will do."""

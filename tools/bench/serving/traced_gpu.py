@@ -1,8 +1,10 @@
-"""A GPU process that measures itself: how long the device stands still between steps (workload G). `python -m sidestream.tools.bench.serving.traced_gpu FD`.
+"""A GPU process that measures itself: how long the device stands still between steps (workload G). `python -m
+sidestream.tools.bench.serving.traced_gpu FD`.
 
-Chosen through `ServeSettings.gpu_command` or `sidestream serve --trace-steps FILE`. After a warm-up of decode steps it measures two ways: some hundred steps
-between CUDA events, with nothing else in their way; then some hundred under a profiler. It writes the trace (FILE, for Chrome or Perfetto), a few steps of it
-(.excerpt.json) and the figures of both (.figures.json): once for steps of the base model, once (-lora) for steps with adapters. It serves on.
+Chosen through `ServeSettings.gpu_command` or `sidestream serve --trace-steps FILE`. After a warm-up of decode steps it
+measures two ways: some hundred steps between CUDA events, with nothing else in their way; then some hundred under a
+profiler. It writes the trace (FILE, for Chrome or Perfetto), a few steps of it (.excerpt.json) and the figures of both
+(.figures.json): once for steps of the base model, once (-lora) for steps with adapters. It serves on.
 """
 
 import json
@@ -56,7 +58,9 @@ class Trace:
         return self._timed(plan, submit) if self._profiler is None else self._profiled(plan, submit)
 
     def _timed(self, plan: StepPlan, submit: Callable[[StepPlan], Any]) -> Any:
-        """Between two events on the stream that computes; what travels to and from the host beside it is not between them."""
+        """Between two events on the stream that computes; what travels to and from the host beside it is not between
+        them.
+        """
         import torch
 
         if not torch.cuda.is_available():
@@ -92,7 +96,10 @@ class Trace:
         events = json.loads(self._file.read_text())["traceEvents"]
         figures: dict[str, Any] = {"sequences": sorted(self._sizes)}
         if self._events:
-            spans = [(self._events[0][0].elapsed_time(first), self._events[0][0].elapsed_time(last)) for first, last in self._events]
+            spans = [
+                (self._events[0][0].elapsed_time(first), self._events[0][0].elapsed_time(last))
+                for first, last in self._events
+            ]
             figures["between_events"] = between_events(spans)
         figures["profiled"] = idle_figures(events, TRACED_STEPS)
         self._file.with_suffix(".excerpt.json").write_text(json.dumps(excerpt(events, TRACED_STEPS)) + "\n")
@@ -116,7 +123,9 @@ class TracedRunner:
 
 
 def between_events(spans: list[tuple[float, float]]) -> dict[str, Any]:
-    """Idle time from (begin, end) of consecutive steps in ms: what lies between one's end and the next one's begin, the events themselves included."""
+    """Idle time from (begin, end) of consecutive steps in ms: what lies between one's end and the next one's begin,
+    the events themselves included.
+    """
     pauses = [1e3 * max(0.0, begin - end) for (_, end), (begin, _) in pairwise(spans)]
     total = 1e3 * (spans[-1][1] - spans[0][0])
     return {
@@ -143,7 +152,10 @@ def excerpt(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def apart(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same in order, without overlaps in a stream: what was launched early starts where its predecessor ends. Viewers drop bars that overlap."""
+    """The same in order, without overlaps in a stream: what was launched early starts where its predecessor ends.
+
+    Viewers drop bars that overlap.
+    """
     free: dict[Any, float] = {}
     result = []
     for event in sorted(events, key=lambda event: float(event["ts"])):
@@ -158,11 +170,14 @@ def apart(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def idle_figures(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Microseconds a step for which nothing ran on the device: in all pauses, and in those longer than a kernel boundary."""
+    """Microseconds a step for which nothing ran on the device: in all pauses, and in those longer than a kernel
+    boundary.
+    """
     spans = sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        for event in events if event.get("cat") in DEVICE and "dur" in event
-    )  # fmt: skip
+        for event in events
+        if event.get("cat") in DEVICE and "dur" in event
+    )
     if not spans:
         return {"device_events": 0}
     end, pauses = spans[0][1], []

@@ -1,4 +1,7 @@
-"""What `sidestream bench serve` sends: arrival times, lengths and adapters, drawn anew from a seed. No network in here."""
+"""What `sidestream bench serve` sends: arrival times, lengths and adapters, drawn anew from a seed.
+
+No network in here.
+"""
 
 import math
 import random
@@ -8,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Planned:
-    """A request to send `at` seconds after the start: a random prompt of `input_len` ids, `output_len` tokens to make."""
+    """A request to send `at` seconds after the start: a random prompt of `input_len` ids, `output_len` tokens to
+    make.
+    """
 
     at: float
     input_len: int
@@ -48,12 +53,25 @@ def poisson_times(source: random.Random, rate: float, seconds: float, most: int)
 
 
 def plan(
-    rate: float, seconds: float, most: int, inputs: tuple[int, int], outputs: tuple[int, int], adapters: Sequence[str], seed: int
-) -> list[Planned]:  # fmt: skip
-    """The requests of workload S: the same ones for the same arguments. `adapters`: the most popular first; none: the base model only."""
+    rate: float,
+    seconds: float,
+    most: int,
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
+    adapters: Sequence[str],
+    seed: int,
+) -> list[Planned]:
+    """The requests of workload S: the same ones for the same arguments.
+
+    `adapters`: the most popular first; none: the base model only.
+    """
     source = random.Random(seed)
     times = poisson_times(source, rate, seconds, most)
-    chosen: Sequence[str | None] = source.choices(list(adapters), weights=zipf_weights(len(adapters)), k=len(times)) if adapters else [None] * len(times)
+    chosen: Sequence[str | None] = (
+        source.choices(list(adapters), weights=zipf_weights(len(adapters)), k=len(times))
+        if adapters
+        else [None] * len(times)
+    )
     return [
         Planned(at, log_uniform(source, *inputs), log_uniform(source, *outputs), adapter, source.getrandbits(63))
         for at, adapter in zip(times, chosen, strict=True)
