@@ -234,7 +234,9 @@ def test_a_step_and_its_kernel_tell_registers_and_shared_memory(window: Browser,
     compiled = compiled_on_meta(FIELDS, 1)
     steps = compiled.program(DECODE).steps
     chosen = next(step.index for step in steps if step.op == "sidestream.rms_norm_quant")
-    variants = [("ops.rows.rms_norm._rms_norm_kernel", {"registers": 37, "spills": 0, "shared_bytes": 1088, "warps": 16})]
+    variants = [
+        ("ops.rows.rms_norm._rms_norm_kernel", {"registers": 37, "spills": 0, "shared_bytes": 1088, "warps": 16})
+    ]
     refused = {"sidestream.silu_mul_quant": "CompilationError: no <reason>"}
     resources = Resources(
         "sm_90", variants, {DECODE.name: [[0] if step.index == chosen else [] for step in steps]}, refused
