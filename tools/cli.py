@@ -16,6 +16,7 @@ from .bench import throughput as bench_throughput
 from .bench.serving import serve as bench_serve
 from .commands import calibrate, chat, collect_env, complete, demo, diff, dump, explain, generate, keygen, ledger, serve
 from .commands import eval as evaluation
+from .options.config_file import ConfigParser
 from .tuning import tune
 
 DESCRIPTION = """\
@@ -31,12 +32,12 @@ examples:
   sidestream dump -o dump/                                           write down what each compiler pass did
   sidestream explain                                                 where a step's time goes, and what an option would
                                                                      change
-  sidestream bench latency --concurrency 1 8 64                      time decode steps beside the memory-bandwidth floor
+  sidestream bench latency --concurrency 1 8 64                      decode steps next to the memory-bandwidth floor
   sidestream chat --adapter pirate                                   talk with a server that runs
   sidestream COMMAND --help                                          more examples"""
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(ConfigParser):
     """Says what is wrong with an option in one line, instead of printing every option there is."""
 
     def error(self, message: str) -> NoReturn:

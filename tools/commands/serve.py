@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..options.config_file import ConfigAction, apply
+from ..options.config_file import ConfigAction
 from ..options.engine import add_engine_options, add_model, given, llm_arguments, positive
 
 DESCRIPTION = """\
@@ -162,7 +162,6 @@ def run(options: argparse.Namespace) -> int:
     """Serves; returns 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
     from ...runtime.server.supervisor import serve
 
-    apply(options)
     settings = settings_of(options)
     if options.trace_steps is not None:
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())

@@ -1,5 +1,5 @@
 """`--config file.toml`: every flag of a command as a key, so that a server can be started from a file that is kept
-beside its unit.
+next to its unit.
 """
 
 import argparse
@@ -12,8 +12,35 @@ from typing import Any
 GIVEN = "config_values"
 
 
+class ConfigParser(argparse.ArgumentParser):
+    """A parser that fills in what a `ConfigAction` read, for the flags that the command line leaves alone."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's; a flag of the command line wins over the file, also where it equals the flag's default."""
+        found, rest = super().parse_known_args(args, namespace)
+        values: dict[str, Any] = vars(found).pop(GIVEN, {})
+        if values:
+            untouched = _Untouched()
+            again, _ = super().parse_known_args(
+                args, argparse.Namespace(**{action.dest: untouched for action in self._actions})
+            )
+            for action in self._actions:
+                value = getattr(again, action.dest, None)
+                # a positional that is left out is set to its default
+                left_alone = value is untouched or (not action.option_strings and value is action.default)
+                if action.dest in values and left_alone:
+                    setattr(found, action.dest, values[action.dest])
+        return found, rest
+
+
+class _Untouched(list[Any]):
+    """Stands for a flag that was not given; a list, since flags that collect values add to a copy of it."""
+
+
 class ConfigAction(argparse.Action):
-    """Reads the flags that a TOML file gives; `apply` fills them in. Flags on the command line win over the file.
+    """Reads the flags that a TOML file gives, for a `ConfigParser` to fill in. Flags on the command line win.
 
     `max-num-seqs = 64`, `enforce-eager = true`, `disable-pass = ["a", "b"]`, and a table for NAME=VALUE flags:
     `[lora-modules]` with `sql = "adapters/sql"`.
@@ -37,7 +64,7 @@ class ConfigAction(argparse.Action):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             parser.error(f"{values} is no TOML file: {error}")
         flags = _flags(parser, skip=self)
-        given: dict[str, tuple[Any, Any]] = {}
+        given: dict[str, Any] = {}
         for key, value in content.items():
             name = key.replace("_", "-")
             if name not in flags:
@@ -46,18 +73,8 @@ class ConfigAction(argparse.Action):
                     f"{values}: {key} is not a flag of this command" + (f"; did you mean {near[0]}?" if near else "")
                 )
             action = flags[name]
-            given[action.dest] = action.default, _value(parser, action, f"{values}: {key}", value)
+            given[action.dest] = _value(parser, action, f"{values}: {key}", value)
         setattr(namespace, GIVEN, given)
-
-
-def apply(options: argparse.Namespace) -> None:
-    """Fill in what the file gives for the flags that the command line left alone.
-
-    To be called on the parsed options.
-    """
-    for dest, (default, value) in getattr(options, GIVEN, {}).items():
-        if getattr(options, dest) == default:
-            setattr(options, dest, value)
 
 
 def _flags(parser: argparse.ArgumentParser, skip: argparse.Action) -> dict[str, argparse.Action]:

@@ -334,10 +334,7 @@ def test_flags_name_layers(base: TinyBase, written: Path, tmp_path: Path, capsys
     llm = settings_of(parse(["serve", str(base.path), "--calibration", str(written), "--center-keys", "1"])).llm
     assert llm["calibration"] == str(written) and llm["center_keys"] == (1,) and "hadamard" not in llm
     (tmp_path / "server.toml").write_text(f'calibration = "{written}"\nhadamard = "0-1"\n')
-    from sidestream.tools.options.config_file import apply
-
     options = parse(["serve", str(base.path), "--config", str(tmp_path / "server.toml")])
-    apply(options)
     assert settings_of(options).llm["hadamard"] == (0, 1)
     with pytest.raises(SystemExit):
         parse(["serve", "--hadamard", "1;2"])

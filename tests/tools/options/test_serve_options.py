@@ -6,7 +6,6 @@ import pytest
 from sidestream.runtime.wire.addresses import AddressError
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
-from sidestream.tools.options.config_file import apply
 
 
 @pytest.fixture
@@ -19,9 +18,7 @@ def model(tmp_path):
 
 
 def settings(*arguments: str):
-    options = cli.build_parser().parse_args(["serve", *arguments])
-    apply(options)
-    return settings_of(options)
+    return settings_of(cli.build_parser().parse_args(["serve", *arguments]))
 
 
 def test_flags(model, tmp_path):
@@ -64,6 +61,29 @@ def test_a_file_fills_in_what_the_command_line_leaves_open(model, tmp_path):
             and found.llm["disable_passes"] == ["quantize_kv"]
         )
         assert found.restart is True and found.drain_seconds == 1.5
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "name", "value"),
+    [
+        ('precision = "fp8"', ["--precision", "int8"], "precision", "int8"),
+        ("seed = 7", ["--seed=0"], "seed", 0),
+        ('kv-cache-dtype = "bf16"', ["--kv-cache-dtype", "auto"], "kv_cache_dtype", "auto"),
+        ('disable-pass = ["quantize_kv"]', ["--disable-pass", "fuse_quantize"], "disable_passes", ["fuse_quantize"]),
+    ],
+)
+def test_a_flag_that_equals_its_default_wins_over_the_file(model, tmp_path, line, flags, name, value):
+    file = tmp_path / "server.toml"
+    file.write_text(line)
+    assert settings(str(model), "--config", str(file)).llm[name] != value
+    for arguments in ([*flags, "--config", str(file)], ["--config", str(file), *flags]):
+        assert settings(str(model), *arguments).llm[name] == value
+
+
+def test_the_model_of_the_command_line_wins_over_the_files(model, tmp_path):
+    file = tmp_path / "server.toml"
+    file.write_text('model = "elsewhere"')
+    assert settings(str(model), "--config", str(file)).model == str(model)
 
 
 @pytest.mark.parametrize(
