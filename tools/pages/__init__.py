@@ -2,5 +2,6 @@
 
 performance      tables of docs/performance.md and the README, from docs/measurements
 internals        excerpts of docs/internals.md, from a compilation
+house            rooms, arrows and circles of the package, from its imports
 excerpts         how a page is compared or written
 """
