@@ -32,7 +32,7 @@ from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler, SchedulerLimits
-from .text.prompts import make_requests
+from .text.requests import make_requests
 from .text.tokenizer import eos_token_ids, load_tokenizer
 
 DEMO_MODEL = Path(__file__).parent.parent / "tools" / "demo_model"

@@ -10,12 +10,13 @@ from typing import Any, Self, TypeVar
 from ..requests.errors import EngineDeadError
 from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
+from ..text.prompts import Prompt, as_list, one_for_each
 from ..wire import protocol
 from ..wire.addresses import AddressError, check_keys, default_address, parse
 from ..wire.keys import ClientKeys, load_client_keys
 from ..wire.protocol import AdapterInfo, Chunk, Health, Message, Welcome
 from .connection import Connection
-from .requests import Assembly, Prompt, one_for_each, prompt_list, submission
+from .requests import Assembly, submission
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -148,9 +149,9 @@ class AsyncClient:
         sampling_params and adapter are one for all prompts, or a list of one for each. `timeout`: seconds for all
         together, before TimeoutError. The first error is raised, and the other requests are aborted.
         """
-        items = prompt_list(prompts)
-        params = one_for_each("sampling_params", sampling_params, len(items), SamplingParams())
-        adapters = one_for_each("adapter", adapter, len(items), None)
+        items = as_list(prompts)
+        params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), SamplingParams())
+        adapters = one_for_each("adapter", adapter, str, len(items), None)
         at_once = asyncio.Semaphore(MANY)
 
         async def one(index: int) -> RequestOutput:

@@ -13,10 +13,10 @@ from typing import Any, Self, TypeVar
 from ..requests.errors import RequestError
 from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
+from ..text.prompts import Prompt
 from ..wire.keys import ClientKeys
 from ..wire.protocol import AdapterInfo, Chunk, Health, Welcome
 from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
-from .requests import Prompt
 
 T = TypeVar("T")
 

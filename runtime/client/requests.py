@@ -1,15 +1,14 @@
 """A client's open requests: what is asked as a message, and chunks put together as outputs. Knows no socket."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
 from ..requests.sampling_params import SamplingParams
+from ..text.prompts import Prompt, text_or_ids
 from ..wire.protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Chunk, Error, Sampling, Submit, sampling_from
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 _LISTS = {"stop": "stop_strings", "stop_token_ids": "stop_ids", "logit_bias": "biases"}
 _OURS = frozenset({"invalid_request", "unknown_adapter", "duplicate_id", "bad_frame"})
 _GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})
@@ -21,11 +20,13 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
 
     Raises RequestError for what could not travel; the server checks the rest.
     """
-    text, ids = _parts(prompt)
+    text, ids = text_or_ids(prompt)
     if text is not None and len(text) > MAX_PROMPT_CHARACTERS:
         raise RequestError(f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} can be sent")
     if ids is not None and len(ids) > MAX_PROMPT_TOKENS:
         raise RequestError(f"the prompt has {len(ids)} token ids; at most {MAX_PROMPT_TOKENS} can be sent")
+    if ids is not None and not all(0 <= token < 1 << 31 for token in ids):
+        raise RequestError("a prompt's token ids must be integers from 0 to 2147483647")
     return Submit(
         request_id=request_id, prompt=text, prompt_token_ids=ids, adapter=adapter, sampling=sampling_of(params), **more
     )
@@ -34,27 +35,6 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
 def sampling_of(params: SamplingParams) -> Sampling:
     """Checked sampling parameters in the form in which they travel."""
     return sampling_from({name: getattr(params, _LISTS.get(name, name)) for name in Sampling.__struct_fields__})
-
-
-def prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list; the forms are those that `LLM.generate` takes."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    values = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(values, Sequence):
-        raise RequestError(f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}")
-    return [values] if values and all(isinstance(value, int) for value in values) else list(values)
-
-
-def one_for_each(name: str, value: Any, count: int, default: Any) -> list[Any]:
-    """One value for each prompt, from one for all, a list, or None."""
-    if not isinstance(value, (list, tuple)):
-        return [default if value is None else value] * count
-    if len(value) != count:
-        raise RequestError(
-            f"{name} has {len(value)} entries for {count} prompts; give one for each, or a single one for all"
-        )
-    return [default if entry is None else entry for entry in value]
 
 
 def exception_of(error: Error) -> Exception:
@@ -69,22 +49,6 @@ def exception_of(error: Error) -> Exception:
     elif error.code == "deadline_exceeded":
         kind = DeadlineError
     return kind(error.message, error.code, error.retry_after)
-
-
-def _parts(prompt: Any) -> tuple[str | None, list[int] | None]:
-    if isinstance(prompt, Mapping):
-        given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
-        if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise RequestError("a prompt given as a dict has exactly one of the keys prompt and prompt_token_ids")
-        prompt = prompt[given[0]]
-    if isinstance(prompt, str):
-        return prompt, None
-    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(values, Sequence) and not isinstance(values, (bytes, bytearray)) and values:
-        if all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 for value in values):
-            return None, list(values)
-        raise RequestError("a prompt's token ids must be integers from 0 to 2147483647")
-    raise RequestError("a prompt is text or a list of at least one token id")
 
 
 class OpenRequest:
@@ -137,7 +101,7 @@ class Assembly:
     """Puts a request's chunks together."""
 
     def __init__(self, request_id: str, prompt: Prompt, adapter: str | None, choices: int) -> None:
-        text, ids = _parts(prompt)
+        text, ids = text_or_ids(prompt)
         self.output = RequestOutput(
             request_id, text, ids or [], [CompletionOutput(index) for index in range(choices)], False, adapter
         )

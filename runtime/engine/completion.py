@@ -5,8 +5,7 @@ from typing import cast
 from ..requests.outputs import CompletionOutput, FinishReason, Logprob
 from ..scheduling.sequence import Sequence
 from ..steps.plan import StepResult
-from ..text.byte_pieces import ByteDetokenizer
-from ..text.detokenizer import Detokenizer, StopStrings, make_detokenizer
+from ..text.detokenizer import ByteDetokenizer, Detokenizer, StopStrings, make_detokenizer
 from ..text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..requests.errors import RequestError
 
@@ -137,27 +137,33 @@ class ChatTemplate:
         return bytes(answer)
 
 
-def template_of(directory: Path) -> tuple[str, str, str] | None:
-    """(template, bos_token, eos_token) of a model's directory: chat_template.jinja, or the field of
-    tokenizer_config.json; None if there is neither.
+class ChatWords(NamedTuple):
+    """A model's chat template (None: it has none), and the texts of its first and its last token ("": unknown)."""
+
+    template: str | None
+    bos_token: str
+    eos_token: str
+
+
+def chat_words(directory: Path) -> ChatWords:
+    """What a model's directory says. The template is chat_template.jinja, or else the field of tokenizer_config.json:
+    a text, or a list of named ones, of which "default" is taken.
 
     Raises ChatTemplateError for files that cannot be read as such.
     """
-    config = directory / "tokenizer_config.json"
+    config, alone = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     try:
         fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        alone = directory / "chat_template.jinja"
+        if not isinstance(fields, dict):
+            raise ValueError("tokenizer_config.json holds no object")
         source = alone.read_text(encoding="utf-8") if alone.is_file() else fields.get("chat_template")
     except (ValueError, OSError) as problem:
         raise ChatTemplateError(f"{directory}: the chat template cannot be read: {problem}") from None
-    if isinstance(source, list):  # several, by name
-        source = next(
-            (entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"),
-            None,
-        )
-    if not isinstance(source, str):
-        return None
-    return source, _token_text(fields.get("bos_token")), _token_text(fields.get("eos_token"))
+    if isinstance(source, list):
+        named = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
+        source = next((entry.get("template") for entry in named), None)
+    template = source if isinstance(source, str) else None
+    return ChatWords(template, _token_text(fields.get("bos_token")), _token_text(fields.get("eos_token")))
 
 
 def _token_text(token: Any) -> str:

@@ -1,9 +1,9 @@
 """Text that grows token by token: never half a character, and cut at stop strings."""
 
+import codecs
 from collections.abc import Sequence
 
-from .byte_pieces import ByteDetokenizer
-from .tokenizer import Tokenizer
+from .tokenizer import BytePieces, Tokenizer
 
 CONTEXT = 6
 """Tokens of the prompt that are decoded along, so that a leading space or a byte sequence comes out as it does in
@@ -59,6 +59,31 @@ class Detokenizer:
         self._shown = len(self._decode(self._window))
         self._unclean = 0
         return new
+
+
+class ByteDetokenizer:
+    """As `Detokenizer`, for a tokenizer whose text is the concatenation of its tokens' bytes."""
+
+    def __init__(self, table: BytePieces, prompt_ids: Sequence[int], context: int) -> None:
+        self._texts, self._pieces = table.texts, table.pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._clean = True
+        self.push(prompt_ids[-context:])  # a prompt may end in the middle of a character
+
+    def push_one(self, token: int) -> str:
+        """`push` for one token in the midst of a text."""
+        if self._clean:
+            text = self._texts[token] if 0 <= token < len(self._texts) else ""
+            if text is not None:
+                return text
+        return self.push((token,))
+
+    def push(self, token_ids: Sequence[int], last: bool = False) -> str:
+        """The text that `token_ids` add; `last` lets go of bytes that never became a character (as U+FFFD)."""
+        count = len(self._pieces)
+        text = self._decoder.decode(b"".join([self._pieces[token] for token in token_ids if 0 <= token < count]), last)
+        self._clean = not self._decoder.getstate()[0]
+        return text
 
 
 def make_detokenizer(

@@ -1,11 +1,10 @@
-"""What callers may pass as prompts, sampling parameters and adapters, turned into requests; every fault is found
-before any work starts.
+"""What callers may pass as prompts, and as one value for all of them or one for each; every fault is found before any
+work starts. `LLM` and the client share it, so it imports neither the engine nor torch.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.engine import Request
 from ..requests.errors import RequestError
 from ..requests.sampling_params import SamplingParams
 from .tokenizer import Tokenizer
@@ -15,59 +14,23 @@ _KEYS = ("prompt", "prompt_token_ids")
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
+    """One prompt or several, as a list: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}.
+
+    Raises RequestError for anything else.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "tolist"):
+    values = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(values, Sequence):
         raise RequestError(f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}")
-    values = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    return [values] if values and all(_is_id(value) for value in values) else values
+    return [values] if values and all(_is_id(value) for value in values) else list(values)
 
 
-def make_requests(
-    prompts: Any,
-    sampling_params: Any,
-    adapter: Any,
-    *,
-    tokenizer: Tokenizer | None,
-    vocabulary: int,
-    max_model_len: int,
-    adapters: Mapping[str, int],
-    first: int,
-) -> list[Request]:
-    """One request a prompt, numbered from `first`.
+def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) -> list[Any]:
+    """One value for each of `count` prompts, from one for all, a list, or None.
 
-    Raises RequestError naming the prompt that cannot be served and the remedy.
+    Raises RequestError, which calls it `name`, for a value that is no `kind` and for a list of another length.
     """
-    items = as_list(prompts)
-    params = _each("sampling_params", sampling_params, SamplingParams, len(items), SamplingParams())
-    chosen = _each("adapter", adapter, str, len(items), None)
-    requests = []
-    for index, item in enumerate(items):
-        where = f"prompt {index}: " if len(items) > 1 else ""
-        text, ids = _encode(item, tokenizer, where)
-        _check_ids(ids, vocabulary, max_model_len, where)
-        _check_params(params[index], tokenizer, vocabulary, where)
-        if chosen[index] is not None and chosen[index] not in adapters:
-            known = ", ".join(sorted(adapters)) or "none"
-            raise RequestError(
-                f"{where}adapter {chosen[index]!r} is not known (known: {known}); give it to LLM(adapters=...) or "
-                "call add_adapter first"
-            )
-        requests.append(Request(str(first + index), text, ids, params[index], chosen[index]))
-    return requests
-
-
-def check_request(
-    ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None, vocabulary: int, max_model_len: int
-) -> None:
-    """Raises RequestError for a tokenized prompt that cannot be served with these parameters."""
-    _check_ids(ids, vocabulary, max_model_len, "")
-    _check_params(params, tokenizer, vocabulary, "")
-
-
-def _each(name: str, value: Any, kind: type, count: int, default: Any) -> list[Any]:
-    """One value for each prompt, from one for all or a list."""
     if value is None or isinstance(value, kind):
         return [default if value is None else value] * count
     if not isinstance(value, Sequence):
@@ -84,29 +47,53 @@ def _each(name: str, value: Any, kind: type, count: int, default: Any) -> list[A
     return [default if entry is None else entry for entry in value]
 
 
-def _encode(item: Any, tokenizer: Tokenizer | None, where: str) -> tuple[str | None, list[int]]:
-    if isinstance(item, Mapping):
-        given = [key for key in _KEYS if item.get(key) is not None]
-        unknown = sorted(set(item) - set(_KEYS))
+def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | None]:
+    """One prompt as text or as token ids; the other is None. `where` begins the text of an error.
+
+    Raises RequestError for what is neither.
+    """
+    if isinstance(prompt, Mapping):
+        given = [key for key in _KEYS if prompt.get(key) is not None]
+        unknown = set(prompt) - set(_KEYS)
         if unknown or len(given) != 1:
             raise RequestError(
                 f"{where}a prompt given as a dict has exactly one of the keys {' and '.join(_KEYS)}; this one has "
-                f"{sorted(map(str, item))}"
+                f"{sorted(map(str, prompt))}"
             )
-        item = item[given[0]]
-        if given[0] == "prompt" and not isinstance(item, str):
+        prompt = prompt[given[0]]
+        if given[0] == "prompt" and not isinstance(prompt, str):
             raise RequestError(f"{where}the value of 'prompt' must be text; use 'prompt_token_ids' for token ids")
-    if isinstance(item, str):
-        if tokenizer is None:
-            raise RequestError(
-                f"{where}text needs a tokenizer, and the model's directory has neither tokenizer.json nor "
-                "tokenizer.model; pass token ids instead"
-            )
-        return item, tokenizer.encode(item)
-    values = item.tolist() if hasattr(item, "tolist") else item
-    if not isinstance(values, Sequence) or not all(_is_id(value) for value in values):
-        raise RequestError(f"{where}a prompt is text or a list of token ids, not {type(item).__name__}")
+    if isinstance(prompt, str):
+        return prompt, None
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray)):
+        raise RequestError(f"{where}a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    wrong = next((value for value in values if not _is_id(value)), None)
+    if wrong is not None:
+        raise RequestError(f"{where}a prompt is text or a list of token ids; this list holds a {type(wrong).__name__}")
+    if not values:
+        raise RequestError(f"{where}the prompt is empty; give at least one token")
     return None, [int(value) for value in values]
+
+
+def check_request(
+    ids: list[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    max_model_len: int,
+    where: str = "",
+) -> None:
+    """Raises RequestError for a tokenized prompt that cannot be served with these parameters."""
+    _check_ids(ids, vocabulary, max_model_len, where)
+    if params.stop_strings and tokenizer is None:
+        raise RequestError(f"{where}stop strings need a tokenizer, and this model has none; use stop_token_ids")
+    for name, tokens in (("stop_token_ids", params.stop_ids), ("logit_bias", params.biases)):
+        outside = [token for token in tokens if token >= vocabulary]
+        if outside:
+            raise RequestError(
+                f"{where}{name} names token {outside[0]}, which is outside the model's vocabulary of {vocabulary}"
+            )
 
 
 def _check_ids(ids: list[int], vocabulary: int, max_model_len: int, where: str) -> None:
@@ -123,17 +110,6 @@ def _check_ids(ids: list[int], vocabulary: int, max_model_len: int, where: str) 
             f"{where}token id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary}; is this "
             "another model's tokenizer?"
         )
-
-
-def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocabulary: int, where: str) -> None:
-    if params.stop_strings and tokenizer is None:
-        raise RequestError(f"{where}stop strings need a tokenizer, and this model has none; use stop_token_ids")
-    for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.biases)):
-        outside = [token for token in ids if token >= vocabulary]
-        if outside:
-            raise RequestError(
-                f"{where}{name} names token {outside[0]}, which is outside the model's vocabulary of {vocabulary}"
-            )
 
 
 def _is_id(value: Any) -> bool:

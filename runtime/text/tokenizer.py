@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..requests.errors import RequestError
-from .byte_pieces import BytePieces, byte_pieces
 
 
 class Tokenizer(Protocol):
@@ -26,6 +25,20 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str:
         """One token alone, as text."""
         ...
+
+
+class BytePieces:
+    """The bytes of every token of a byte-level tokenizer, so that a stream's text costs a look into a list instead of
+    two decodings.
+
+    `texts[id]`: the token's text, or None where it is not whole characters; `pieces[id]`: its bytes.
+
+    Special tokens are empty.
+    """
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+        self.texts = [_whole(piece) for piece in pieces]
 
 
 class FastTokenizer:
@@ -129,3 +142,41 @@ def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) 
         values = value if isinstance(value, list) else [value]
         found.update(token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
     return frozenset(found)
+
+
+def byte_pieces(tokenizer: Any, skip_special_tokens: bool) -> BytePieces | None:
+    """The table of a `tokenizers.Tokenizer`; None if its decoder is not the byte-level one alone."""
+    if tokenizer.decoder is None or json.loads(tokenizer.decoder.__getstate__()).get("type") != "ByteLevel":
+        return None
+    special = (
+        {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        if skip_special_tokens
+        else set()
+    )
+    byte_of = {letter: byte for byte, letter in enumerate(letters())}
+    names = tokenizer.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (1 + max(names.values(), default=-1))
+    for name, number in names.items():
+        if number not in special:
+            pieces[number] = (
+                bytes(byte_of[letter] for letter in name)
+                if all(letter in byte_of for letter in name)
+                else name.encode()
+            )
+    return BytePieces(pieces)
+
+
+def letters() -> list[str]:
+    """The letter that stands for each byte in a byte-level vocabulary (GPT-2's): printable Latin-1 for itself, the
+    others from U+0100 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
+def _whole(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None

@@ -34,7 +34,8 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[!-~]+$"
 AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 CallId = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Short = Annotated[str, Meta(max_length=256)]
+MAX_SHORT = 256
+Short = Annotated[str, Meta(max_length=MAX_SHORT)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\\x00]*$")]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 from sidestream.runtime.server.settings import ServeSettings
+from sidestream.runtime.text.tokenizer import letters
 from sidestream.runtime.wire.protocol import (
     NO_INSTANCE,
     Beat,
@@ -290,10 +291,7 @@ def write_byte_tokenizer(directory: Path) -> None:
     """Token id = byte value (0-250 only are used by the fake model)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + index) for index, byte in enumerate(byte for byte in range(256) if byte not in letters)}
-    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...runtime.text.byte_pieces import letters
+from ...runtime.text.tokenizer import letters
 from .latency import LLAMA_8B
 from .random_adapters import write_random_adapter
 

@@ -60,18 +60,18 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def load_template(path: Path | None, client: "Client") -> "ChatTemplate | None":
     """The template to use; None if neither the server nor --chat-template has one. Raises ChatTemplateError."""
-    from ...runtime.text.chat_template import ChatTemplate, ChatTemplateError, template_of
+    from ...runtime.text.chat_template import ChatTemplate, ChatTemplateError, chat_words
 
     server = client.connect()
     if path is None:
         return ChatTemplate(server.chat_template, server.bos_token, server.eos_token) if server.chat_template else None
     if path.is_dir():
-        found = template_of(path)
-        if found is None:
+        words = chat_words(path)
+        if words.template is None:
             raise ChatTemplateError(
                 f"{path} has no chat template: neither chat_template.jinja nor the field in tokenizer_config.json"
             )
-        return ChatTemplate(*found)
+        return ChatTemplate(words.template, words.bos_token, words.eos_token)
     return ChatTemplate(path.read_text(encoding="utf-8"), server.bos_token, server.eos_token)
 
 

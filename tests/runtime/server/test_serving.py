@@ -1,5 +1,6 @@
 """A server's answers, over a model that is a hash: batcher, GPU process and supervisor are the real ones."""
 
+import json
 import signal
 
 import pytest
@@ -237,3 +238,12 @@ def test_an_address_is_served_once(tmp_path):
         assert "another engine serves" in other.log.read_text()
         wire.submit("a", prompt_token_ids=[1])
         assert wire.answer("a").reasons == {0: "length"}
+
+
+def test_the_default_of_several_chat_templates_is_served(tmp_path):
+    (tmp_path / "model").mkdir()
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config = {"chat_template": named, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    with serve_fake(tmp_path) as server, server.connect() as wire:
+        assert (wire.welcome.chat_template, wire.welcome.bos_token, wire.welcome.eos_token) == ("D", "<s>", "</s>")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.text import chat_template
-from sidestream.runtime.text.chat_template import ChatTemplate, ChatTemplateError, template_of
+from sidestream.runtime.text.chat_template import ChatTemplate, ChatTemplateError, chat_words
 from sidestream.runtime.wire import protocol
 from sidestream.tools import cli
 from sidestream.tools.options.client import harmless
@@ -219,10 +219,10 @@ def test_inputs_are_bounded() -> None:
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
-    assert template_of(tmp_path) is None
+    assert chat_words(tmp_path) == (None, "", "")
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "A", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}))
-    assert template_of(tmp_path) == ("A", "<s>", "</s>")
+    assert chat_words(tmp_path) == ("A", "<s>", "</s>")
     config.write_text(
         json.dumps(
             {
@@ -231,12 +231,12 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
             }
         )
     )
-    assert template_of(tmp_path) == ("D", "", "")
+    assert chat_words(tmp_path) == ("D", "", "")
     (tmp_path / "chat_template.jinja").write_text("J")
-    assert template_of(tmp_path) == ("J", "", "")
+    assert chat_words(tmp_path) == ("J", "", "")
     config.write_text("{")
     with pytest.raises(ChatTemplateError, match="cannot be read"):
-        template_of(tmp_path)
+        chat_words(tmp_path)
 
 
 @pytest.fixture

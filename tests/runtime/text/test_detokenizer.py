@@ -3,9 +3,8 @@
 import random
 
 import pytest
-from sidestream.runtime.text.byte_pieces import ByteDetokenizer, letters
-from sidestream.runtime.text.detokenizer import Detokenizer, make_detokenizer
-from sidestream.runtime.text.tokenizer import FastTokenizer
+from sidestream.runtime.text.detokenizer import ByteDetokenizer, Detokenizer, make_detokenizer
+from sidestream.runtime.text.tokenizer import FastTokenizer, letters
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 TEXT = "Grüße, 世界! 👩‍🚀 naïve café — ½ \u200b\n\ttabs"

@@ -1,0 +1,117 @@
+"""Adapters that clients load, unload and list."""
+
+from pathlib import Path
+from typing import Literal
+
+from ..wire.protocol import AdapterInfo, Done, Error, ErrorCode, LoadAdapter, UnloadAdapter
+from .connections import Client, Connections
+from .gpu_link import Answer, LoadedAdapter
+from .state import ServerState
+from .stepper import Stepper
+from .submissions import LOADING_RETRY
+
+
+class AdapterDesk:
+    """Loads and unloads go to the GPU process under a ticket; its answer goes to the client that asked.
+
+    admin   clients may load and unload
+    roots   directories under which a loaded adapter must lie
+    """
+
+    def __init__(self, state: ServerState, connections: Connections, admin: bool, roots: list[str]) -> None:
+        self._state, self._connections = state, connections
+        self._admin, self._roots = admin, roots
+        self._tickets: dict[int, tuple[Client, int, LoadAdapter | UnloadAdapter]] = {}
+        self._next_ticket = 0
+
+    def change(self, client: Client, message: LoadAdapter | UnloadAdapter) -> None:
+        """Have an adapter loaded or unloaded, or answer why not."""
+        refusal = self._refusal(message)
+        if refusal is not None or self._state.stepper is None:
+            code, text = refusal or ("loading", "the model is being loaded")
+            self._connections.say(
+                client, Error(code, text, call=message.call, retry_after=LOADING_RETRY if code == "loading" else None)
+            )
+            return
+        self._next_ticket += 1
+        self._tickets[self._next_ticket] = client, message.call, message
+        if isinstance(message, LoadAdapter):
+            self._state.stepper.read_adapter(self._next_ticket, message.name, message.path, message.replace)
+        else:
+            self._state.stepper.retire(message.name)
+            self._state.stepper.drop_adapter(self._next_ticket, message.name)
+
+    def _refusal(self, message: LoadAdapter | UnloadAdapter) -> tuple[ErrorCode, str] | None:
+        if not self._admin:
+            return (
+                "forbidden",
+                "adapters cannot be loaded or unloaded through this server; start it with --allow-adapter-loading",
+            )
+        if self._state.stepper is None:
+            return "loading", "the model is being loaded"
+        if self._state.draining:
+            return "draining", "the server is about to stop"
+        known = message.name in self._state.stepper.known
+        if isinstance(message, UnloadAdapter):
+            return None if known else ("unknown_adapter", f"adapter {message.name!r} is not known")
+        if self._state.stepper.ready.num_slots == 0:
+            return (
+                "adapter_error",
+                "the server was started without adapter slots; start it with an adapter, or with --max-loras and "
+                "--max-lora-rank",
+            )
+        if known and not message.replace:
+            return "adapter_in_use", f"adapter {message.name!r} is there already; set replace, or choose another name"
+        if any(pending.name == message.name for _, _, pending in self._tickets.values()):
+            return "adapter_in_use", f"adapter {message.name!r} is being loaded or unloaded at this moment"
+        if not within(message.path, self._roots):
+            return (
+                "forbidden",
+                "the path is outside the directories that adapters may be loaded from; start the server with "
+                "--adapter-root",
+            )
+        return None
+
+    def answered(self, answer: Answer) -> None:
+        """The GPU process has read or dropped an adapter, or could not."""
+        client, call, _ = self._tickets.pop(answer.ticket)
+        if answer.adapter is not None and self._state.stepper is not None:
+            self._state.stepper.register(answer.adapter)
+        if client.gone:
+            return
+        if answer.problem is not None:
+            self._connections.say(client, Error("adapter_error", answer.problem[:4096], call=call))
+        else:
+            self._connections.say(client, Done(call))
+
+    def infos(self) -> list[AdapterInfo]:
+        """All adapters that requests may name."""
+        stepper = self._state.stepper
+        return [] if stepper is None else [_info(stepper, adapter) for adapter in stepper.known.values()]
+
+    def engine_died(self, retry_after: float | None) -> None:
+        """Tell the clients that wait for an answer of the GPU process."""
+        for client, call, _ in self._tickets.values():
+            if not client.gone:
+                error = Error("engine_dead", "the engine died", call=call, retry_after=retry_after)
+                self._connections.say(client, error)
+        self._tickets.clear()
+
+
+def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
+    slots, number = stepper.scheduler.slots, adapter.number
+    where: Literal["gpu", "cpu", "disk", "loading"] = "disk"
+    if slots.is_resident(number):
+        where = "gpu"
+    elif slots.is_loading(number):
+        where = "loading"
+    elif number in stepper.in_host_memory:
+        where = "cpu"
+    waiting = len(stepper.scheduler.waiting.of(number))
+    return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting)
+
+
+def within(path: str, roots: list[str]) -> bool:
+    """Whether a path, links resolved, lies under one of the roots."""
+    resolved = Path(path).resolve()
+    return any(resolved.is_relative_to(Path(root).resolve()) for root in roots)

@@ -1,0 +1,174 @@
+"""A client's requests on their way into the engine, and out of it when they end early."""
+
+import logging
+
+from msgspec import structs
+
+from ..engine.engine import Request
+from ..requests.errors import RequestError
+from ..requests.sampling_params import SamplingParams
+from ..text.encoder import INLINE_CHARACTERS, Encoder
+from ..text.prompts import check_request
+from ..text.tokenizer import Tokenizer
+from ..wire.protocol import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
+from .connections import Client, Connections
+from .open_requests import OpenRequest, OpenRequests
+from .state import ServerState
+
+_log = logging.getLogger(__name__)
+_DEFAULTS = structs.asdict(Submit("x").sampling)
+FAULT = "a fault in the server while this request was worked on; others are not affected"
+LOADING_RETRY = 1.0
+OVERLOAD_RETRY = 1.0
+
+
+class Submissions:
+    """Checks, tokenizes and queues requests. `encoder` is None where the model has no tokenizer."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        connections: Connections,
+        requests: OpenRequests,
+        tokenizer: Tokenizer | None,
+        encoder: Encoder | None,
+        max_waiting: int,
+    ) -> None:
+        self._state, self._connections, self._requests = state, connections, requests
+        self._tokenizer, self._encoder = tokenizer, encoder
+        self._max_waiting = max_waiting
+        self._encoding: dict[str, tuple[OpenRequest, Submit, SamplingParams]] = {}
+        self._default_params = SamplingParams()
+
+    def submit(self, client: Client, message: Submit) -> None:
+        """Take a request in, or answer why not."""
+        refusal = self._refusal(client, message)
+        if refusal is not None:
+            self._requests.counts["refused_total"] += 1
+            self._connections.say(client, refusal)
+            return
+        request = self._requests.begin(client, message.request_id, message.stream)
+        try:
+            params = self._params(message)
+        except RequestError as error:
+            self._requests.refuse(request, "invalid_request", str(error)[:4096], how="refused")
+            return
+        if message.prompt_token_ids is not None:
+            self._enqueue(request, message, params, message.prompt_token_ids)
+        elif message.prompt is not None and self._tokenizer is not None:
+            if len(message.prompt) <= INLINE_CHARACTERS or self._encoder is None:
+                self._enqueue(request, message, params, self._tokenizer.encode(message.prompt))
+            else:
+                self._encoding[request.key] = request, message, params
+                self._encoder.put(request.key, message.prompt)
+        else:
+            text = "text needs a tokenizer, and this model has none; send prompt_token_ids"
+            self._requests.refuse(request, "invalid_request", text, how="refused")
+
+    def _refusal(self, client: Client, message: Submit) -> Error | None:
+        stepper = self._state.stepper
+
+        def error(code: ErrorCode, text: str, retry_after: float | None = None) -> Error:
+            return Error(code, text, message.request_id, retry_after=retry_after)
+
+        if message.request_id in client.open:
+            return error(
+                "duplicate_id", f"request_id {message.request_id!r} is open on this connection; choose another"
+            )
+        if self._state.draining:
+            return error("draining", "the server is about to stop")
+        if stepper is None:
+            return error("loading", "the model is being loaded", LOADING_RETRY)
+        if len(client.open) >= MAX_OPEN_REQUESTS:
+            return error(
+                "too_many_requests",
+                f"this connection has {MAX_OPEN_REQUESTS} requests open; wait for one to end",
+                OVERLOAD_RETRY,
+            )
+        if stepper.scheduler.num_waiting + len(self._encoding) + message.sampling.n > self._max_waiting:
+            return error("overloaded", "too many requests are waiting", OVERLOAD_RETRY)
+        if (message.prompt is None) == (message.prompt_token_ids is None):
+            return error("invalid_request", "give exactly one of prompt and prompt_token_ids")
+        if message.adapter is not None and message.adapter not in stepper.numbers:
+            return error("unknown_adapter", f"adapter {message.adapter!r} is not known; list_adapters tells which are")
+        return None
+
+    def _params(self, message: Submit) -> SamplingParams:
+        changed = {name: value for name, value in structs.asdict(message.sampling).items() if value != _DEFAULTS[name]}
+        return SamplingParams(**changed) if changed else self._default_params
+
+    def _enqueue(self, request: OpenRequest, message: Submit, params: SamplingParams, ids: list[int]) -> None:
+        """Hand a tokenized request to the engine."""
+        stepper = self._state.stepper
+        if stepper is None:
+            self._requests.refuse(request, "engine_dead", "the engine died", LOADING_RETRY)
+            return
+        if message.adapter is not None and message.adapter not in stepper.numbers:
+            self._requests.refuse(request, "unknown_adapter", f"adapter {message.adapter!r} is not known any more")
+            return
+        try:
+            check_request(ids, params, self._tokenizer, stepper.ready.vocabulary, stepper.ready.max_model_len)
+            stepper.add(
+                Request(
+                    request.key,
+                    message.prompt,
+                    ids,
+                    params,
+                    message.adapter,
+                    message.priority,
+                    message.deadline_seconds,
+                ),
+                request.stream,
+            )
+        except RequestError as error:
+            self._requests.refuse(request, "invalid_request", str(error)[:4096], how="refused")
+            return
+        request.admitted = True
+        request.prompt_tokens = len(ids)
+        self._connections.say(request.client, Accepted(request.request_id, len(ids)))
+
+    def encoded(self) -> None:
+        """Take the outcomes of the encoder in."""
+        for key, outcome in self._encoder.take() if self._encoder is not None else ():
+            entry = self._encoding.pop(key, None)
+            if entry is None or self._requests.get(key) is not entry[0]:
+                continue
+            request, message, params = entry
+            if isinstance(outcome, Exception):
+                self._requests.refuse(request, "request_failed", "the prompt could not be tokenized")
+                continue
+            try:
+                self._enqueue(request, message, params, outcome)
+            except Exception:
+                _log.exception("a fault while a request of client %d was queued", request.client.number)
+                self.fail(request)
+
+    def abort(self, request: OpenRequest | None) -> None:
+        """End a request; nothing happens to one that is over."""
+        if request is not None:
+            self._drop(request)
+            self._requests.aborted(request)
+
+    def fail(self, request: OpenRequest) -> None:
+        """End a request with which the server's own code failed."""
+        self._drop(request)
+        self._requests.refuse(request, "request_failed", FAULT)
+
+    def lose(self, client: Client) -> None:
+        """A client is gone or too slow: its requests end, and their pages are free for the next plan."""
+        for key in list(client.open.values()):
+            request = self._requests.get(key)
+            if request is not None:
+                self._drop(request)
+                self._requests.close(request, "aborted")
+
+    def engine_died(self, retry_after: float | None) -> None:
+        """Tell every client that has a request open."""
+        self._encoding.clear()
+        for request in self._requests.all():
+            self._requests.refuse(request, "engine_dead", "the engine died while this request was open", retry_after)
+
+    def _drop(self, request: OpenRequest) -> None:
+        self._encoding.pop(request.key, None)
+        if request.admitted and self._state.stepper is not None:
+            self._state.stepper.engine.abort(request.key)

@@ -1,0 +1,54 @@
+"""What `LLM.generate` is given, as the engine's requests."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..engine.engine import Request
+from ..requests.errors import RequestError
+from ..requests.sampling_params import SamplingParams
+from .prompts import as_list, check_request, one_for_each, text_or_ids
+from .tokenizer import Tokenizer
+
+
+def make_requests(
+    prompts: Any,
+    sampling_params: Any,
+    adapter: Any,
+    *,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    max_model_len: int,
+    adapters: Mapping[str, int],
+    first: int,
+) -> list[Request]:
+    """One request a prompt, numbered from `first`.
+
+    Raises RequestError naming the prompt that cannot be served and the remedy.
+    """
+    items = as_list(prompts)
+    params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), SamplingParams())
+    chosen = one_for_each("adapter", adapter, str, len(items), None)
+    requests = []
+    for index, item in enumerate(items):
+        where = f"prompt {index}: " if len(items) > 1 else ""
+        text, ids = text_or_ids(item, where)
+        if text is not None:
+            ids = _encode(text, tokenizer, where)
+        check_request(ids or [], params[index], tokenizer, vocabulary, max_model_len, where)
+        if chosen[index] is not None and chosen[index] not in adapters:
+            known = ", ".join(sorted(adapters)) or "none"
+            raise RequestError(
+                f"{where}adapter {chosen[index]!r} is not known (known: {known}); give it to LLM(adapters=...) or "
+                "call add_adapter first"
+            )
+        requests.append(Request(str(first + index), text, ids or [], params[index], chosen[index]))
+    return requests
+
+
+def _encode(text: str, tokenizer: Tokenizer | None, where: str) -> list[int]:
+    if tokenizer is None:
+        raise RequestError(
+            f"{where}text needs a tokenizer, and the model's directory has neither tokenizer.json nor "
+            "tokenizer.model; pass token ids instead"
+        )
+    return tokenizer.encode(text)
