@@ -12,24 +12,9 @@ import torch
 from torch import fx
 
 from .graph.nodes import is_kernel, op_name
+from .program.buffers import short_dtype
 from .program.layers import HEAD, TAIL, graph_layers, spans
 from .program.sizes import describe_size, symbol_roles
-
-SHORT_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "bool",
-}
-
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)')
@@ -65,11 +50,6 @@ class PassRecord:
     lines_before: tuple[GraphLine, ...] = ()
     lines_after: tuple[GraphLine, ...] = ()
     about: str = ""
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bf16`."""
-    return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def op_counts(graph: fx.GraphModule | fx.Graph) -> dict[str, int]:

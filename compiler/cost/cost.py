@@ -21,6 +21,7 @@ import torch
 from ...ops.linear.scaled_mm import scaled_mm_takes
 from ...ops.linear.tuning import linear_config
 from ..program.buffers import View
+from ..program.calls import traits_of
 from ..program.program import Program, Step
 from .hardware import H200, Gpu
 from .work import DEFAULT, Assumptions, Work, must_read, step_bytes, work
@@ -47,7 +48,7 @@ KNOWN_ERROR = (
 
 @dataclass(frozen=True)
 class Kind:
-    """Kernels of a kind, by a fragment of the op's name.
+    """Kernels that are about as fast as each other; an op names its kind when it is registered.
 
     latency       seconds beyond the launch that a small instance takes: dependency wait, first loads, the last CTA's
                   end
@@ -57,35 +58,30 @@ class Kind:
     reached_flops share of the tensor cores' rate
     """
 
-    fragment: str
     latency: float
     reached: float
     reached_flops: float = 0.5
     per_rows: float = 0.0
 
 
-# First match wins. Where no other file of docs/measurements is named: fitted to the single steps of
+# Where no other file of docs/measurements is named: fitted to the single steps of
 # cost_model_h200.txt.
-KINDS: tuple[Kind, ...] = (
+KINDS: dict[str, Kind] = {
     # times by layer (ops/decoder_block/decoder_block.py) less attention and rope_append
-    Kind("sidestream.decoder_block", 10.5e-6, 0.93, per_rows=14.0e-6),
-    Kind("sidestream.linear", 1.2e-6, 0.97, 0.72, per_rows=3.0e-6),  # FLOPs: tune_h200.txt, 256 and 512 tokens
-    Kind("sidestream.lora_plan", 0.6e-6, 0.5),
-    Kind("sidestream.lora_groups", 0.6e-6, 0.5),
-    Kind("sidestream.lora_active", 0.6e-6, 0.5),
-    Kind("sidestream.widen_plan", 0.6e-6, 0.5),
-    Kind("sidestream.widen_kv", 1.2e-6, 0.8),
-    Kind("sidestream.lora", 2.4e-6, 0.35),
-    Kind("sidestream.paged_attention", 4.2e-6, 0.95, 0.45),  # bench_attention_h200.txt
-    Kind("sidestream.rope_append", 2.2e-6, 0.5),  # bytes: bench_kernels_h200.txt, 256 tokens
-    Kind("sidestream.silu_mul", 2.8e-6, 1.2),  # bytes: the same
-    Kind("sidestream.rope_angles", 2.4e-6, 0.7),
-    Kind("norm", 1.4e-6, 1.2),  # bytes: the same
-    Kind("sidestream.", 0.5e-6, 0.7),
-    Kind("aten.mm", 2.0e-6, 0.75),
-    Kind("aten.linear", 2.0e-6, 0.75),
-    Kind("", 1.2e-6, 0.7),
-)
+    "decoder_block": Kind(10.5e-6, 0.93, per_rows=14.0e-6),
+    "linear": Kind(1.2e-6, 0.97, 0.72, per_rows=3.0e-6),  # FLOPs: tune_h200.txt, 256 and 512 tokens
+    "plan": Kind(0.6e-6, 0.5),  # what is worked out once a step
+    "widen_kv": Kind(1.2e-6, 0.8),
+    "lora": Kind(2.4e-6, 0.35),
+    "attention": Kind(4.2e-6, 0.95, 0.45),  # bench_attention_h200.txt
+    "rope_append": Kind(2.2e-6, 0.5),  # bytes: bench_kernels_h200.txt, 256 tokens
+    "silu_mul": Kind(2.8e-6, 1.2),  # bytes: the same
+    "rope_angles": Kind(2.4e-6, 0.7),
+    "norm": Kind(1.4e-6, 1.2),  # bytes: the same
+    "rows": Kind(0.5e-6, 0.7),  # what names no other kind: small, or once a step
+    "product": Kind(2.0e-6, 0.75),  # ATen's linears
+    "foreign": Kind(1.2e-6, 0.7),  # all else of ATen's
+}
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ class Placed:
 
 def kind_of(op: str) -> Kind:
     """The entry of KINDS for an op's name."""
-    return next(kind for kind in KINDS if kind.fragment in op)
+    return KINDS[traits_of(op).kind]
 
 
 def step_costs(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> list[StepCost]:

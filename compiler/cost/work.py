@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ..program.buffers import View, views_in
-from ..program.calls import overload_of
+from ..program.calls import overload_of, traits_of
 from ..program.program import Program, Step
 
 PAGE_AXIS = 3  # tokens of a page in [pages, kv heads, 2, tokens, ...]
@@ -126,7 +126,7 @@ def _is_cache(view: View) -> bool:
 
 def _written(program: Program, step: Step, view: View, assume: Assumptions) -> float:
     """The part of a result that the step writes."""
-    return _widened(program, step, assume) / _wide_tokens(view) if "widen_kv" in step.op else 1.0
+    return _widened(program, step, assume) / _wide_tokens(view) if traits_of(step.op).kind == "widen_kv" else 1.0
 
 
 def _wide_tokens(view: View) -> int:
@@ -136,7 +136,7 @@ def _wide_tokens(view: View) -> int:
 
 def _widened(program: Program, step: Step, assume: Assumptions) -> int:
     """Cached tokens that are widened, where a step makes or reads the result of widen_kv: all that it has room for."""
-    wide = step.outs[0] if "widen_kv" in step.op else dict(_named(step)).get("wide")
+    wide = step.outs[0] if traits_of(step.op).kind == "widen_kv" else dict(_named(step)).get("wide")
     return (
         min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program)) if isinstance(wide, View) else 0
     )
@@ -146,7 +146,7 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
     """The part of a tensor that the step touches."""
     names = _argument_names(step.op)
     rows = max(1, view.shape[0]) if view.shape else 1
-    if "embedding" in step.op and name == "weight":
+    if name and name == traits_of(step.op).gathers:
         return min(1.0, prod(step.outs[0].shape[:-1]) / rows)
     if name == "wide":
         return _widened(program, step, assume) / _wide_tokens(view)
@@ -183,7 +183,7 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
     arguments = dict(_named(step))
     if "block_table" in arguments:
         return _attention_flops(program, step, arguments, assume)
-    if "embedding" in step.op:
+    if traits_of(step.op).gathers:
         return {}
     counted: dict[int, float] = {}
     rows = prod(step.outs[0].shape[:-1]) if step.outs else 0

@@ -16,14 +16,15 @@ from ... import __version__
 from ..cost.cost import estimate, step_bytes
 from ..cost.timings import Timings
 from ..options import CompileOptions
+from ..program.buffers import describe_view, short_dtype
 from ..program.calls import describe
 from ..program.memory import unshared_bytes
 from ..program.program import Program
-from ..records import PassRecord, columns, pass_table, short_dtype, text_of
+from ..records import PassRecord, columns, pass_table, text_of
 from .chrome_trace import trace
 from .page.data import page_data
 from .page.render import render
-from .svg import describe_view, schedule_svg
+from .svg import schedule_svg
 
 
 def dump(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 
 from ..cost.cost import Placed
-from ..program.buffers import Buffer, View
+from ..program.buffers import Buffer, describe_view
+from ..program.calls import traits_of
 from ..program.program import Program, Step
-from ..records import short_dtype
 
 ROW, BOX, WIDTH, GAP, MARGIN, HEAD = 26, 20, 470, 110, 20, 64
 STYLE = """
@@ -21,20 +21,18 @@ ARROW_HEAD = (
     '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     '<path d="M0 0L8 4L0 8z" fill="#b4232a"/></marker></defs>'
 )
-# first match wins: fragment of the op's name -> fill
-COLOURS = (
-    ("lora", "#f6c7a8"),
-    ("attention", "#c9b8f0"),
-    ("rope", "#d9ccf5"),
-    ("append", "#d9ccf5"),
-    ("linear", "#a9cdf2"),
-    ("mm", "#a9cdf2"),
-    ("norm", "#bfe3c0"),
-    ("silu", "#d5ecb4"),
-    ("quantize", "#e6e3a1"),
-    ("sidestream.", "#d7dde5"),
-)
-FOREIGN = "#f3f4f6"
+# an op's family -> fill; the page's are in page/page.css, which has two themes
+COLOURS = {
+    "lora": "#f6c7a8",
+    "attention": "#c9b8f0",
+    "rope": "#d9ccf5",
+    "linear": "#a9cdf2",
+    "norm": "#bfe3c0",
+    "silu": "#d5ecb4",
+    "quantize": "#e6e3a1",
+    "other": "#d7dde5",
+    "foreign": "#f3f4f6",
+}
 
 
 def schedule_svg(program: Program, timing: Sequence[Placed]) -> str:
@@ -72,7 +70,7 @@ def _middle(index: int) -> float:
 
 def _box(step: Step, placed: Placed, left: int, buffers: dict[str, Buffer]) -> str:
     top = HEAD + ROW * step.index
-    fill = next((colour for fragment, colour in COLOURS if fragment in step.op), FOREIGN)
+    fill = COLOURS[traits_of(step.op).family]
     notes = [
         f"{step.sm_budget} SMs" if step.sm_budget else "",
         "PDL" if step.pdl else "",
@@ -101,8 +99,3 @@ def _arrow(source: Step, target: Step, left: dict[str, int]) -> str:
         x1, x2 = left["side"], left["main"] + WIDTH
     bend = (x1 + x2) / 2
     return f'<path class="wait" d="M{x1} {y1:g}C{bend:g} {y1:g} {bend:g} {y2:g} {x2} {y2:g}"/>'
-
-
-def describe_view(view: View, buffers: dict[str, Buffer]) -> str:
-    """`bf16[16, 4096]`."""
-    return f"{short_dtype(view.dtype or buffers[view.buffer].dtype)}[{', '.join(map(str, view.shape))}]"

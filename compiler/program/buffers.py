@@ -1,7 +1,7 @@
 """Memory with a name, tensors inside it, and how both are written as JSON."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -10,6 +10,20 @@ import torch
 
 KINDS = ("input", "weight", "adapter", "temp", "output")
 Kind = Literal["input", "weight", "adapter", "temp", "output"]
+SHORT_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
 
 
 class ProgramError(ValueError):
@@ -75,6 +89,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def short_dtype(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bf16`."""
+    return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def parse_dtype(name: Any) -> torch.dtype:
     """`bfloat16` -> `torch.bfloat16`. Raises ProgramError for an unknown name."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
@@ -90,6 +109,11 @@ def views_in(value: Any) -> Iterator[View]:
     elif isinstance(value, (tuple, list)):
         for entry in value:
             yield from views_in(entry)
+
+
+def describe_view(view: View, buffers: Mapping[str, Buffer]) -> str:
+    """`bf16[16, 4096]`: dtype and shape of a view into `buffers` (by name)."""
+    return f"{short_dtype(view.dtype or buffers[view.buffer].dtype)}[{', '.join(map(str, view.shape))}]"
 
 
 # JSON: views, dtypes and the like are objects with one telling key; numbers, strings, booleans and None stand for

@@ -7,12 +7,27 @@ from typing import Any
 import torch
 
 from ... import ops as _ops  # noqa: F401  (registers every op)
-from ...ops.core.registry import NAMESPACE, OPS, Op
+from ...ops.core.registry import NAMESPACE, OPS, Op, Traits
 from .buffers import ProgramError, View, views_in
 from .program import Step
 
 # what an out= variant takes from the tensor it writes
 FROM_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
+FOREIGN = Traits("foreign", "foreign")
+# ATen's ops that a program may be left with, by the name without the overload; all others are FOREIGN
+ATEN: dict[str, Traits] = {
+    "mm": Traits("product", "linear"),
+    "linear": Traits("product", "linear"),
+    "addmm": Traits("foreign", "linear"),
+    "bmm": Traits("foreign", "linear"),
+    "baddbmm": Traits("foreign", "linear"),
+    "embedding": Traits("foreign", "foreign", gathers="weight"),
+    "silu": Traits("foreign", "silu"),
+    "rms_norm": Traits("norm", "norm"),
+    "layer_norm": Traits("norm", "norm"),
+    "native_layer_norm": Traits("norm", "norm"),
+    "scaled_dot_product_attention": Traits("foreign", "attention"),
+}
 
 
 def own_op(name: str) -> Op | None:
@@ -23,6 +38,15 @@ def own_op(name: str) -> Op | None:
     if rest not in OPS:
         raise ProgramError(f"the program calls {name}, which this release does not have; compile it again")
     return OPS[rest]
+
+
+@cache
+def traits_of(name: str) -> Traits:
+    """What estimates and pictures know of the op behind a name, which need not be one of this release."""
+    namespace, _, rest = name.partition(".")
+    if namespace == NAMESPACE:
+        return OPS[rest].traits if rest in OPS else Traits()
+    return ATEN.get(rest.partition(".")[0], FOREIGN)
 
 
 @cache

@@ -203,5 +203,5 @@ def append_kv_launch(
 
 
 append_kv = register(
-    "append_kv", append_kv_reference, append_kv_fake, append_kv_launch, mutates=("kv_cache", "kv_scales")
+    "append_kv", append_kv_reference, append_kv_fake, append_kv_launch, mutates=("kv_cache", "kv_scales"), family="rope"
 )

@@ -305,5 +305,7 @@ def launch_quant(
     OPS["quantize_rowwise"].launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 
 
-paged_attention = register("paged_attention", reference, fake, launch)
-paged_attention_quant = register("paged_attention_quant", reference_quant, fake_quant, launch_quant)
+paged_attention = register("paged_attention", reference, fake, launch, kind="attention", family="attention")
+paged_attention_quant = register(
+    "paged_attention_quant", reference_quant, fake_quant, launch_quant, kind="attention", family="attention"
+)

@@ -86,4 +86,6 @@ def launch(
     quantize_blocks_launch(rows, dtype, out=out, pdl=pdl)
 
 
-paged_attention_blocks = register("paged_attention_blocks", reference, fake, launch)
+paged_attention_blocks = register(
+    "paged_attention_blocks", reference, fake, launch, kind="attention", family="attention"
+)

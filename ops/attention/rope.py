@@ -112,4 +112,4 @@ def _kernel_fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     return cos.shape == angles and sin.shape == angles and x.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
 
 
-rope = register("rope", rope_reference, rope_fake, rope_launch)
+rope = register("rope", rope_reference, rope_fake, rope_launch, family="rope")

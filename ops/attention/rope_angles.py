@@ -67,4 +67,6 @@ def rope_angles_launch(
     )
 
 
-rope_angles = register("rope_angles", rope_angles_reference, rope_angles_fake, rope_angles_launch)
+rope_angles = register(
+    "rope_angles", rope_angles_reference, rope_angles_fake, rope_angles_launch, kind="rope_angles", family="rope"
+)

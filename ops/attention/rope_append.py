@@ -201,5 +201,11 @@ def rope_append_launch(
 
 
 rope_append = register(
-    "rope_append", rope_append_reference, rope_append_fake, rope_append_launch, mutates=("kv_cache", "kv_scales")
+    "rope_append",
+    rope_append_reference,
+    rope_append_fake,
+    rope_append_launch,
+    mutates=("kv_cache", "kv_scales"),
+    kind="rope_append",
+    family="rope",
 )

@@ -146,4 +146,4 @@ def launch(
     )
 
 
-widen_kv = register("widen_kv", reference, fake, launch)
+widen_kv = register("widen_kv", reference, fake, launch, kind="widen_kv")

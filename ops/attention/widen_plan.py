@@ -156,4 +156,4 @@ def launch(
     )
 
 
-widen_plan = register("widen_plan", reference, fake, launch)
+widen_plan = register("widen_plan", reference, fake, launch, kind="plan")

@@ -14,6 +14,20 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What estimates and pictures have to know of an op.
+
+    kind     which kernels are about as fast: a key of the cost model's table (`compiler/cost/cost.py`)
+    family   what the op belongs to in pictures, where a family has a colour
+    gathers  the argument of which a call reads only the rows that it asks for, as of an embedding; "" for none
+    """
+
+    kind: str = "rows"
+    family: str = "other"
+    gathers: str = ""
+
+
+@dataclass(frozen=True)
 class Op:
     """One registered op.
 
@@ -26,6 +40,7 @@ class Op:
     fake: Callable[..., Any]
     launch: Callable[..., None]
     mutates: tuple[str, ...]
+    traits: Traits = Traits()
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -52,10 +67,15 @@ def register(
     fake: Callable[..., Any],
     launch: Callable[..., None],
     mutates: Iterable[str] = (),
+    *,
+    kind: str = "rows",
+    family: str = "other",
+    gathers: str = "",
 ) -> Op:
     """Define `sidestream::<name>`; the schema is read from the annotations of `reference`.
 
-    `mutates` names the arguments that the op writes in place (all others are only read).
+    `mutates` names the arguments that the op writes in place (all others are only read). `kind`, `family` and `gathers`
+    are the op's Traits.
     """
     mutated = tuple(mutates)
     schema = torch.library.infer_schema(reference, mutates_args=mutated)
@@ -69,6 +89,6 @@ def register(
     _LIBRARY.impl(name, reference, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    op = Op(name, reference, fake, launch, mutated)
+    op = Op(name, reference, fake, launch, mutated, Traits(kind, family, gathers))
     OPS[name] = op
     return op

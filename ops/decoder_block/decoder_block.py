@@ -322,4 +322,4 @@ def _boxes(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, BLOCK], _SWIZZLED)
 
 
-decoder_block = register("decoder_block", reference, fake, launch)
+decoder_block = register("decoder_block", reference, fake, launch, kind="decoder_block")

@@ -280,5 +280,5 @@ def _shrunk_planes(device: torch.device, count: int) -> torch.Tensor:
     return workspace(device, "decoder_block.shrunk", 4 * count)[: 4 * count].view(torch.float32)
 
 
-decoder_block_lora = register("decoder_block_lora", reference, fake, launch)
+decoder_block_lora = register("decoder_block_lora", reference, fake, launch, kind="decoder_block", family="lora")
 __all__ = ["decoder_block_lora", "fits", "lora_groups"]

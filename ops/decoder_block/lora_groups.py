@@ -98,4 +98,6 @@ def lora_groups_launch(
     _groups_kernel[(3,)](adapter_index, out[0], tokens, TILE=tile_tokens(tokens), num_warps=4, **pdl_options(pdl))
 
 
-lora_groups = register("lora_groups", lora_groups_reference, lora_groups_fake, lora_groups_launch)
+lora_groups = register(
+    "lora_groups", lora_groups_reference, lora_groups_fake, lora_groups_launch, kind="plan", family="lora"
+)

@@ -225,4 +225,4 @@ def launch_config(
     run(q, scale, weight, weight_scale, delta, residual, out, config, split, pdl)
 
 
-linear_8bit = register("linear_8bit", reference, fake, launch)
+linear_8bit = register("linear_8bit", reference, fake, launch, kind="linear", family="linear")

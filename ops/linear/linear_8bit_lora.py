@@ -256,5 +256,5 @@ def launch(
     )  # fmt: skip
 
 
-linear_8bit_lora = register("linear_8bit_lora", reference, fake, launch)
+linear_8bit_lora = register("linear_8bit_lora", reference, fake, launch, kind="linear", family="lora")
 __all__ = ["fits", "linear_8bit_lora", "lora_config"]

@@ -92,4 +92,4 @@ def launch(
     launch_wide(x, token_scale, weight, weight_scale, added, None, h, config, split, pdl, activate=True)
 
 
-linear_8bit_silu_mul = register("linear_8bit_silu_mul", reference, fake, launch)
+linear_8bit_silu_mul = register("linear_8bit_silu_mul", reference, fake, launch, kind="linear", family="linear")

@@ -75,4 +75,6 @@ def lora_active_launch(
     )
 
 
-lora_active = register("lora_active", lora_active_reference, lora_active_fake, lora_active_launch)
+lora_active = register(
+    "lora_active", lora_active_reference, lora_active_fake, lora_active_launch, kind="plan", family="lora"
+)

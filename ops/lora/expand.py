@@ -298,4 +298,6 @@ def lora_expand_launch(
     )  # fmt: skip
 
 
-lora_expand = register("lora_expand", lora_expand_reference, lora_expand_fake, lora_expand_launch)
+lora_expand = register(
+    "lora_expand", lora_expand_reference, lora_expand_fake, lora_expand_launch, kind="lora", family="lora"
+)

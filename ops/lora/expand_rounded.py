@@ -194,5 +194,10 @@ def lora_expand_rounded_launch(
 
 
 lora_expand_rounded = register(
-    "lora_expand_rounded", lora_expand_rounded_reference, lora_expand_rounded_fake, lora_expand_rounded_launch
+    "lora_expand_rounded",
+    lora_expand_rounded_reference,
+    lora_expand_rounded_fake,
+    lora_expand_rounded_launch,
+    kind="lora",
+    family="lora",
 )

@@ -91,4 +91,4 @@ def lora_launch(
     lora_expand.lora_expand_launch(planes, b, *plan, tile, slices, b_scale, out=out, sm_budget=sm_budget, pdl=True)
 
 
-lora = register("lora", lora_reference, lora_fake, lora_launch)
+lora = register("lora", lora_reference, lora_fake, lora_launch, kind="lora", family="lora")

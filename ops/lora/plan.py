@@ -195,4 +195,4 @@ def lora_plan_launch(
     )
 
 
-lora_plan = register("lora_plan", lora_plan_reference, lora_plan_fake, lora_plan_launch)
+lora_plan = register("lora_plan", lora_plan_reference, lora_plan_fake, lora_plan_launch, kind="plan", family="lora")

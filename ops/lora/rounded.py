@@ -102,4 +102,6 @@ def lora_round_launch(
     )
 
 
-lora_round = register("lora_round", lora_round_reference, lora_round_fake, lora_round_launch)
+lora_round = register(
+    "lora_round", lora_round_reference, lora_round_fake, lora_round_launch, kind="lora", family="lora"
+)

@@ -388,4 +388,6 @@ def lora_shrink_launch(
     )
 
 
-lora_shrink = register("lora_shrink", lora_shrink_reference, lora_shrink_fake, lora_shrink_launch)
+lora_shrink = register(
+    "lora_shrink", lora_shrink_reference, lora_shrink_fake, lora_shrink_launch, kind="lora", family="lora"
+)

@@ -253,4 +253,6 @@ def silu_mul_lora_launch(
     )  # fmt: skip
 
 
-silu_mul_lora = register("silu_mul_lora", silu_mul_lora_reference, silu_mul_lora_fake, silu_mul_lora_launch)
+silu_mul_lora = register(
+    "silu_mul_lora", silu_mul_lora_reference, silu_mul_lora_fake, silu_mul_lora_launch, kind="silu_mul", family="lora"
+)

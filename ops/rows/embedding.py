@@ -52,4 +52,4 @@ def embedding_launch(
     _embedding_kernel[grid](input_ids, weight, out[0], vocab, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(pdl))
 
 
-embedding = register("embedding", embedding_reference, embedding_fake, embedding_launch)
+embedding = register("embedding", embedding_reference, embedding_fake, embedding_launch, gathers="weight")

@@ -194,5 +194,5 @@ def quantize_rowwise_launch(
 
 
 quantize_rowwise = register(
-    "quantize_rowwise", quantize_rowwise_reference, quantize_rowwise_fake, quantize_rowwise_launch
+    "quantize_rowwise", quantize_rowwise_reference, quantize_rowwise_fake, quantize_rowwise_launch, family="quantize"
 )

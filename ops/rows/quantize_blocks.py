@@ -142,4 +142,6 @@ def quantize_blocks_launch(
     _quantize_blocks_kernel[grid](x, *out, tokens, **form)
 
 
-quantize_blocks = register("quantize_blocks", quantize_blocks_reference, quantize_blocks_fake, quantize_blocks_launch)
+quantize_blocks = register(
+    "quantize_blocks", quantize_blocks_reference, quantize_blocks_fake, quantize_blocks_launch, family="quantize"
+)

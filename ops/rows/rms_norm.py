@@ -230,9 +230,18 @@ def add_rms_norm_quant_launch(
     )
 
 
-rms_norm = register("rms_norm", rms_norm_reference, rms_norm_fake, rms_norm_launch)
-add_rms_norm = register("add_rms_norm", add_rms_norm_reference, add_rms_norm_fake, add_rms_norm_launch)
-rms_norm_quant = register("rms_norm_quant", rms_norm_quant_reference, rms_norm_quant_fake, rms_norm_quant_launch)
+rms_norm = register("rms_norm", rms_norm_reference, rms_norm_fake, rms_norm_launch, kind="norm", family="norm")
+add_rms_norm = register(
+    "add_rms_norm", add_rms_norm_reference, add_rms_norm_fake, add_rms_norm_launch, kind="norm", family="norm"
+)
+rms_norm_quant = register(
+    "rms_norm_quant", rms_norm_quant_reference, rms_norm_quant_fake, rms_norm_quant_launch, kind="norm", family="norm"
+)
 add_rms_norm_quant = register(
-    "add_rms_norm_quant", add_rms_norm_quant_reference, add_rms_norm_quant_fake, add_rms_norm_quant_launch
+    "add_rms_norm_quant",
+    add_rms_norm_quant_reference,
+    add_rms_norm_quant_fake,
+    add_rms_norm_quant_launch,
+    kind="norm",
+    family="norm",
 )

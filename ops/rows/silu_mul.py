@@ -309,5 +309,12 @@ def silu_mul_quant_launch(
     )
 
 
-silu_mul = register("silu_mul", silu_mul_reference, silu_mul_fake, silu_mul_launch)
-silu_mul_quant = register("silu_mul_quant", silu_mul_quant_reference, silu_mul_quant_fake, silu_mul_quant_launch)
+silu_mul = register("silu_mul", silu_mul_reference, silu_mul_fake, silu_mul_launch, kind="silu_mul", family="silu")
+silu_mul_quant = register(
+    "silu_mul_quant",
+    silu_mul_quant_reference,
+    silu_mul_quant_fake,
+    silu_mul_quant_launch,
+    kind="silu_mul",
+    family="silu",
+)

@@ -98,4 +98,11 @@ def silu_mul_blocks_launch(
     )
 
 
-silu_mul_blocks = register("silu_mul_blocks", silu_mul_blocks_reference, silu_mul_blocks_fake, silu_mul_blocks_launch)
+silu_mul_blocks = register(
+    "silu_mul_blocks",
+    silu_mul_blocks_reference,
+    silu_mul_blocks_fake,
+    silu_mul_blocks_launch,
+    kind="silu_mul",
+    family="silu",
+)

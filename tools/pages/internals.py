@@ -12,9 +12,10 @@ from typing import Any
 
 from ...compiler.api import CompiledModel, compile_model
 from ...compiler.cost.cost import critical_path, estimate, step_bytes
+from ...compiler.program.buffers import short_dtype
 from ...compiler.program.layers import step_layers
 from ...compiler.program.program import Bucket, Program
-from ...compiler.records import GraphLine, columns, short_dtype
+from ...compiler.records import GraphLine, columns
 from ...compiler.run.emit import BoundProgram
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Attention, DecoderLayer, Llama, RMSNorm

@@ -128,9 +128,14 @@ quantize_tensorwise = register(
     quantize_tensorwise_reference,
     quantize_rowwise_fake,
     _launcher(quantize_tensorwise_reference),
+    family="quantize",
 )
 attention_fp8_pv = register(
-    "emulated_attention_fp8_pv", attention_fp8_pv_reference, attention_fake, _launcher(attention_fp8_pv_reference)
+    "emulated_attention_fp8_pv",
+    attention_fp8_pv_reference,
+    attention_fake,
+    _launcher(attention_fp8_pv_reference),
+    family="attention",
 )
 
 

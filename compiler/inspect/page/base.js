@@ -4,7 +4,6 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const state = { program: 0, layer: "0", pass: 0, step: null };
 const listeners = [];
-const FAMILIES = ["lora", "attention", "rope", "linear", "norm", "silu", "quantize"];
 
 function changed(part) { for (const [parts, listener] of listeners) if (parts.includes(part)) listener(part); }
 function on(parts, listener) { listeners.push([parts, listener]); }
@@ -24,11 +23,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-function family(op) {
-  if (/append/.test(op)) return "rope";
-  if (/mm\b|matmul/.test(op)) return "linear";
-  return FAMILIES.find((name) => op.includes(name)) || "other";
-}
+function family(op) { return DATA.families[op] || "other"; }
 function colour(op) { return `var(--${family(op)})`; }
 function swatch(op) { return el("span", { class: "swatch", style: { background: colour(op) }, "aria-hidden": "true" }); }
 function short(op) { return op.replace(/^sidestream\./, ""); }

@@ -10,13 +10,12 @@ from typing import Any
 from ...cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from ...cost.timings import Timings, TimingsError
 from ...options import CompileOptions
-from ...program.buffers import View, views_in
-from ...program.calls import describe, overload_of
+from ...program.buffers import View, describe_view, short_dtype, views_in
+from ...program.calls import FOREIGN, describe, overload_of, traits_of
 from ...program.layers import HEAD, TAIL, step_layers
 from ...program.memory import unshared_bytes
 from ...program.program import Program, Step
-from ...records import GraphLine, PassRecord, short_dtype
-from ..svg import describe_view
+from ...records import GraphLine, PassRecord
 from .kernels import kernel_sources
 
 Sections = dict[str, list[int]]
@@ -57,6 +56,11 @@ def page_data(
         "recipes": {name: str(recipe) for program in programs for name, recipe in program.recipes.items()},
         "functions": sources.functions,
         "ops": sources.ops,
+        "families": {
+            op: traits_of(op).family
+            for op in sorted({step.op for program in programs for step in program.steps})
+            if traits_of(op).family != FOREIGN.family
+        },
         **(
             {"target": resources.target, "variants": list(resources.variants), "refused": dict(resources.refused)}
             if resources.target

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from sidestream.compiler.cost.cost import (
+    KINDS,
     KNOWN_ERROR,
     StepCost,
     critical_path,
@@ -24,6 +25,7 @@ from sidestream.compiler.cost.cost import (
 from sidestream.compiler.cost.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
 from sidestream.compiler.cost.work import Assumptions, Work, work
 from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.program.calls import ATEN, FOREIGN, traits_of
 from sidestream.compiler.program.program import Bucket, Program, Step
 from sidestream.ops.core.registry import OPS
 from support import two_lanes
@@ -235,13 +237,28 @@ def test_every_op_has_constants_of_its_own_kind() -> None:
         "sample",
         "argmax",
         "quantize_blocks",
-        "subtract_columns",
     }
     assert {
-        name
-        for name in OPS
-        if not name.startswith("emulated_") and kind_of(f"sidestream.{name}").fragment == "sidestream."
+        name for name in OPS if not name.startswith("emulated_") and kind_of(f"sidestream.{name}") is KINDS["rows"]
     } <= general
+
+
+def test_every_op_names_a_kind_that_has_constants() -> None:
+    assert {op.traits.kind for op in OPS.values()} | {traits.kind for traits in (*ATEN.values(), FOREIGN)} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "name, kind, family",
+    [
+        ("sidestream.linear_8bit_lora", "linear", "lora"),
+        ("sidestream.append_kv", "rows", "rope"),
+        ("sidestream.no_such_op", "rows", "other"),
+        ("aten.mm.default", "product", "linear"),
+        ("aten.cumsum.default", "foreign", "foreign"),
+    ],
+)
+def test_traits_of_an_op_by_name(name: str, kind: str, family: str) -> None:
+    assert (traits_of(name).kind, traits_of(name).family) == (kind, family)
 
 
 def test_whole_decode_steps_are_estimated_as_the_page_says() -> None:

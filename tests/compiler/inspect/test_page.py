@@ -16,6 +16,7 @@ from sidestream.compiler.cost.resources import Resources
 from sidestream.compiler.cost.timings import Timings, TimingsError
 from sidestream.compiler.inspect.page.kernels import kernel_sources
 from sidestream.compiler.inspect.page.render import SCRIPTS, part, render
+from sidestream.compiler.inspect.svg import COLOURS
 from sidestream.ops.core.registry import OPS
 from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
 from support.meta import FIELDS
@@ -46,6 +47,13 @@ def test_every_pass_is_there_with_its_graphs(compiled: CompiledModel, data: dict
             assert sorted(texts) == sorted(line.text for line in lines)
             assert set(data["graphs"][number]) == {"start", "0", "1", "end"}
     assert any(each["rejected"] for each in data["passes"])
+
+
+def test_every_op_has_a_colour_in_both_themes_and_in_the_schedule(page: str, data: dict[str, Any]) -> None:
+    families = {op.traits.family for op in OPS.values()}
+    assert families <= set(COLOURS) and set(data["families"].values()) <= families
+    assert all(len(re.findall(rf"--{family}: #[0-9a-f]{{6}}", page)) == 2 for family in families)
+    assert data["families"]["sidestream.lora_shrink"] == "lora"
 
 
 def test_equal_lines_are_stored_once(data: dict[str, Any]) -> None:
