@@ -242,12 +242,6 @@ class Llama(nn.Module):
         """Name -> shape of each tensor that a checkpoint must hold."""
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
-    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each adapter stack: `...q_proj.lora_a` [S, R, K] and `...q_proj.lora_b` [S, N, R]."""
-        return {
-            name: tuple(buffer.shape) for name, buffer in self.named_buffers() if name.endswith((".lora_a", ".lora_b"))
-        }
-
     def derived_tensors(self) -> dict[str, torch.Tensor]:
         """Name -> value (on the CPU) of the buffers that come from the config rather than from a checkpoint; real on
         a meta model too.

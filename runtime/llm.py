@@ -15,10 +15,11 @@ from ..graphs.lora import RANK_MULTIPLE, LoraShape
 from ..graphs.stack import lora_shape_for
 from .adapters.registry import AdapterRegistry
 from .adapters.slot_cache import SlotCache
+from .demo_model import DEMO_MODEL, demo_adapters
 from .device.model import build_runner
 from .device.quick_start import collections_paused, wake
 from .engine.calibration import Calibration, calibrated
-from .engine.engine import Engine, Request
+from .engine.engine import Engine
 from .engine.options import (
     DEFAULT_MAX_LORAS,
     MAX_RANK,
@@ -30,12 +31,12 @@ from .engine.options import (
 )
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
+from .requests.request import Request
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler, SchedulerLimits
 from .text.requests import make_requests
 from .text.tokenizer import eos_token_ids, load_tokenizer
 
-DEMO_MODEL = Path(__file__).parent.parent / "tools" / "demo_model"
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -166,9 +167,7 @@ class LLM:
         self.device = resolve_device(device)
         wake(self.device)
         if model is None and adapters is None:
-            adapters = {
-                path.parent.name: path.parent for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))
-            }
+            adapters = demo_adapters()
         self.config, directory = _model(DEMO_MODEL if model is None else model, load_format)
         self.calibration, compiler_options = calibrated(
             calibration,

@@ -4,83 +4,22 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 from ..requests.errors import RequestError
-from ..requests.outputs import FinishReason, Logprob, RequestOutput
+from ..requests.outputs import FinishReason, RequestOutput
+from ..requests.request import Delta, Request
 from ..requests.sampling_params import SEED_LIMIT, SamplingParams
 from ..scheduling.scheduler import Sampled, Scheduler
 from ..scheduling.sequence import Sequence
 from ..steps.plan import StepPlan, StepResult
+from ..steps.runner import Runner
 from ..text.tokenizer import Tokenizer
 from .completion import Completion
 
 _log = logging.getLogger(__name__)
 WAIT_FOR_LOADS = 0.01  # seconds; deadlines and new requests are looked at in between
 FAULT = "a fault in the engine; the request alone is affected"
-
-
-class Runner(Protocol):
-    """Executes plans in the order in which they are submitted."""
-
-    def submit(self, plan: StepPlan) -> Any:
-        """Start a step; returns at once where the device works by itself."""
-        ...
-
-    def collect(self, handle: Any) -> StepResult:
-        """Wait for a submitted step. Steps are collected in order."""
-        ...
-
-
-class AdapterRunner(Runner, Protocol):
-    """What a scheduler with asynchronous loads asks of its runner beyond that; numbers are those of the adapter
-    registry.
-    """
-
-    def start_load(self, slot: int, number: int) -> None:
-        """Start copying an adapter into a slot that no running step uses; slot -1: only make it ready in host
-        memory.
-        """
-        ...
-
-    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
-        """(slot, number, None or what went wrong) of copies that ended since the last call; waits up to `timeout`
-        seconds for the first.
-        """
-        ...
-
-    def forget_adapter(self, number: int) -> None:
-        """Drop an adapter that nothing uses any more."""
-        ...
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked: already tokenized and checked.
-
-    `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_ids: list[int]
-    params: SamplingParams
-    adapter: str | None = None
-    priority: int = 0
-    timeout: float | None = None
-
-
-@dataclass(slots=True)
-class Delta:
-    """What one step added to one completion."""
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: dict[int, Logprob] | None = None
 
 
 @dataclass
@@ -113,7 +52,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.seed = seed
-        self._adapters: AdapterRunner | None = cast(AdapterRunner, runner) if scheduler.asynchronous_loads else None
         self._depth = 1 if overlap else 0
         self._in_flight: deque[Any] = deque()
         self._live: dict[str, _Live] = {}
@@ -188,16 +126,16 @@ class Engine:
         return plan
 
     def _start_loads(self) -> None:
-        if self._adapters is not None:
+        if self.scheduler.asynchronous_loads:
             for slot, number in self.scheduler.take_loads():
-                self._adapters.start_load(slot, number)
+                self.runner.start_load(slot, number)
             for number in self.scheduler.take_retired():
-                self._adapters.forget_adapter(number)
+                self.runner.forget_adapter(number)
 
     def take_loads_in(self, timeout: float = 0.0) -> None:
         """Tell the scheduler which adapters have arrived; waits up to `timeout` seconds for the first."""
-        if self._adapters is not None:
-            for slot, number, problem in self._adapters.loaded(timeout):
+        if self.scheduler.asynchronous_loads:
+            for slot, number, problem in self.runner.loaded(timeout):
                 self.scheduler.load_done(slot, number, problem)
 
     def take_ended(self) -> tuple[list[Delta], list[RequestOutput]]:

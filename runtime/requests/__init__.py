@@ -1,6 +1,7 @@
 """What is asked and answered; imports nothing of runtime.
 
 sampling_params  how one request samples
+request          what is asked of the engine, and what a step adds to an answer
 outputs          what a caller gets back
 errors           what goes wrong through a caller's doing
 """

@@ -10,7 +10,7 @@ limits           what a scheduler is told of its engine, and tells about itself
 pages            which KV pages are free, shared or known
 prefix_cache     keys of prompts that begin alike
 waiting          who is admitted next
-suspects, step_failure  what a failed step takes with it, and whose fault it was
+suspects         what a failed step takes with it, and whose fault it was
 residency        which adapters should be on the device
 slots            which adapter sits in which slot
 """

@@ -10,8 +10,7 @@ from .limits import SchedulerLimits
 from .sequence import Sequence, Status
 from .states import SequenceStates
 from .step_builder import Work
-from .step_failure import Issued
-from .suspects import Suspects
+from .suspects import Issued, Suspects
 
 
 class StepChoice(SequenceStates):

@@ -28,7 +28,7 @@ from .limits import SchedulerLimits, SchedulerStats
 from .rows import SequenceFault
 from .sequence import Sequence, Status
 from .step_builder import Work, build_plan
-from .step_failure import STEP_FAULT, what_is_lost
+from .suspects import STEP_FAULT, what_is_lost
 
 _log = logging.getLogger(__name__)
 PLAN_FAULT = "a fault in the scheduler while this request was worked on; others are not affected"
@@ -101,11 +101,6 @@ class Scheduler(StepChoice):
         number = self.adapter_numbers.get(name)
         if number is None:
             raise RequestError(f"adapter={name!r} is not known; load it first")
-        if self.slots.num_pinned >= self.limits.num_slots and not self.slots.is_pinned(number):
-            raise RequestError(
-                f"adapter={name!r} would never find a slot: all {self.limits.num_slots} are pinned to others; unpin "
-                "one or raise max_loras"
-            )
         return number
 
     @property

@@ -10,7 +10,7 @@ class AdapterSlots:
     first, makes room for another.
 
     A slot is never taken away while running sequences use it, while a plan that used it may still be at work on the
-    device, or while its adapter is pinned or on its way. Steps: the number of the last plan that was issued, and of the
+    device, or while its adapter is on its way. Steps: the number of the last plan that was issued, and of the
     last whose results came back.
     """
 
@@ -23,7 +23,6 @@ class AdapterSlots:
         self._loading: set[int] = set()
         self._users: dict[int, int] = {}
         self._used_until: dict[int, int] = {}  # last plan that may use an idle adapter
-        self._pinned: set[int] = set()
         # (slot, last plan that may use it)
         self._free: list[tuple[int, int]] = [(slot, -1) for slot in range(num_slots - 1, -1, -1)]
 
@@ -99,7 +98,6 @@ class AdapterSlots:
         if number in self._slot:
             until = self._used_until.get(number, -1)
             self._free.append((self._drop(number), until))
-        self._pinned.discard(number)
 
     def acquire(self, number: int) -> int:
         """The slot of a resident adapter, for one more running sequence."""
@@ -118,29 +116,12 @@ class AdapterSlots:
             del self._users[number]
         self._used_until[number] = issued
 
-    def pin(self, number: int) -> None:
-        """Keep an adapter in its slot once it is there."""
-        self._pinned.add(number)
-
-    def unpin(self, number: int) -> None:
-        """Undo `pin`."""
-        self._pinned.discard(number)
-
-    @property
-    def num_pinned(self) -> int:
-        """Adapters that keep their slots."""
-        return len(self._pinned)
-
-    def is_pinned(self, number: int) -> bool:
-        """Whether an adapter keeps its slot."""
-        return number in self._pinned
-
     def draining_order(self) -> list[int]:
         """Adapters in use, least recently admitted first: those to drain when another waits for a slot."""
-        return [number for number in self._slot if self.users(number) and number not in self._pinned]
+        return [number for number in self._slot if self.users(number)]
 
     def _idle(self, number: int) -> bool:
-        return not self.users(number) and number not in self._loading and number not in self._pinned
+        return not self.users(number) and number not in self._loading
 
     def _drop(self, number: int) -> int:
         self._loading.discard(number)

@@ -1,10 +1,15 @@
-"""Whose fault was it? The sequences of a step that failed on the device are computed again in smaller and smaller
-groups, until one fails alone.
+"""What a failed step takes with it (`what_is_lost`), and whose fault it was (`Suspects`): its sequences are computed
+again in smaller and smaller groups, until one fails alone.
 """
 
 from collections import deque
 
+from ...ops.core.kv_layout import PAGE_SIZE
+from ..steps.plan import StepPlan
 from .sequence import Sequence
+
+STEP_FAULT = "the step that computed this request failed on the device; send it again"
+Issued = tuple[StepPlan, list[Sequence]]  # a plan and its sequences, in the order of its rows
 
 
 class Suspects:
@@ -65,6 +70,31 @@ class Suspects:
         return self._until[sequence] - sequence.computed
 
     def put_off(self, sequences: list[Sequence]) -> None:
-        """These members of the first group have no room beside the others: they are tried by themselves later."""
+        """These members of the first group have no room next to the others: they are tried by themselves later."""
         self._groups[0] = [sequence for sequence in self._groups[0] if sequence not in sequences]
         self._groups.insert(1, sequences)
+
+
+def what_is_lost(failed: Issued, later: list[Issued], running: list[Sequence]) -> tuple[list[Sequence], set[int]]:
+    """(sequences whose keys and values are wrong or missing, pages with such keys and values).
+
+    `later`: plans that were issued after the failed one, which go on computing from what it should have stored.
+    Through the prefix cache other sequences may read it too, and so on.
+    """
+    lost = set(failed[1])
+    while True:
+        pages = {page for plan, sequences in (failed, *later) for page in _written(plan, sequences, lost)}
+        readers = {sequence for sequence in running if not pages.isdisjoint(sequence.pages)}
+        if readers <= lost:
+            return sorted(lost, key=lambda sequence: sequence.order), pages
+        lost |= readers
+
+
+def _written(plan: StepPlan, sequences: list[Sequence], writers: set[Sequence]) -> set[int]:
+    """The pages that a plan writes for some of its sequences."""
+    ends = plan.query_start.tolist()
+    slots: list[int] = []
+    for row, sequence in enumerate(sequences):
+        if sequence in writers:
+            slots += plan.slot_mapping[ends[row] : ends[row + 1]].tolist()
+    return {slot // PAGE_SIZE for slot in slots}

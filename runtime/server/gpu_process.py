@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import zmq
 
-from ..engine.engine import Runner
+from ..steps.runner import Runner
 from .channel import Channel, ChannelClosed
 from .gpu_link import (
     Answer,
@@ -47,26 +47,6 @@ END_SECONDS = 1.5
 STEP_FAULT = "a step failed on the device"
 
 
-class ServingRunner(Runner, Protocol):
-    """A runner whose adapters are copied beside the steps."""
-
-    def start_load(self, slot: int, number: int) -> None:
-        """Begin to bring an adapter into a slot (-1: into host memory only)."""
-        ...
-
-    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
-        """(slot, number, what went wrong or None) of loads that are over."""
-        ...
-
-    def forget_adapter(self, number: int) -> None:
-        """Nobody uses the adapter any more."""
-        ...
-
-    def in_host_memory(self) -> list[int]:
-        """The adapters that need not be read from disk."""
-        ...
-
-
 class Served(Protocol):
     """What the GPU process serves.
 
@@ -76,7 +56,7 @@ class Served(Protocol):
     ready: Ready
 
     @property
-    def runner(self) -> ServingRunner:
+    def runner(self) -> Runner:
         """Executes the plans."""
         ...
 
@@ -86,6 +66,10 @@ class Served(Protocol):
 
     def remove_adapter(self, name: str) -> None:
         """Forget a name."""
+        ...
+
+    def in_host_memory(self) -> list[int]:
+        """The adapters that need not be read from disk, by number."""
         ...
 
 
@@ -185,7 +169,7 @@ class _Loop:
 
     def _report_host_memory(self) -> None:
         self._look_again = time.monotonic() + HOST_MEMORY_SECONDS
-        numbers = set(self._runner.in_host_memory())
+        numbers = set(self._served.in_host_memory())
         if numbers != self._in_host_memory:
             self._in_host_memory = numbers
             self._reporter.tell(InHostMemory(sorted(numbers)))

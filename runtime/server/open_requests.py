@@ -3,8 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from ..engine.engine import Delta
 from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
+from ..requests.request import Delta
 from ..wire.protocol import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
 from .connections import Client, Connections
 

@@ -41,6 +41,10 @@ class ServedLLM:
         """See `LLM.remove_adapter`."""
         self._llm.remove_adapter(name)
 
+    def in_host_memory(self) -> list[int]:
+        """See `ModelRunner.in_host_memory`."""
+        return self.runner.in_host_memory()
+
     def _loaded(self, name: str) -> LoadedAdapter:
         known = self._llm.registry.by_number(self._llm.registry.numbers[name])
         return LoadedAdapter(name, known.number, known.adapter.rank, known.content_hash)

@@ -6,8 +6,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from ..engine.engine import Delta, Engine, Request
+from ..engine.engine import Engine
 from ..requests.outputs import RequestOutput
+from ..requests.request import Delta, Request
 from ..scheduling.scheduler import Scheduler, SchedulerLimits
 from ..steps.plan import AHEAD, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ import logging
 
 from msgspec import structs
 
-from ..engine.engine import Request
 from ..requests.errors import RequestError
+from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
 from ..text.encoder import INLINE_CHARACTERS, Encoder
 from ..text.prompts import check_request

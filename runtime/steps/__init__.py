@@ -2,4 +2,5 @@
 
 plan             what one step computes, and what comes back
 wire             both as flat bytes
+runner           what executes plans
 """

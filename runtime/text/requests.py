@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.engine import Request
 from ..requests.errors import RequestError
+from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
 from .prompts import as_list, check_request, one_for_each, text_or_ids
 from .tokenizer import Tokenizer

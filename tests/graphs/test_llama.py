@@ -8,6 +8,7 @@ import torch
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import INV_FREQ, Llama
 from sidestream.graphs.lora import LoraShape
+from support.lora import stack_shapes
 
 CONFIG = LlamaConfig(320, 128, 256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 
@@ -63,7 +64,7 @@ def test_captured_names_lead_back_to_the_module() -> None:
     lora = LoraShape(3, 16)
     model = Llama(CONFIG, lora, torch.bfloat16, "meta")
     targets = {spec.target for spec in capture(model).graph_signature.input_specs if spec.target}
-    assert targets == {*model.checkpoint_tensors(), *model.adapter_tensors(), *model.derived_tensors()}
+    assert targets == {*model.checkpoint_tensors(), *stack_shapes(model), *model.derived_tensors()}
 
 
 def test_derived_tensors_are_real_on_a_meta_model() -> None:
@@ -83,7 +84,7 @@ def test_packed_targets_come_together() -> None:
     assert LoraShape(1, 16, ("v_proj", "up_proj")).targets == ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     assert LoraShape(1, 16, ("down_proj", "o_proj")).targets == ("o_proj", "down_proj")
     model = Llama(CONFIG, LoraShape(5, 32, ("k_proj",)), device="meta")
-    stacks = model.adapter_tensors()
+    stacks = stack_shapes(model)
     assert len(stacks) == 2 * 3 * 2
     assert stacks["model.layers.1.self_attn.k_proj.lora_a"] == (5, 32, 128)
     assert stacks["model.layers.1.self_attn.k_proj.lora_b"] == (5, 128, 32)

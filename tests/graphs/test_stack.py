@@ -7,6 +7,7 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.stack import fill_slot, lora_shape_for, slot_tensors
+from support.lora import stack_shapes
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 
@@ -45,7 +46,7 @@ def test_slot_tensors_are_padded_and_scaled_in_fp32(
     assert lora is not None
     model = Llama(config, lora, dtype, "meta")
     tensors = slot_tensors(adapters[0], config, lora, dtype)
-    assert {name: (lora.slots, *tensor.shape) for name, tensor in tensors.items()} == model.adapter_tensors()
+    assert {name: (lora.slots, *tensor.shape) for name, tensor in tensors.items()} == stack_shapes(model)
     assert all(tensor.dtype == dtype for tensor in tensors.values())
     module = "model.layers.1.self_attn.q_proj"
     a, b = adapters[0].tensors[module]

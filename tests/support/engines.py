@@ -3,8 +3,9 @@
 import random
 from collections.abc import Mapping
 
-from sidestream.runtime.engine.engine import Engine, Request
+from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.requests.outputs import RequestOutput
+from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 

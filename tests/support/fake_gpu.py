@@ -84,6 +84,9 @@ class FakeServed:
     def remove_adapter(self, name: str) -> None:
         pass
 
+    def in_host_memory(self) -> list[int]:
+        return self.runner.in_host_memory()
+
 
 if __name__ == "__main__":
     sys.exit(gpu_process.run(int(sys.argv[1]), FakeServed))

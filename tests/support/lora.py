@@ -78,3 +78,8 @@ def lora_case(
         splits=splits or lora_splits(k, tokens),
         slices=slices,
     )
+
+
+def stack_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each adapter stack: `...q_proj.lora_a` [S, R, K] and `...q_proj.lora_b` [S, N, R]."""
+    return {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if ".lora_" in name}

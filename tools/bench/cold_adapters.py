@@ -50,7 +50,7 @@ class Bench:
 
     def ask(self, adapter: str | None, output: int) -> str:
         """Submit a request; returns its id."""
-        from ...runtime.engine.engine import Request
+        from ...runtime.requests.request import Request
         from ...runtime.requests.sampling_params import SamplingParams
 
         self._made += 1

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...runtime.demo_model import DEMO_MODEL
 from ..commands import collect_env
-from ..options.engine import DEMO_MODEL, add_compile_options, given, positive, precision_arguments, share
+from ..options.engine import add_compile_options, given, positive, precision_arguments, share
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
 from .profile_run import write_profile
 from .random_adapters import write_random_adapter

@@ -16,7 +16,8 @@ import time
 
 import numpy as np
 
-from ...runtime.engine.engine import Engine, Request
+from ...runtime.engine.engine import Engine
+from ...runtime.requests.request import Request
 from ...runtime.requests.sampling_params import SamplingParams
 from ...runtime.scheduling.limits import SchedulerLimits
 from ...runtime.scheduling.scheduler import Scheduler

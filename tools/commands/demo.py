@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options.engine import DEMO_MODEL, add_compile_options, demo_prompts, given, precision_arguments
+from ...runtime.demo_model import DEMO_MODEL
+from ..options.engine import add_compile_options, demo_prompts, given, precision_arguments
 
 if TYPE_CHECKING:
     from ...compiler.records import PassRecord

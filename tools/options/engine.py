@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 
 
 def positive(text: str) -> int:
@@ -201,9 +201,7 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
     if len(chosen) < len(options.lora_modules):
         raise ValueError("--lora-modules names an adapter twice; give each its own name")
     if not options.model:
-        chosen = {
-            path.parent.name: str(path.parent) for path in sorted(DEMO_MODEL.glob("adapters/*/adapter_config.json"))
-        } | chosen
+        chosen = {name: str(path) for name, path in demo_adapters().items()} | chosen
     for name, path in chosen.items():
         if not (Path(path) / "adapter_config.json").is_file():
             raise ValueError(

@@ -1,8 +1,9 @@
 """Text, stop strings and streams, over a fake model."""
 
 import pytest
-from sidestream.runtime.engine.engine import Engine, Request
+from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from support.fake_runner import FakeRunner, continuation

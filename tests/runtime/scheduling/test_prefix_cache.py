@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.engine.engine import Request
+from sidestream.runtime.requests.request import Request
 from sidestream.runtime.scheduling.pages import PageAllocator
 from sidestream.runtime.scheduling.prefix_cache import next_key, root_key
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, random_prompt, run, tokens

@@ -6,8 +6,8 @@ import os
 import random
 
 import pytest
-from sidestream.runtime.engine.engine import Request
 from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.request import Request
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, run, tokens
 from support.fake_runner import continuation
 
@@ -222,23 +222,6 @@ def test_an_adapter_that_is_forgotten_while_it_is_on_its_way():
     assert tokens(run(engine))["b"] == continuation(prompt(9), 1, 3, VOCABULARY)
     assert engine.runner.forgotten == [0]
     assert_idle(engine)
-
-
-def test_a_pinned_adapter_stays():
-    engine = make_engine(slots=2, adapters=4, asynchronous=True)
-    slots = engine.scheduler.slots
-    slots.pin(0)
-    for name in ("adapter0", "adapter1", "adapter2", "adapter3", "adapter1"):
-        ask(engine, name, prompt(4), 2, name)
-        run(engine)
-        assert slots.is_resident(0)
-    slots.pin(1)
-    with pytest.raises(RequestError, match="all 2 are pinned"):
-        ask(engine, "x", prompt(4), 2, "adapter2")
-    slots.unpin(0)
-    ask(engine, "x", prompt(4), 2, "adapter2")
-    run(engine)
-    assert slots.resident.keys() == {1, 2}
 
 
 def test_unknown_adapters_are_refused():

@@ -17,7 +17,8 @@ class SlowReader:
     """A model whose adapters take a while to be read."""
 
     ready = Ready(97, 8, 64, 512, 4, 512, 2, [1], [])
-    runner = SimpleNamespace(loaded=list, in_host_memory=list)
+    runner = SimpleNamespace(loaded=list)
+    in_host_memory = staticmethod(list)
 
     def __init__(self):
         self.begun, self.ended, self.reading = [], [], threading.Event()

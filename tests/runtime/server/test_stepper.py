@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.engine.engine import Request
+from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.server import stepper as module
 from sidestream.runtime.server.gpu_link import Ready, Timing

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools import cli
 from sidestream.tools.bench import latency as bench_latency
-from sidestream.tools.options.engine import DEMO_MODEL, demo_prompts
+from sidestream.tools.options.engine import demo_prompts
 
 PROMPTS = demo_prompts()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sidestream.graphs.config import LlamaConfig
+from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.tokenizer import load_tokenizer
-from sidestream.tools.options.engine import DEMO_MODEL
 from sidestream.tools.quality.arms import BY_NAME, open_arm
 from sidestream.tools.quality.outliers import BIAS_POWER, QK_POWER, inject, observe, rescalings
 from sidestream.tools.quality.teacher_forced import Document, Scorer, plan, step_sizes

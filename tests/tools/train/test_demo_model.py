@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sidestream.tools.options.engine import DEMO_MODEL, demo_prompts
+from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.tools.options.engine import demo_prompts
 from sidestream.tools.train.corpus import STYLES, facts
 
 ADAPTERS = sorted(path.parent for path in DEMO_MODEL.glob("adapters/*/adapter_config.json"))

@@ -10,8 +10,9 @@ import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.tuning import LinearConfig
+from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools import cli
-from sidestream.tools.options.engine import DEFAULT_PRECISION, DEMO_MODEL
+from sidestream.tools.options.engine import DEFAULT_PRECISION
 from sidestream.tools.tuning import bench as tune_bench
 from sidestream.tools.tuning import layers as tune_layers
 from sidestream.tools.tuning.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write

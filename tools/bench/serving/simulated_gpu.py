@@ -126,6 +126,10 @@ class SimulatedModel:
     def remove_adapter(self, name: str) -> None:
         """Nothing is kept."""
 
+    def in_host_memory(self) -> list[int]:
+        """The adapters that have arrived at least once."""
+        return self.runner.in_host_memory()
+
 
 if __name__ == "__main__":
     sys.exit(gpu_process.run(int(sys.argv[1]), SimulatedModel))
