@@ -1,6 +1,7 @@
 """Keeps docs true: each page's tables and excerpts are made by functions and compared by tests.
 
 performance      tables of docs/performance.md and the README, from docs/measurements
+quality          docs/quality.md, from docs/measurements
 internals        excerpts of docs/internals.md, from a compilation
 house            rooms, arrows and circles of the package, from its imports
 excerpts         how a page is compared or written

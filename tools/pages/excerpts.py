@@ -1,6 +1,6 @@
 """Pages whose fenced blocks are made by functions, so that they can't rot.
 
-An excerpt is a fenced block behind a line `<!-- excerpt: NAME -->`; NAME is a key of the page's excerpts. A table is
+An excerpt is a fenced block after a line `<!-- excerpt: NAME -->`; NAME is a key of the page's excerpts. A table is
 what lies between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
@@ -8,6 +8,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 BLOCK = re.compile(r"(<!-- excerpt: (?P<name>[^>\n]+?) -->\n```\w*\n)(?P<text>.*?)(```\n)", re.DOTALL)
@@ -35,8 +36,20 @@ def rewritten(page: str, excerpts: Excerpts) -> str:
 
 
 def keep_true(program: str, description: str, pages: Mapping[Path, Excerpts], arguments: Sequence[str] | None) -> int:
-    """The command line of a page's keeper: compares (exit code 1 and a diff where something is out of date), or
-    rewrites with --write.
+    """`keep_pages` for pages of excerpts and tables."""
+    return keep_pages(
+        program,
+        description,
+        {page: partial(rewritten, excerpts=excerpts) for page, excerpts in pages.items()},
+        arguments,
+    )
+
+
+def keep_pages(
+    program: str, description: str, pages: Mapping[Path, Callable[[str], str]], arguments: Sequence[str] | None
+) -> int:
+    """The command line of a page's keeper. Each page has a function from its text as it stands to its text as it
+    should be. Compares (exit code 1 and a diff where something is out of date), or rewrites with --write.
     """
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,10 +60,10 @@ def keep_true(program: str, description: str, pages: Mapping[Path, Excerpts], ar
     )
     options = parser.parse_args(arguments)
     stale = 0
-    for known, excerpts in pages.items():
+    for known, make in pages.items():
         page = options.page or known
         before = page.read_text(encoding="utf-8")
-        after = rewritten(before, excerpts)
+        after = make(before)
         if options.write:
             page.write_text(after, encoding="utf-8")
             continue

@@ -9,6 +9,7 @@ corpus          `documents`: the standard library's own sources as texts, split 
 models          shape of the evaluation model and of its adapters (`tools/train/models.py` writes them)
 train_data      token ids for training, made by all cores
 examine         accuracy in bfloat16 by transformers: the last part of the training
+summary, page   docs/quality.md: its top, and the whole
 train           `python -m sidestream.tools.quality.train -o DIR`: trains tokenizer, base and adapters, and measures
                 their accuracy
 """

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from ...compiler.records import columns
 from .divergence import ALL, Divergence, Estimate
 from .evaluate import Round
@@ -92,6 +94,11 @@ def as_json(rounds: Sequence[Round], about: dict[str, Any]) -> dict[str, Any]:
             for found in rounds
         ],
     }
+
+
+def rounds_of(values: dict[str, Any]) -> list[Round]:
+    """The rounds that `as_json` wrote."""
+    return [msgspec.convert({**each, "results": each["arms"]}, Round) for each in values["rounds"]]
 
 
 def _result(result: ArmResult) -> dict[str, Any]:
