@@ -36,7 +36,7 @@ def build_program(
     """Specialize, schedule and lay out one program.
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `options.lora_lowering` decides
-    whether side-lane nodes get their own stream (`auto` and `one_launch`: in decode buckets). Raises ProgramError
+    whether side-lane nodes get their own stream (`auto`: in decode buckets). Raises ProgramError
     (SpecializeError) when the graph does not fit these sizes.
     """
     options = options or CompileOptions()
@@ -51,7 +51,7 @@ def build_program(
 
     draft = lower(specialize(graph_module, sizes, rewrite=rewrite if own else None))
     two_streams = options.lora_lowering == "side_stream" or (
-        options.lora_lowering in ("auto", "one_launch") and bucket is not None and bucket.decode
+        options.lora_lowering == "auto" and bucket is not None and bucket.decode
     )
     steps = schedule(
         draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl

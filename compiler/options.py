@@ -8,7 +8,7 @@ import torch
 Precision = Literal["int8", "fp8", "bf16", "fp32"]
 KvDtype = Literal["auto", "fp8_e4m3", "int8", "bf16", "fp32"]
 Layers = bool | tuple[int, ...]  # in every layer, in none, or in those that are named
-LoraLowering = Literal["auto", "serial", "side_stream", "one_launch"]
+LoraLowering = Literal["auto", "serial", "side_stream"]
 LoraDtype = Literal["auto", "bf16", "int8", "fp8"]
 WholeLayer = Literal["auto", "on", "off"]
 LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options that are chosen by layer
@@ -46,18 +46,16 @@ class CompileOptions:
     disable        names of passes to leave out (`sidestream.compiler.pipeline.PASSES` lists them)
     lora_lowering  `serial`: LoRA on the main stream; `side_stream`: beside the base GEMMs; `auto`: on the side stream
                    in decode programs, on the main stream in prompt programs, in int8 with its second half inside other
-                   launches where that gains (passes fuse_lora_silu_mul, fuse_lora_expand); `one_launch`: the same, but
-                   inside the whole-layer launch where that takes the sizes (decode programs, eight-bit adapters of rank
-                   32 or 64)
+                   launches where that gains (passes fuse_lora_silu_mul, fuse_lora_expand)
     lora_dtype     what the adapter stacks hold: `bf16` (the model's dtype), or `int8` and `fp8` (in the mode of that
                    name), one scale a row of A and B, which is faster; `auto`: int8 in int8 mode, else bf16
     lora_input     what a LoRA shrink reads: `int8` and `fp8`, the same rows as the linear beside it (stacks of that
                    dtype), or `bf16`, the rows before quantization; `auto`: the stacks' dtype
     lora_sm_share  share of the SMs that LoRA's kernels may use on the side stream, the base keeps the rest; None:
                    neither is limited (the fastest)
-    whole_layer    the linears between two attentions as one launch in decode programs (with LoRA only by
-                   lora_lowering="one_launch"): `on` wherever the kernel takes the sizes, `auto` where it gains, `off`;
-                   their activations then have one scale per token and 128 columns
+    whole_layer    the linears between two attentions as one launch in decode programs without LoRA: `on` wherever the
+                   kernel takes the sizes, `auto` where it gains, `off`; their activations then have one scale per token
+                   and 128 columns
     pdl            programmatic dependent launch between neighbours of a stream
     check_counts   fail when a pass matches another number of times than the model's shape implies
     """

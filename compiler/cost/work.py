@@ -193,7 +193,7 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
             counted[width] = counted.get(width, 0.0) + 2.0 * rows * prod(view.shape)
         elif kind == "adapter" and len(view.shape) == 3:
             tokens = program.bucket.tokens if program.bucket is not None else rows
-            read = arguments.get("x", arguments.get("attention"))
+            read = arguments.get("x")
             narrow = "rank_step" in arguments or (read is not None and _itemsize(program, read) == 1)
             width = width if narrow else max(2, width)  # an eight-bit stack alone is widened
             counted[width] = counted.get(width, 0.0) + 2.0 * tokens * prod(view.shape[1:])

@@ -57,7 +57,7 @@ def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
 def _joined(expand: fx.Node, lowering: str) -> tuple[fx.Node, fx.Node] | str:
     """(the linear that a delta joins, the op that adds it now), or why it stays."""
     _planes, b, order, _tiles, _tile, slices, _b_scale = args_of(expand)
-    if lowering not in ("auto", "one_launch"):
+    if lowering != "auto":
         return f"lora_lowering is {lowering}"
     if not is_call(args_of(order)[0], lora_plan):
         return "it is not planned here"

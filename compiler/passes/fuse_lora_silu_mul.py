@@ -57,7 +57,7 @@ def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 
 def _stays(gate_up: fx.Node, delta: fx.Node, lowering: str) -> str | None:
     _planes, b, _order, _tiles, _tile, slices, _b_scale = args_of(delta)
-    if lowering not in ("auto", "one_launch"):
+    if lowering != "auto":
         return f"lora_lowering is {lowering}"
     if len(delta.users) != 1:
         return f"more than one op reads {delta.name}"

@@ -89,7 +89,7 @@ def _stays(expand: fx.Node, lowering: str) -> str | None:
     planes, b, *_ = args_of(expand)
     tokens, columns = shape_of(expand)
     features = shape_of(args_of(planes)[0])[1] if is_call(planes, lora_shrink) else 0
-    if lowering not in ("auto", "one_launch"):
+    if lowering != "auto":
         return f"lora_lowering is {lowering}"
     if b.meta["val"].dtype != torch.int8:
         return f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8"

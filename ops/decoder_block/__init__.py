@@ -6,4 +6,4 @@ pieces           its products, exchanges of partial sums, and epilogues
 streams          the two warps that bring weights and activations
 """
 
-from . import decoder_block, lora, lora_groups
+from . import decoder_block

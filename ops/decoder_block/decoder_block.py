@@ -3,7 +3,7 @@
 
 For few tokens each of these is bound by the bytes of its weights, and what is lost is lost between kernels. Activations
 are quantized per token and block of 128 columns here (`quantize_blocks`), from fp32: finer than the one scale per token
-of the separate ops, and not bitwise equal to them. The kernel (`decoder_block_gluon.py`) needs all its CTAs on the GPU
+of the separate ops, and not bitwise equal to them. The kernel (`kernel.py`) needs all its CTAs on the GPU
 at once: no two launches may overlap, whatever their streams.
 
 Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated
@@ -38,12 +38,7 @@ MAX_TOKENS = 64
 MAX_TILES = 128  # of o, down and q/k/v: one arrival counter each
 
 
-def swizzled(width: int) -> gl.NVMMASharedLayout:
-    """Rows of `width` eight-bit columns (32, 64 or 128) as the tensor core reads them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
-
-
-_SWIZZLED = swizzled(BLOCK)
+_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=BLOCK, element_bitwidth=8, rank=2)  # as the tensor core reads rows
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -104,12 +99,14 @@ def fits(
     return None
 
 
-def check_dtypes(op: str, **tensors: Optional[torch.Tensor]) -> None:
+def _check_dtypes(**tensors: Optional[torch.Tensor]) -> None:
     """Raises ValueError unless the tensors are all e4m3 or all int8."""
     found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(found.values())) != 1 or not QUANTIZED_MAX.keys() >= set(found.values()):
         told = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
-        raise ValueError(f"{op}: {told}; quantize all of them to {' or all to '.join(map(str, QUANTIZED_MAX))}")
+        raise ValueError(
+            f"decoder_block: {told}; quantize all of them to {' or all to '.join(map(str, QUANTIZED_MAX))}"
+        )
 
 
 def reference(
@@ -210,8 +207,7 @@ def launch(
 
     Raises ValueError where `fits` objects (also to an `sm_budget` below the CTAs that it needs), and for mixed dtypes.
     """
-    check_dtypes(
-        "decoder_block",
+    _check_dtypes(
         attention=attention,
         o_weight=o_weight,
         gate_up_weight=gate_up_weight,

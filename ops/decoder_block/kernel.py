@@ -290,7 +290,6 @@ def decoder_block_kernel(
                     PADDED,
                     ROW_SLOTS,
                     PDL,
-                    0,
                 ),
             ),
         ],

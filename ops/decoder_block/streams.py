@@ -1,7 +1,7 @@
 """The two warps of a decoder block's CTA that bring data: one streams weights and waits for nobody, one brings
 activations when other CTAs have made them.
 
-Also the counters by which CTAs wait for each other; `decoder_block_gluon.py` says how they are kept.
+Also the counters by which CTAs wait for each other; `kernel.py` says how they are kept.
 """
 
 from triton.experimental import gluon
@@ -12,13 +12,9 @@ from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load
 
 SPLIT = gl.constexpr(4)  # CTAs that share a tile of o or down
 BOX_BYTES = gl.constexpr(128 * 128)  # a weight slot: 128 rows of 128 columns
-# Counters, 128 bytes apart where many CTAs watch one of them.
+# Counters, 128 bytes apart where many CTAs watch one of them. Nothing uses the words between.
 O_DONE = gl.constexpr(0)
-SHRUNK_O = gl.constexpr(1)  # this and the next two belong to `decoder_block_lora`; each is cleared with its neighbour
 DOWN_DONE = gl.constexpr(32)
-SHRUNK_GATE_UP = gl.constexpr(33)
-SHRUNK_DOWN = gl.constexpr(34)
-SHRUNK_QKV = gl.constexpr(35)
 GATE_UP_DONE = gl.constexpr(64)
 PLANES_O = gl.constexpr(192)
 PLANES_DOWN = gl.constexpr(320)
@@ -140,12 +136,9 @@ def bring_rows(
     o_rows, o_scales, gate_rows, gate_scales, down_rows, down_scales, qkv_rows, qkv_scales, rows, scales, ready, empty,
     counters, program, finishers, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr,
     TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr,
-    BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, OTHERS: gl.constexpr,
+    BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warp that brings each linear's activations, as soon as the CTAs that make them have counted themselves in.
-
-    OTHERS: further CTAs that watch O_DONE, and count themselves into DOWN_DONE when they no longer do.
-    """
+    """The warp that brings each linear's activations, as soon as the CTAs that make them have counted themselves in."""
     if PDL:
         gdc_wait()
     part = program % SPLIT
@@ -174,7 +167,7 @@ def bring_rows(
         SLOTS,
     )
     if program >= QKV_FIRST:
-        await_count(counters + DOWN_DONE, TILES * finishers + OTHERS)
+        await_count(counters + DOWN_DONE, TILES * finishers)
         if program == QKV_FIRST:
             clear(counters, O_DONE, 2, 1)
             clear(counters, PLANES_O, 128, 1)

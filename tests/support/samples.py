@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
-from sidestream.ops.decoder_block.lora_groups import lora_groups_reference
 from sidestream.ops.lora.active import lora_active_reference
 from sidestream.ops.lora.rounded import lora_round_reference
 from sidestream.ops.lora.shrink import lora_shrink_reference
@@ -130,41 +129,6 @@ def lora_expand_rounded_inputs(case: LoraCase) -> tuple[Any, ...]:
 @samples("argmax")
 def _argmax() -> list[tuple[Any, ...]]:
     return [(normal(3, 50, dtype=dtype),) for dtype in (BF16, torch.float32)]
-
-
-def decoder_block_lora_inputs(
-    tokens: int,
-    attention: int,
-    hidden: int,
-    intermediate: int,
-    qkv: int,
-    *,
-    ranks: int = 32,
-    slots: int = 8,
-    adapters: int | None = None,
-    kv: int = 128,
-    without: tuple[int, ...] = (),
-    device: str = "cpu",
-    dtype: torch.dtype = FP8,
-) -> tuple[Any, ...]:
-    """Arguments of `decoder_block_lora`: deltas of the base products' size; about a fifth of the tokens have no
-    adapter, the others one of `adapters`.
-
-    `kv`: the width of k and of v; `without`: which of o, gate_up, down, q/k/v have no LoRA.
-    """
-
-    def stacks(packed: int, columns: int, rows: int) -> list[torch.Tensor]:
-        sizes = (slots, packed * ranks, columns), (slots, rows, ranks)
-        return [tensor for size in sizes for tensor in eight_bit(*size, dtype=dtype, device=device)]
-
-    *layer, eps = decoder_block_inputs(tokens, attention, hidden, intermediate, qkv, device, dtype)
-    index = torch.randperm(slots)[: slots if adapters is None else adapters][
-        torch.randint(0, slots if adapters is None else adapters, (tokens,))
-    ]
-    index = index.where(torch.rand(tokens) > 0.2, -1).to(torch.int32)
-    sizes = ((1, attention, hidden), (2, hidden, 2 * intermediate), (1, intermediate, hidden), (3, hidden, qkv))
-    loras = [[] if place in without or not size[2] else stacks(*size) for place, size in enumerate(sizes)]
-    return (*layer, *loras, lora_groups_reference(index).to(device), [qkv - 2 * kv, kv, kv] if qkv else [], eps)
 
 
 @samples("embedding")
@@ -367,20 +331,6 @@ def _lora_expand() -> list[tuple[Any, ...]]:
 def _lora() -> list[tuple[Any, ...]]:
     quantized = lora_case(5, 64, 16, [32]).quantized(True, torch.int8)
     return [lora_case(9, 64, 16, [32, 16]).lora, lora_case(3, 64, 32, [32], dtype=torch.float32).lora, quantized.lora]
-
-
-@samples("lora_groups")
-def _lora_groups() -> list[tuple[Any, ...]]:
-    return [(torch.tensor(index, dtype=torch.int32),) for index in ([3, -1, 3, 0, 1], [-1])]
-
-
-@samples("decoder_block_lora")
-def _decoder_block_lora() -> list[tuple[Any, ...]]:
-    return [
-        decoder_block_lora_inputs(3, 512, 512, 512, 384, slots=3),
-        decoder_block_lora_inputs(2, 512, 512, 512, 0, without=(1,), slots=2),
-        decoder_block_lora_inputs(2, 512, 512, 512, 384, slots=2, dtype=torch.int8),
-    ]
 
 
 @samples("sample")

@@ -22,7 +22,7 @@ from .latency import LLAMA_8B, pick_adapters
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence
 VOCABULARY = 4096
-LOWERINGS = ("none", "serial", "side_stream", "one_launch", "auto")
+LOWERINGS = ("none", "serial", "side_stream", "auto")
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         "--lowering",
         nargs="+",
         choices=LOWERINGS,
-        default=["none", "serial", "side_stream", "auto"],
+        default=list(LOWERINGS),
         help="how LoRA is lowered (default: all)",
     )
     made.add_argument(
@@ -219,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
         "--lora-dtype",
         choices=("auto", "bf16", "int8", "fp8"),
         default="auto",
-        help="of the adapters; one_launch needs eight bits",
+        help="of the adapters",
     )
     made.add_argument(
         "--repeats", type=positive, default=7, metavar="N", help="timed rows; the median counts (default: %(default)s)"

@@ -12,8 +12,8 @@ from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.lora import LoraShape
-from support.three_tokens import STEP, logits
+from sidestream.graphs.lora import TARGETS, LoraShape
+from support.three_tokens import STEP, STEP_LORA, logits
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,10 +34,15 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def program(bucket: Bucket = STEP, lora: bool = False, fields: dict[str, Any] | None = None, **options: Any) -> Program:
-    module = Llama(
-        LlamaConfig.from_dict({**FIELDS, **(fields or {})}), LoraShape(2, 16) if lora else None, torch.bfloat16, "meta"
-    )
+def program(
+    bucket: Bucket = STEP,
+    lora: bool = False,
+    fields: dict[str, Any] | None = None,
+    targets: tuple[str, ...] = TARGETS,
+    **options: Any,
+) -> Program:
+    shape = LoraShape(2, 16, targets) if lora else None
+    module = Llama(LlamaConfig.from_dict({**FIELDS, **(fields or {})}), shape, torch.bfloat16, "meta")
     return sidestream.compile(module, CompileOptions(**options)).program(bucket)
 
 
@@ -115,6 +120,18 @@ def test_what_the_kernel_does_not_take_is_refused(bucket: Bucket, fields: dict[s
 
 def test_a_program_without_lora_of_a_model_with_lora_is_fused() -> None:
     assert ops(program(lora=True, whole_layer="on"))["decoder_block"] == 2
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [TARGETS, ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj",), ("down_proj",)],
+    ids=["all", "qkv", "o", "gate", "down"],
+)
+@pytest.mark.parametrize("lora_dtype", ["bf16", "int8"])
+def test_layers_with_lora_are_left_alone(lora_dtype: str, targets: tuple[str, ...]) -> None:
+    made = program(STEP_LORA, True, targets=targets, whole_layer="on", lora_dtype=lora_dtype)
+    blocks = {("q_proj", "k_proj", "v_proj"): 1}.get(targets, 0)  # after the last layer there is no q/k/v
+    assert ops(made)["decoder_block"] == blocks and "a LoRA delta joins between its linears" in made.passes
 
 
 def test_programs_of_several_tokens_a_sequence_have_other_passes() -> None:

@@ -82,7 +82,6 @@ def test_no_delta_of_gate_and_up_is_written(sequences: int) -> None:
     assert expands == [6, 8] and [made["lora_round"] for made in (fused, apart)] == (
         [2, 0] if sequences == 33 else [8, 8]
     )
-    assert ops(program(step(sequences), lora_lowering="one_launch")) == fused
     assert ops(program(step(sequences), targets=("gate_proj",)))["silu_mul_lora"] == 2  # packed with an up of zeros
 
 

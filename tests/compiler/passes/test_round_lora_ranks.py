@@ -100,7 +100,6 @@ def test_what_is_left_alone() -> None:
         assert not ops(program(65, lora_lowering=lowering))["lora_round"] and refusals(
             program(65, lora_lowering=lowering)
         ) == {f"lora_lowering is {lowering}"}
-    assert ops(program(65, lora_lowering="one_launch")) == ops(program(65))
     assert refusals(program(65, lora_dtype="bf16")) == {
         "its adapters are torch.bfloat16, and the launch takes torch.int8"
     }
