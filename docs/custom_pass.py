@@ -1,5 +1,5 @@
-"""A pass of one's own, by name: the cosines and sines of the rotary embedding are computed on the side stream,
-beside the embedding and the first norm.
+"""A pass of your own, by name: the cosines and sines of the rotary embedding are computed on the side stream, while
+the main stream computes the embedding and the first norm.
 """
 
 import sys
@@ -15,14 +15,14 @@ from sidestream.ops.attention.rope_angles import rope_angles
 from torch import fx
 
 
-def angles_beside(graph: fx.Graph, context: Context) -> PassReport:
+def angles_on_side(graph: fx.Graph, context: Context) -> PassReport:
     """Marks `sidestream.rope_angles` for the side stream; the scheduler places the fork and the join."""
     report = PassReport(0)
     for node in graph.nodes:
         if not is_call(node, rope_angles):
             continue
         if len(node.all_input_nodes) < 2:
-            report.rejected.append(f"{node.name} is a constant: nothing to run beside")
+            report.rejected.append(f"{node.name} is a constant: the side stream gains nothing")
             continue
         node.meta.update(stream="side", sm_share=0.25)
         report.matches += 1
@@ -38,7 +38,7 @@ config = LlamaConfig(
     num_key_value_heads=2,
     head_dim=64,
 )
-passes = insert_pass(angles_beside, after="lift_rope_angles", tier="lowers")
+passes = insert_pass(angles_on_side, after="lift_rope_angles", tier="lowers")
 compiled = sidestream.compile(Llama(config, device="meta"), passes=passes)
 decode = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True, lora=False)
 

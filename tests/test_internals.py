@@ -60,10 +60,10 @@ def test_the_custom_pass_runs_and_is_the_one_on_its_page(tmp_path: Path) -> None
     command, environment = [sys.executable, str(script), str(tmp_path / "dump")], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^angles_beside +lowers +1 +0 ", done.stdout, re.MULTILINE) and re.search(
+    assert re.search(r"^angles_on_side +lowers +1 +0 ", done.stdout, re.MULTILINE) and re.search(
         r"^rope_angles +side +1 .*beside", done.stdout, re.MULTILINE
     )
-    changed = (tmp_path / "dump" / "04_angles_beside.diff").read_text()
+    changed = (tmp_path / "dump" / "04_angles_on_side.diff").read_text()
     assert "side stream, 25% of the SMs" in changed
 
 
