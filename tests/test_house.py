@@ -19,7 +19,6 @@ CIRCLES = (
         "compiler/records",
     ),
     ("compiler/api", "compiler/inspect", "compiler/inspect/page"),
-    ("runtime/engine", "runtime/text"),
     ("tools/bench", "tools/commands", "tools/quality"),
 )
 

@@ -23,12 +23,13 @@ from typing import NamedTuple
 
 from ..requests.errors import RequestError
 from ..steps.plan import StepPlan, StepResult
-from .choice import StepChoice
+from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
 from .rows import SequenceFault
 from .sequence import Sequence, Status
+from .states import States
 from .step_builder import Work, build_plan
-from .suspects import STEP_FAULT, what_is_lost
+from .suspects import STEP_FAULT, Issued, what_is_lost
 
 _log = logging.getLogger(__name__)
 PLAN_FAULT = "a fault in the scheduler while this request was worked on; others are not affected"
@@ -42,7 +43,7 @@ class Sampled(NamedTuple):
     row: int
 
 
-class Scheduler(StepChoice):
+class Scheduler:
     """Plans steps and takes their results in.
 
     adapter_numbers      name -> the number by which the runner knows the adapter (may change while the engine runs; a
@@ -51,6 +52,8 @@ class Scheduler(StepChoice):
     asynchronous_loads   False: a plan says which adapters to copy before it runs. True: `take_loads` says what to copy
                          meanwhile, and `load_done` must be called for each when it is over
     clock                seconds, for deadlines; must never go back
+
+    `states` knows where each sequence stands and what it holds, `choice` what a step computes.
     """
 
     def __init__(
@@ -62,10 +65,13 @@ class Scheduler(StepChoice):
         asynchronous_loads: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(limits, adapter_hashes, asynchronous_loads)
+        self.limits = limits
+        self.states = States(limits, adapter_hashes, asynchronous_loads)
+        self.choice = Choice(self.states)
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.clock = clock
         self.timeouts = 0
+        self._issued: dict[int, Issued] = {}
         self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
         self._loads: list[tuple[int, int]] = []  # for the plan that is being made
         self._deadlines: list[tuple[float, int, Sequence]] = []
@@ -83,15 +89,15 @@ class Scheduler(StepChoice):
                 f"max_model_len={self.limits.max_model_len}; "
                 "shorten the prompt or raise max_model_len"
             )
-        if not self.waiting.active(sequence.number):
-            self.residency.requested(sequence.number)
-        self.waiting.enter(sequence)
+        if not self.states.waiting.active(sequence.number):
+            self.states.residency.requested(sequence.number)
+        self.states.waiting.enter(sequence)
         if sequence.deadline is not None:
             # mostly those of finished sequences
-            if len(self._deadlines) > 64 + 2 * (len(self.running) + len(self.waiting)):
+            if len(self._deadlines) > 64 + 2 * (len(self.states.running) + len(self.states.waiting)):
                 self._deadlines = sorted(entry for entry in self._deadlines if not entry[-1].finished)
             heappush(self._deadlines, (sequence.deadline, sequence.arrival, sequence))
-        self._uses_priorities |= sequence.priority != 0
+        self.choice.uses_priorities |= sequence.priority != 0
 
     def _number(self, name: str) -> int:
         if self.limits.num_slots == 0:
@@ -106,12 +112,21 @@ class Scheduler(StepChoice):
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to be admitted."""
-        return len(self.waiting)
+        return len(self.states.waiting)
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self.running) or self.num_waiting > 0 or bool(self.suspects)
+        return bool(self.states.running) or self.num_waiting > 0 or bool(self.choice.suspects)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the last plan left out a sequence whose last token must be known first."""
+        return self.choice.holds_back
+
+    def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence now (also to abort one): its pages, row and adapter slot come free for the next plan."""
+        self.states.finish(sequence, reason, stop_reason)
 
     def take_ended(self) -> list[Sequence]:
         """Sequences that the scheduler itself has ended since the last call: their deadline passed, or their adapter
@@ -122,16 +137,17 @@ class Scheduler(StepChoice):
 
     def stats(self) -> SchedulerStats:
         """Where things stand."""
-        slots, pages, cache = self.slots, self.pages, self.prefix_cache
+        states = self.states
+        slots, pages, cache = states.slots, states.pages, states.prefix_cache
         return SchedulerStats(
-            running=len(self.running),
-            waiting=len(self.waiting),
+            running=len(states.running),
+            waiting=len(states.waiting),
             pages=pages.num_pages,
             pages_used=pages.num_used,
             pages_cached=pages.num_cached,
             adapters_resident=len(slots.resident),
             adapters_loading=slots.num_loading,
-            preemptions=self.preemptions,
+            preemptions=states.preemptions,
             timeouts=self.timeouts,
             prefix_queries=cache.queries,
             prefix_hits=cache.hits,
@@ -139,22 +155,22 @@ class Scheduler(StepChoice):
             adapter_admissions=slots.admissions,
             adapter_loads=slots.loads,
             adapter_evictions=slots.evictions,
-            adapter_failures=self.residency.failures,
+            adapter_failures=states.residency.failures,
         )
 
     # -- adapters --------------------------------------------------------------------------------------------------
 
     @property
     def asynchronous_loads(self) -> bool:
-        """Whether adapters are copied beside the steps (see the class)."""
-        return self.residency.asynchronous
+        """Whether adapters are copied while steps run (see the class)."""
+        return self.states.residency.asynchronous
 
     def take_loads(self) -> list[tuple[int, int]]:
         """(slot, adapter number) of copies to start now; slot -1: only bring it into host memory.
 
         To be called after `add` and `schedule`.
         """
-        return self.residency.take_loads()
+        return self.states.residency.take_loads()
 
     def load_done(self, slot: int, number: int, problem: str | None = None) -> None:
         """A copy that `take_loads` asked for is complete, or could not be made: `problem` then ends every sequence that
@@ -162,21 +178,21 @@ class Scheduler(StepChoice):
         if slot < 0:
             return
         if problem is None:
-            self.residency.arrived(number)
+            self.states.residency.arrived(number)
             return
-        for sequence in self.waiting.of(number):
+        for sequence in self.states.waiting.of(number):
             self._end(sequence, "error", problem)
-        self.residency.failed(number)
+        self.states.residency.failed(number)
 
     def forget_adapter(self, number: int) -> None:
         """No request will use this adapter any more (it was removed, or its name has a new content); those that are
         here finish on it.
         """
-        self.residency.retire(number)
+        self.states.residency.retire(number)
 
     def take_retired(self) -> list[int]:
         """Forgotten adapters that nobody uses any more, since the last call: the runner can drop them."""
-        return self.residency.take_retired()
+        return self.states.residency.take_retired()
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -187,26 +203,27 @@ class Scheduler(StepChoice):
         A fault of its own ends the sequence that it was about (`take_ended`), and the step is planned without it.
         Raises what nobody can be blamed for.
         """
+        states = self.states
         while True:
             work: Work = []
-            self._at = None
+            self.choice.at = None
             try:
                 self._expire()
-                if not (self._try_suspects(work) if self.suspects else self._choose(work)):
+                if not self.choice.fill(work, idle=not self._issued):
                     return None
-                self._loads += self.residency.loads_of_plan()
-                plan = build_plan(self._step, work, self.rows, self._loads)
+                self._loads += states.residency.loads_of_plan()
+                plan = build_plan(states.step, work, states.rows, self._loads)
             except Exception as error:
-                culprit = error.sequence if isinstance(error, SequenceFault) else self._at
+                culprit = error.sequence if isinstance(error, SequenceFault) else self.choice.at
                 if culprit is None or culprit.finished:
                     raise
                 _log.exception("a fault while request %r was planned", culprit.request_id)
-                self._take_back(work)
+                self.choice.take_back(work)
                 self._end(culprit, "error", PLAN_FAULT)
                 continue
             self._loads = []
-            self._issued[self._step] = (plan, [sequence for sequence, _ in work])
-            self._step += 1
+            self._issued[states.step] = (plan, [sequence for sequence, _ in work])
+            states.step += 1
             return plan
 
     def _expire(self) -> None:
@@ -226,7 +243,7 @@ class Scheduler(StepChoice):
 
     def _end(self, sequence: Sequence, reason: str, text: str) -> None:
         """End a sequence of the scheduler's own accord: `take_ended` tells of it."""
-        self.finish(sequence, reason, text)
+        self.states.finish(sequence, reason, text)
         self._ended.append(sequence)
 
     # -- results ---------------------------------------------------------------------------------------------------
@@ -239,10 +256,10 @@ class Scheduler(StepChoice):
         """
         plan, sequences = self._issued.pop(result.step)
         void = self._void.pop(result.step, ())
-        self.residency.committed = result.step
+        self.states.residency.committed = result.step
         tokens = result.tokens.tolist()
         progress: list[Sampled] = []
-        finished = Status.FINISHED
+        states, finished = self.states, Status.FINISHED
         for row in plan.sample_rows.tolist():
             sequence, token = sequences[row], tokens[row]
             if sequence.status is finished or sequence in void:
@@ -255,16 +272,16 @@ class Scheduler(StepChoice):
             if sequence.computed >= sequence.publish_at and sequence.pages:
                 self._publish(sequence)
             if token in sequence.eos_ids:
-                self.finish(sequence, "stop")
+                states.finish(sequence, "stop")
             elif token in sequence.stop_ids:
-                self.finish(sequence, "stop", token)
+                states.finish(sequence, "stop", token)
             elif len(sequence.tokens) >= sequence.limit:
-                self.finish(sequence, "length")
+                states.finish(sequence, "length")
         return progress
 
     def _publish(self, sequence: Sequence) -> None:
         try:
-            self.prefix_cache.publish(sequence, sequence.computed)
+            self.states.prefix_cache.publish(sequence, sequence.computed)
         except Exception:
             _log.exception("a fault while a page of request %r was published", sequence.request_id)
             self._end(sequence, "error", PLAN_FAULT)
@@ -279,9 +296,9 @@ class Scheduler(StepChoice):
         """
         failed = self._issued.pop(step)
         void = self._void.pop(step, set())
-        self.residency.committed = step
-        lost, pages = what_is_lost(failed, list(self._issued.values()), self.running)
-        self.pages.unpublish(pages)
+        self.states.residency.committed = step
+        lost, pages = what_is_lost(failed, list(self._issued.values()), self.states.running)
+        self.states.pages.unpublish(pages)
         for later, (_, sequences) in self._issued.items():
             self._void.setdefault(later, set()).update(set(lost).intersection(sequences))
         plan, sequences = failed
@@ -294,7 +311,7 @@ class Scheduler(StepChoice):
         for sequence in lost:
             sequence.in_flight = 0
             if sequence.status is Status.RUNNING:
-                (self._hold if sequence in accused else self._preempt)(sequence)
-        guilty = self.suspects.accuse(accused) if accused else None
+                (self.states.hold if sequence in accused else self.states.preempt)(sequence)
+        guilty = self.choice.suspects.accuse(accused) if accused else None
         if guilty is not None:
             self._end(guilty, "error", problem)

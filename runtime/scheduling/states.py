@@ -13,8 +13,14 @@ from .sequence import Sequence, Status
 from .waiting import WaitingQueues
 
 
-class SequenceStates:
-    """The sequences, and what they hold: KV pages, rows of the tables, adapter slots."""
+class States:
+    """The sequences, and what they hold: KV pages, rows of the tables, adapter slots.
+
+    running      those that compute, by priority, then arrival
+    waiting      those that are to be admitted, by adapter
+    step         the number of the next plan
+    preemptions  how often a running sequence was put back
+    """
 
     def __init__(
         self, limits: SchedulerLimits, adapter_hashes: Mapping[int, str] | None, asynchronous_loads: bool
@@ -28,9 +34,9 @@ class SequenceStates:
         self.waiting = WaitingQueues()
         self.residency = Residency(limits.num_slots, limits.slot_patience, asynchronous_loads, self.waiting)
         self.slots = self.residency.slots
-        self.running: list[Sequence] = []  # by priority, then arrival
+        self.running: list[Sequence] = []
         self.preemptions = 0
-        self._step = 0
+        self.step = 0
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence now (also to abort one): its pages, row and adapter slot come free for the next plan."""
@@ -44,7 +50,7 @@ class SequenceStates:
         if self.waiting.leave(sequence, waiting):
             self.residency.unused(sequence.number)
 
-    def _start(self, sequence: Sequence, cached: list[int]) -> None:
+    def start(self, sequence: Sequence, cached: list[int]) -> None:
         """Let a sequence run; `cached`: the pages that hold its beginning already."""
         slot = self.residency.admitted(sequence.number)
         self.pages.share(cached)
@@ -63,7 +69,7 @@ class SequenceStates:
         self.rows.set_pages(sequence, 0)
         insort(self.running, sequence, key=lambda other: other.order)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back: it is computed again later, its tokens are kept."""
         self._withdraw(sequence)
         sequence.status = Status.WAITING
@@ -72,7 +78,7 @@ class SequenceStates:
         self.preemptions += 1
         self.waiting.push(sequence)
 
-    def _hold(self, sequence: Sequence) -> None:
+    def hold(self, sequence: Sequence) -> None:
         """Put a running sequence aside: it is suspected, and `suspects` says when it is computed again."""
         self._withdraw(sequence)
         sequence.status = Status.HELD
@@ -87,9 +93,9 @@ class SequenceStates:
         self.rows.release(sequence)
         self.waiting.charge(sequence.number, len(sequence.tokens) - sequence.charged)
         if sequence.number >= 0:
-            self.slots.release(sequence.number, self._step - 1)
+            self.slots.release(sequence.number, self.step - 1)
 
-    def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
+    def fits(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether there are pages for a sequence of which some are `cached`."""
         # room for the running ones to grow, against preempting at once
         reserve = self.limits.num_pages // 100 if self.running else 0

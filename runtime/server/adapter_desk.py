@@ -99,7 +99,7 @@ class AdapterDesk:
 
 
 def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
-    slots, number = stepper.scheduler.slots, adapter.number
+    slots, number = stepper.scheduler.states.slots, adapter.number
     where: Literal["gpu", "cpu", "disk", "loading"] = "disk"
     if slots.is_resident(number):
         where = "gpu"
@@ -107,7 +107,7 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
         where = "loading"
     elif number in stepper.in_host_memory:
         where = "cpu"
-    waiting = len(stepper.scheduler.waiting.of(number))
+    waiting = len(stepper.scheduler.states.waiting.of(number))
     return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting)
 
 

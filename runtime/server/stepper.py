@@ -173,7 +173,7 @@ class Stepper:
             "launch_seconds_total": self.launch_seconds,
             "batcher_step_seconds_longest": self.longest_busy,
             "steps_in_flight": self.in_flight,
-            "requests_running": len(scheduler.running),
+            "requests_running": len(scheduler.states.running),
             "requests_waiting": scheduler.num_waiting,
             "adapters": len(self.known),
         }

@@ -91,12 +91,12 @@ def tokens(outputs: Mapping[str, RequestOutput]) -> dict[str, list[int]]:
 def assert_idle(engine: Engine) -> None:
     """Nothing is held by anybody."""
     scheduler = engine.scheduler
-    assert scheduler.pages.num_free == scheduler.limits.num_pages, "pages leaked"
-    assert not any(scheduler.pages._references)
-    assert scheduler.rows.num_free == scheduler.limits.max_num_seqs, "rows leaked"
-    assert not scheduler.running and not scheduler.has_work and not scheduler.slots.draining_order()
-    assert not scheduler._issued and not scheduler.waiting._unfinished and not scheduler.waiting._served
-    used = scheduler.slots.resident.values()
-    assert len(used) + scheduler.slots.num_loading + len(scheduler.slots._free) == scheduler.limits.num_slots, (
-        "slots leaked"
-    )
+    assert scheduler.states.pages.num_free == scheduler.limits.num_pages, "pages leaked"
+    assert not any(scheduler.states.pages._references)
+    assert scheduler.states.rows.num_free == scheduler.limits.max_num_seqs, "rows leaked"
+    assert not scheduler.states.running and not scheduler.has_work and not scheduler.states.slots.draining_order()
+    assert not scheduler._issued and not scheduler.states.waiting._unfinished and not scheduler.states.waiting._served
+    used = scheduler.states.slots.resident.values()
+    assert (
+        len(used) + scheduler.states.slots.num_loading + len(scheduler.states.slots._free) == scheduler.limits.num_slots
+    ), "slots leaked"

@@ -69,7 +69,7 @@ class Bench:
 
     def check(self) -> None:
         """Raises RuntimeError if the background has come to an end."""
-        running = len(self.engine.scheduler.running)
+        running = len(self.engine.scheduler.states.running)
         if running < self._background:
             raise RuntimeError(
                 f"only {running} of {self._background} background requests are left; the figures do not hold"

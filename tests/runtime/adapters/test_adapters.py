@@ -253,7 +253,7 @@ def test_sixty_adapters_over_three_slots(base, paths):
         (output,) = alone.generate([prompts[index]], GREEDY, adapter=None if name is None else "x", use_tqdm=False)
         assert output.outputs[0].token_ids == answers[tuple(prompts[index]), name]
     assert len({tuple(tokens) for tokens in answers.values()}) > 50, "the adapters differ in what they say"
-    assert len(alone.engine.scheduler.slots.resident) == 1 and len(alone.registry._by_number) <= 2
+    assert len(alone.engine.scheduler.states.slots.resident) == 1 and len(alone.registry._by_number) <= 2
 
 
 def test_a_name_is_replaced_while_its_requests_run(base, paths):

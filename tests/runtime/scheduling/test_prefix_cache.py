@@ -135,8 +135,8 @@ def test_adapters_share_only_equal_contents():
         before = engine.runner.computed
         engine.runner.slots = [0] * 4  # equal contents: the fake model must not tell them apart
         if adapter != "adapter0" and hashes.get(1) == hashes.get(0):
-            engine.scheduler.slots._slot[1] = 3
-            engine.scheduler.slots._free.clear()
+            engine.scheduler.states.slots._slot[1] = 3
+            engine.scheduler.states.slots._free.clear()
         elif adapter != "adapter0":
             engine.runner.slots = [0, 1, 1, 1]
         ask(engine, "b", ids, 1, adapter)

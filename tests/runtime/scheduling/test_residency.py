@@ -206,7 +206,7 @@ def test_a_replaced_adapter_serves_those_that_came_before():
         "new": continuation(prompt(9), 1, 30, VOCABULARY),
     }
     engine.plan()
-    assert engine.runner.forgotten == [0] and engine.scheduler.slots.resident.keys() == {1}
+    assert engine.runner.forgotten == [0] and engine.scheduler.states.slots.resident.keys() == {1}
     assert_idle(engine)
 
 
@@ -269,7 +269,7 @@ def test_many_adapters_over_few_slots(overlap):
     }
     stats = engine.scheduler.stats()
     assert stats.adapter_loads == engine.runner.started and stats.adapter_evictions > 20 and stats.prefix_hits > 0
-    while engine.scheduler.slots.num_loading:
+    while engine.scheduler.states.slots.num_loading:
         engine.take_loads_in()
     assert_idle(engine)
 
@@ -309,13 +309,13 @@ def test_aborts_leave_nothing_behind():
             engine.abort(open_requests.pop(source.randrange(len(open_requests))))
     for name in open_requests:
         engine.abort(name)
-    used = engine.scheduler.pages.num_used
+    used = engine.scheduler.states.pages.num_used
     assert used == 0, "an abort frees its pages at once"
     run(engine)
-    while engine.scheduler.slots.num_loading:
+    while engine.scheduler.states.slots.num_loading:
         engine.take_loads_in()
     assert_idle(engine)
-    assert sum(map(len, engine.scheduler.waiting._queues.values())) < 200
+    assert sum(map(len, engine.scheduler.states.waiting._queues.values())) < 200
 
 
 def test_a_failed_step_ends_what_depends_on_it_and_nothing_else():

@@ -40,9 +40,9 @@ def run(engine, limit=20000):
 
 def assert_idle(engine):
     scheduler = engine.scheduler
-    assert scheduler.pages.num_free == scheduler.limits.num_pages, "pages leaked"
-    assert scheduler.rows.num_free == scheduler.limits.max_num_seqs, "rows leaked"
-    assert not scheduler.running and not scheduler.has_work and not scheduler.slots.draining_order()
+    assert scheduler.states.pages.num_free == scheduler.limits.num_pages, "pages leaked"
+    assert scheduler.states.rows.num_free == scheduler.limits.max_num_seqs, "rows leaked"
+    assert not scheduler.states.running and not scheduler.has_work and not scheduler.states.slots.draining_order()
     assert not scheduler._issued
 
 
@@ -173,7 +173,7 @@ def test_idle_adapters_stay_resident_and_the_least_recent_makes_room():
         run(engine)
     loads = [tuple(load) for plan in engine.runner.plans for load in plan.slot_loads.tolist()]
     assert [number for _, number in loads] == [0, 1, 2, 1]
-    assert engine.scheduler.slots.resident.keys() == {0, 1}
+    assert engine.scheduler.states.slots.resident.keys() == {0, 1}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

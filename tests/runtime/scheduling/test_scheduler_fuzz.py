@@ -62,6 +62,6 @@ def test_everything_at_once(seed):
             assert output.token_ids == (
                 wanted[name][: len(output.token_ids)] if output.finish_reason == "timeout" else wanted[name]
             )
-    while engine.scheduler.slots.num_loading:
+    while engine.scheduler.states.slots.num_loading:
         engine.take_loads_in()
     assert_idle(engine)

@@ -80,7 +80,7 @@ def test_the_culprit_is_found_and_nobody_else_is_hurt(seed):
             assert output.finish_reason == "length", "it was alone or not at fault"
     if engine.scheduler.limits.max_num_batched_tokens >= 70 and culprits:
         assert failures and all(outputs[name].finish_reason == "error" for name in culprits if len(prompts[name]) < 60)
-    while engine.scheduler.slots.num_loading:
+    while engine.scheduler.states.slots.num_loading:
         engine.take_loads_in()
     assert_idle(engine)
 
@@ -118,7 +118,7 @@ def test_a_fault_of_the_planning_ends_the_request_that_it_is_about(monkeypatch, 
     if place == "edits":
         monkeypatch.setattr(rows, "_edits", broken(rows._edits, lambda arguments: arguments[0]))
     else:
-        cache = engine.scheduler.prefix_cache
+        cache = engine.scheduler.states.prefix_cache
         monkeypatch.setattr(cache, place, broken(getattr(cache, place), lambda arguments: arguments[0]))
     for index in range(3):
         ask(engine, str(index), [*beginning, index], 20, f"adapter{index % 2}")
