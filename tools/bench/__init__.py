@@ -7,7 +7,7 @@ layer, ablation                     one decode layer; what each optimisation is 
 cost_error, floors                  the cost model and the bandwidth's floor, next to what is measured
 profile_run                         a trace of an engine at work
 scheduler                           what planning costs on the CPU
-model_directory, random_adapters, random_tensors   models of random weights to measure with
+model_directory, random_model       models of random weights to measure with
 gpu_time                            how long launches take
 serving/                            a running server under load
 """

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ..commands import collect_env
-from .latency import pick_adapters
+from ..options.environment import collect
+from ..options.models import pick_adapters
+from .layer import DEPTHS, Layers, Variant, layer_us
 
 SHARES = (0.1, 0.25, 0.5)
 
@@ -93,7 +94,6 @@ def ablate(
     each figure as it comes.
     """
     from ...compiler.options import CompileOptions
-    from .layer import DEPTHS, Layers, Variant, layer_us
 
     rows: list[Row] = []
     whole: dict[tuple[int, bool], float] = {}
@@ -123,7 +123,7 @@ def run(tokens: Sequence[int], rank: int, slots: int, repeats: int, output_json:
     print(f"{'C':>4}{'adapters':>10}  {'turned off or exchanged':<44}{'us/layer':>10}{'adds':>8}")
     rows = ablate(tokens, rank, slots, repeats, lambda row: print(line(row), flush=True))
     output_json.write_text(
-        json.dumps({"ablation": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n"
+        json.dumps({"ablation": [asdict(row) for row in rows], "environment": collect()}, indent=2) + "\n"
     )
     print(
         "\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens a sequence; adds: what the change "

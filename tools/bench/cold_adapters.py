@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..commands.collect_env import collect
 from ..options.engine import positive
-from .latency import LLAMA_8B
-from .random_adapters import write_random_adapter
+from ..options.environment import collect
+from ..options.models import LLAMA_8B
+from .random_model import write_random_adapter
 
 PROMPT = 128
 KINDS = ("resident", "host memory", "disk, packed", "disk")

@@ -32,9 +32,10 @@ from ...compiler.run.emit import BoundProgram
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
+from ..options.models import LLAMA_8B
 from .gpu_time import elapsed_us
-from .latency import LLAMA_8B, SHORT_OUTPUT
-from .random_tensors import random_tensors
+from .latency import SHORT_OUTPUT
+from .random_model import random_tensors
 
 BLOCKS = 8
 REPLAYS = 5

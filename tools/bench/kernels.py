@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..commands import collect_env
 from ..options.engine import DEFAULT_PRECISION, positive
+from ..options.environment import collect
+from ..options.models import pick_adapters
 from .floors import BANDWIDTH
 from .gpu_time import launch_us
 from .kernels_attention import measure_attention
-from .latency import pick_adapters
 from .layer import CONTEXT, DEPTHS, Layers, Variant
 
 ROUNDS = 8  # times that a graph has all layers' launches of a step
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         tables.update(precision=options.precision, rows=print_ops(options))
     if options.only != "ops":
         tables["attention"] = print_attention(options.repeats)
-    options.output_json.write_text(json.dumps({**tables, "environment": collect_env.collect()}, indent=2) + "\n")
+    options.output_json.write_text(json.dumps({**tables, "environment": collect()}, indent=2) + "\n")
     print(f"wrote {options.output_json}")
     return 0
 

@@ -17,38 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.demo_model import DEMO_MODEL
-from ..commands import collect_env
 from ..options.engine import add_compile_options, given, positive, precision_arguments, share
+from ..options.environment import collect
+from ..options.models import LLAMA_8B, pick_adapters
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
 from .profile_run import write_profile
-from .random_adapters import write_random_adapter
+from .random_model import write_random_adapter
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
 SHORT_OUTPUT = 32
 LORA_CHOICES = ("none", "zipf", "four")
 
@@ -172,16 +147,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--seed", type=int, default=0, help="seed of prompts, weights and the adapters' mix (default: %(default)s)"
     )
     parser.set_defaults(run=run)
-
-
-def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> list[str | None]:
-    """The adapter of each of `count` requests."""
-    if kind == "none":
-        return [None] * count
-    if kind == "four":
-        return [names[index % min(4, len(names))] for index in range(count)]
-    source = random.Random(seed)
-    return [*source.choices(list(names), weights=[1 / rank for rank in range(1, len(names) + 1)], k=count)]
 
 
 def measure(
@@ -368,6 +333,6 @@ def write(options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Ro
         "options": asked,
         "start_up_seconds": round(start_up, 2),
         "rows": [asdict(row) for row in rows],
-        "environment": collect_env.collect(),
+        "environment": collect(),
     }
     options.output_json.write_text(json.dumps(content, indent=2) + "\n")

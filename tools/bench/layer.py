@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..commands import collect_env
 from ..options.engine import DEFAULT_PRECISION, positive, share
+from ..options.environment import collect
+from ..options.models import LLAMA_8B, pick_adapters
 from .gpu_time import elapsed_us
-from .latency import LLAMA_8B, pick_adapters
 
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     if options.output_json is not None:
         options.output_json.write_text(
-            json.dumps({"rows": [asdict(row) for row in rows], "environment": collect_env.collect()}, indent=2) + "\n"
+            json.dumps({"rows": [asdict(row) for row in rows], "environment": collect()}, indent=2) + "\n"
         )
     return 0
 

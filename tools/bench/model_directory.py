@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.text.tokenizer import letters
-from .latency import LLAMA_8B
-from .random_adapters import write_random_adapter
+from ..options.models import LLAMA_8B
+from .random_model import write_random_adapter
 
 TINY = LLAMA_8B | {
     "vocab_size": 512,

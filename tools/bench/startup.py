@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..commands import collect_env
 from ..options.engine import add_compile_options, positive, share
+from ..options.environment import collect
 from .latency import build, make_adapters, model_fields
 
 DESCRIPTION = """\
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     for part in parts:
         print(f"{part.replace('_', ' '):<24}{rows['cold'][part]:>10.2f}{rows['warm'].get(part, 0.0):>10.2f}")
     options.output_json.write_text(
-        json.dumps({"workload": "T", "seconds": rows, "environment": collect_env.collect()}, indent=2) + "\n"
+        json.dumps({"workload": "T", "seconds": rows, "environment": collect()}, indent=2) + "\n"
     )
     print(f"wrote {options.output_json}")
     return 0

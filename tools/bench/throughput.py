@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..commands import collect_env
 from ..options.engine import add_compile_options, positive, share
-from .latency import LORA_CHOICES, build, make_adapters, model_fields, pick_adapters
+from ..options.environment import collect
+from ..options.models import pick_adapters
+from .latency import LORA_CHOICES, build, make_adapters, model_fields
 
 FP8_PEAK = 1979e12  # an H200's dense e4m3 rate in FLOP/s, from the vendor's datasheet
 BALANCED = (1024, 128)
@@ -154,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
         "workloads": "B, P",
         "config": config,
         "rows": [asdict(row) for row in rows],
-        "environment": collect_env.collect(),
+        "environment": collect(),
     }
     options.output_json.write_text(json.dumps(content, indent=2) + "\n")
     print(f"wrote {options.output_json}")

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..options.engine import (
-    adapters_of,
     add_compile_options,
     add_lora_options,
     add_model,
     compile_arguments,
     model_directory,
 )
+from ..options.models import DEFAULT_BUCKETS, as_bucket, bucket, lora_shape
 
 DESCRIPTION = """\
 Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what
@@ -38,21 +38,6 @@ examples:
                                                           needs no GPU
   sidestream dump --measure                               with each step's time on this machine too
   sidestream dump --timings --measured gpu/timings.json   the same with what --measure found on another machine"""
-
-DEFAULT_BUCKETS = ("decode:8", "mixed:256")
-CONTEXT_BLOCKS = 8
-MIXED_SEQUENCES = 8
-HIGHEST_RANK = 512
-
-
-def bucket(text: str) -> tuple[str, int]:
-    """`decode:N` (or just `N`) or `mixed:N`, for argparse."""
-    match = re.fullmatch(r"(?:(decode|mixed):)?([1-9]\d{0,4})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither decode:SEQUENCES nor mixed:TOKENS, such as decode:8 or mixed:256"
-        )
-    return match[1] or "decode", int(match[2])
 
 
 def layer(text: str) -> int:
@@ -198,40 +183,3 @@ def read_ledger(path: Path) -> dict[str, float]:
             f'--ledger {path} must be an object of pass names and numbers, such as {{"quantize_kv": 0.002}}'
         )
     return data
-
-
-def lora_shape(options: argparse.Namespace, config: Any) -> Any:
-    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on all projections; None when
-    there are neither.
-    """
-    from ...graphs.adapter import load_adapter
-    from ...graphs.lora import RANK_MULTIPLE, LoraShape
-    from ...graphs.stack import lora_shape_for
-
-    adapters = [
-        load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()
-    ]
-    if adapters:
-        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank)
-    if not options.max_loras:
-        if options.max_lora_rank:
-            raise ValueError(
-                "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
-            )
-        return None
-    return LoraShape(options.max_loras, -(-(options.max_lora_rank or RANK_MULTIPLE) // RANK_MULTIPLE) * RANK_MULTIPLE)
-
-
-def as_bucket(kind: str, count: int, lora: bool) -> Any:
-    """The compiler's bucket for `decode:count` or `mixed:count`."""
-    from ...compiler.program.program import Bucket
-
-    sequences = count if kind == "decode" else min(count, MIXED_SEQUENCES)
-    return Bucket(
-        tokens=count,
-        sequences=sequences,
-        pages=sequences * CONTEXT_BLOCKS + 1,
-        blocks=CONTEXT_BLOCKS,
-        decode=kind == "decode",
-        lora=lora,
-    )

@@ -17,7 +17,7 @@ from ..options.engine import (
     model_directory,
     positive,
 )
-from .dump import DEFAULT_BUCKETS, as_bucket, bucket, lora_shape
+from ..options.models import DEFAULT_BUCKETS, LLAMA_8B, as_bucket, bucket, lora_shape
 
 DESCRIPTION = """\
 Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step
@@ -169,7 +169,6 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
 def _config(options: argparse.Namespace) -> Any:
     """The model's config from whichever of the three ways it was named."""
     from ...graphs.config import LlamaConfig
-    from ..bench.latency import LLAMA_8B
 
     named = [
         name

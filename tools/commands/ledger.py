@@ -17,7 +17,7 @@ from ..options.engine import (
     demo_prompts,
     model_directory,
 )
-from .dump import HIGHEST_RANK, lora_shape
+from ..options.models import batch_inputs, load_model, reference_logits
 
 DESCRIPTION = """\
 Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about
@@ -123,76 +123,6 @@ def prompts(options: argparse.Namespace, names: Sequence[str]) -> list[tuple[str
         ]
     texts = options.prompt or [str(entry["prompt"]) for entry in demo_prompts()[:1]]
     return [(text, slot) for text in texts for slot in (-1, *range(len(names)))]
-
-
-def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
-    """The inputs of one prefill of (token ids, adapter slot) each, but for the KV caches; logits of every token.
-
-    Page 0 belongs to nobody.
-    """
-    import torch
-
-    from ...ops.core.kv_layout import PAGE_SIZE
-
-    lengths = [len(ids) for ids, _ in batch]
-    blocks = max(-(-length // PAGE_SIZE) for length in lengths)
-
-    def integers(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    first = [(1 + row * blocks) * PAGE_SIZE for row in range(len(batch))]  # a sequence's pages lie one behind the other
-    return {
-        "input_ids": torch.tensor([token for ids, _ in batch for token in ids]),
-        "positions": torch.tensor([position for length in lengths for position in range(length)]),
-        "slot_mapping": integers(
-            [start + position for start, length in zip(first, lengths, strict=True) for position in range(length)]
-        ),
-        "adapter_index": integers([slot for ids, slot in batch for _ in ids]),
-        "block_table": torch.arange(1, 1 + len(batch) * blocks, dtype=torch.int32).view(len(batch), blocks),
-        "context_lens": integers(lengths),
-        "query_start": integers([sum(lengths[:row]) for row in range(len(batch) + 1)]),
-        "logits_indices": torch.arange(sum(lengths), dtype=torch.int32),
-    }
-
-
-def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
-    """Our plain Llama on the CPU with the checkpoint's weights, and adapter i in slot i. `dtype` None: fp32."""
-    import torch
-
-    from ...graphs.adapter import load_adapter
-    from ...graphs.checkpoint import Checkpoint, load_weights
-    from ...graphs.config import LlamaConfig
-    from ...graphs.llama import Llama
-    from ...graphs.stack import fill_slot, slot_tensors
-
-    config = LlamaConfig.from_directory(directory)
-    lora, dtype = lora_shape(options, config), dtype or torch.float32
-    checkpoint = Checkpoint(directory)
-    model = Llama(config, lora, dtype)
-    checkpoint.validate(model.checkpoint_tensors(), config.tie_word_embeddings)
-    load_weights(model, checkpoint)
-    for slot, path in enumerate(adapters_of(options).values()):
-        if lora is not None:
-            fill_slot(
-                model,
-                slot,
-                slot_tensors(load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK), config, lora, dtype),
-            )
-    return model
-
-
-def reference_logits(model: Any, inputs: dict[str, Any]) -> Any:
-    """Logits of the model itself, uncompiled."""
-    import torch
-
-    from ...ops.core.kv_layout import kv_cache_shape
-
-    config, pages = model.config, int(inputs["block_table"].max()) + 1
-    shape = kv_cache_shape(pages, config.num_key_value_heads, config.head_dim)
-    with torch.no_grad():
-        return model(
-            **inputs, kv_caches=[torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
-        )
 
 
 def token_names(batch: Sequence[tuple[Sequence[int], int]], names: Sequence[str], tokenizer: Any) -> list[str]:

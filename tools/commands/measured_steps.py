@@ -15,7 +15,7 @@ from ...compiler.cost.timings import Timings
 from ...compiler.inspect.profile import capture_profile
 from ...compiler.program.program import Bucket
 from ...compiler.run.emit import BoundProgram
-from ..bench.random_tensors import random_tensors
+from ..bench.random_model import random_tensors
 
 REPLAYS = 5
 

@@ -1,6 +1,8 @@
-"""Options that several commands share.
+"""What several commands share: options, models, and the machine's description.
 
 engine           of commands that build a model
 client           of commands that speak with a server
 config_file      `--config file.toml`
+models           shapes, adapters, buckets and batches that are measured or compared
+environment      versions and hardware
 """

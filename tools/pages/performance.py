@@ -184,7 +184,7 @@ def kernels() -> str:
     from ...graphs.config import LlamaConfig
     from ...graphs.llama import Llama
     from ...graphs.lora import LoraShape
-    from ..bench.latency import LLAMA_8B
+    from ..options.models import LLAMA_8B
 
     models, captured = {}, {}
     for lora in (None, LoraShape(8, 32)):

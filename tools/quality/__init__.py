@@ -12,4 +12,11 @@ examine         accuracy in bfloat16 by transformers: the last part of the train
 summary, page   docs/quality.md: its top, and the whole
 train           `python -m sidestream.tools.quality.train -o DIR`: trains tokenizer, base and adapters, and measures
                 their accuracy
+
+arms            what is compared: named sets of engine options
+suite           what they are asked; exact (questions), teacher_forced (documents) ask it
+evaluate        runs the arms; divergence and statistics make figures, verdict says what they allow
+report, plot, page   the figures as tables, as a picture, as docs/quality.md
+emulation, outliers  what is measured for comparison: other ways to quantize, planted faults, a checkpoint with outliers
+calibration     what a quantized KV cache would do to a model's keys and values; kv_error simulates it
 """

@@ -299,8 +299,8 @@ def calibrate_model(
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.calibration import fingerprint
     from ...runtime.engine.options import resolve_device
-    from ..commands.calibrate import calibrate
-    from ..commands.ledger import load_model
+    from ..options.models import load_model
+    from .calibration import calibrate
 
     chosen = resolve_device(device)
     options = Namespace(

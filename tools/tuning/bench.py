@@ -22,7 +22,7 @@ from ...ops.linear.tuning import LinearConfig, work_split
 from ...ops.rows.quantize import SILU_ROTATES, quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul_quant
 from ..bench.gpu_time import captured, elapsed_us
-from .tune import Timing, show
+from .jobs import Timing, show
 
 COLD_BYTES = 240e6  # weights that take turns; several times the L2 cache
 E4M3 = torch.float8_e4m3fn

@@ -14,9 +14,9 @@ from ...compiler.options import CompileOptions
 from ...compiler.program.program import Program
 from ...ops.linear import tuning
 from ...ops.linear.tuning import LinearConfig, instead, table_op, work_split
-from ..bench.latency import pick_adapters
 from ..bench.layer import DEPTHS, Layers, Variant, layer_us
-from .tune import Job, Timing, show
+from ..options.models import pick_adapters
+from .jobs import Job, Timing, show
 
 MOST = 6  # shapes of a launch that are tried, besides what the table has
 SLOWER = 1.5  # times the fastest alone: slower ones are not tried

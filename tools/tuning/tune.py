@@ -5,11 +5,12 @@ kernels choose from.
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..options.engine import DEFAULT_PRECISION, positive
+from ..options.models import LLAMA_8B
+from .jobs import Job, Timing, show, sparse
 
 if TYPE_CHECKING:
     from ...ops.linear.tuning import LinearConfig
@@ -45,33 +46,6 @@ examples:
   sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay
   sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without,
                                                          not alone"""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One entry of the table: a linear's weight [N, K], a token count, and the dtype of both operands (`int8` or
-    `fp8`).
-    """
-
-    layer: str
-    n: int
-    k: int
-    tokens: int
-    dtype: str = DEFAULT_PRECISION
-
-    @property
-    def int8(self) -> bool:
-        """Whether the operands are whole numbers."""
-        return self.dtype == "int8"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A configuration that gave right results: microseconds, and the error relative to the exact product."""
-
-    config: "LinearConfig"
-    us: float
-    error: float
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -182,8 +156,6 @@ def run(options: argparse.Namespace) -> int:
 def _model(path: str | None) -> tuple[str, dict[str, Any]]:
     """(name, fields of config.json)."""
     if path is None:
-        from ..bench.latency import LLAMA_8B
-
         return "Llama-3.1-8B", LLAMA_8B
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -259,25 +231,6 @@ def choose(measured: list[Timing]) -> Timing:
         (timing for timing in measured if timing.us <= AS_FAST * fastest),
         key=lambda timing: (round(timing.error, 4), timing.us),
     )
-
-
-def show(config: "LinearConfig") -> str:
-    """A configuration's fields that differ from the defaults."""
-    return " ".join(f"{name}={value}" if name != "kernel" else value for name, value in sparse(config).items())
-
-
-def sparse(config: "LinearConfig") -> dict[str, Any]:
-    """The fields that the table needs."""
-    from ...ops.linear.tuning import LinearConfig
-
-    if config.kernel == "scaled_mm":
-        return {"kernel": "scaled_mm"}
-    optional = {
-        field.name: field.default
-        for field in fields(LinearConfig)
-        if field.name in ("block_k", "ctas", "split", "max_registers", "promote", "parts")
-    }
-    return {name: value for name, value in asdict(config).items() if name not in optional or value != optional[name]}
 
 
 def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sidestream
-from sidestream.tools.bench.random_adapters import write_random_adapter
+from sidestream.tools.bench.random_model import write_random_adapter
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ from sidestream.compiler.options import CompileOptions, Precision
 from sidestream.tools import cli
 from sidestream.tools.bench import kernels as bench_kernels
 from sidestream.tools.bench import layer as bench_layer
-from sidestream.tools.bench.latency import LLAMA_8B
 from sidestream.tools.bench.throughput import percentile, prompt_flops
+from sidestream.tools.options.models import LLAMA_8B
 
 
 def test_throughput_writes_a_row_for_each_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

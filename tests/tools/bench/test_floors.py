@@ -8,7 +8,7 @@ from sidestream.tools.bench.floors import (
     projection_widths,
     weight_bytes,
 )
-from sidestream.tools.bench.latency import LLAMA_8B, pick_adapters
+from sidestream.tools.options.models import LLAMA_8B, pick_adapters
 
 
 def test_bytes_of_llama_8b() -> None:

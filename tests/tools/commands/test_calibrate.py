@@ -26,10 +26,11 @@ from sidestream.runtime.engine.calibration import (
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli
-from sidestream.tools.commands.calibrate import PRECISIONS, as_text, attention_inputs, documents
-from sidestream.tools.commands.kv_error import stored
+from sidestream.tools.commands.calibrate import PRECISIONS, as_text, documents
 from sidestream.tools.commands.serve import settings_of
 from sidestream.tools.options.engine import compile_arguments, layers
+from sidestream.tools.quality.calibration import attention_inputs
+from sidestream.tools.quality.kv_error import stored
 from support.paged import plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 

@@ -15,7 +15,8 @@ from sidestream.tools import cli
 from sidestream.tools.options.engine import DEFAULT_PRECISION
 from sidestream.tools.tuning import bench as tune_bench
 from sidestream.tools.tuning import layers as tune_layers
-from sidestream.tools.tuning.tune import DTYPES, Job, Timing, activation_configs, choose, linear_configs, put, write
+from sidestream.tools.tuning.jobs import Job, Timing
+from sidestream.tools.tuning.tune import DTYPES, activation_configs, choose, linear_configs, put, write
 
 
 def test_a_dry_run_lists_the_shapes_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ....runtime.client.async_client import AsyncClient
 from ....runtime.requests.errors import RequestError, ServerError
 from ....runtime.requests.sampling_params import SamplingParams
-from ...commands import collect_env
+from ...options.environment import collect
 from . import report as serve_report
 from .cold import cold_starts
 from .report import Record, live_line, summarize
@@ -54,7 +54,7 @@ async def measure(options: argparse.Namespace) -> int:
         },
         "options": fields,
         "rows": results,
-        "environment": collect_env.collect(),
+        "environment": collect(),
     }
     options.output_json.write_text(json.dumps(content, indent=2) + "\n")
     print(f"wrote {options.output_json}")

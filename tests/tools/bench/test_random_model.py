@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.tools.bench.floors import adapter_bytes
-from sidestream.tools.bench.random_adapters import write_random_adapter
+from sidestream.tools.bench.random_model import write_random_adapter
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

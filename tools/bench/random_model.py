@@ -1,0 +1,114 @@
+"""Random adapters, and tensors for a program that is measured: the right shapes and magnitudes, no meaning."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .floors import projection_widths
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...compiler.cost.cost import Assumptions
+    from ...compiler.program.program import Program
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, seed: int) -> str:
+    """Writes an adapter of `rank` and alpha 2 * rank on all seven projections, bfloat16, in PEFT's format; returns the
+    directory.
+
+    `config` holds the fields of the base model's config.json.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    source = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, columns: int, deviation: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=source) * deviation).to(torch.bfloat16)
+
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in projection_widths(config).items():
+            block = "self_attn" if name in ATTENTION else "mlp"
+            key = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            tensors[f"{key}.lora_A.weight"] = draw(rank, inputs, inputs**-0.5)
+            tensors[f"{key}.lora_B.weight"] = draw(outputs, rank, 0.1 * rank**-0.5)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": sorted(projection_widths(config)),
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    return str(directory)
+
+
+def random_tensors(
+    program: "Program", device: "torch.device", assume: "Assumptions", known: "dict[str, torch.Tensor]", seed: int = 0
+) -> "dict[str, torch.Tensor]":
+    """A tensor for each input, weight and adapter; weights and adapters are taken from `known` and added to it.
+
+    Inputs are those of sequences that are in the middle of an answer.
+    """
+    import torch
+
+    source = torch.Generator(device).manual_seed(seed)
+    result = {}
+    for buffer in program.of_kind("input", "weight", "adapter"):
+        if buffer.kind == "input" and not buffer.name.startswith("kv_"):
+            result[buffer.name] = _input(program, buffer.name, buffer.shape, buffer.dtype, device, assume)
+            continue
+        tensor = known.get(buffer.name)
+        if tensor is None or tuple(tensor.shape) != buffer.shape:
+            tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            if buffer.dtype == torch.float32:
+                tensor.fill_(1.0 if buffer.name.startswith("key_balance") else 0.002)
+            else:
+                # as rows of a normal distribution are stored: small numbers would draw less power
+                int8 = buffer.dtype == torch.int8
+                spread = 36.0 if int8 else 1.0 if buffer.dtype.itemsize == 1 else 0.05
+                values = torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(
+                    0.0, spread, generator=source
+                )
+                tensor.copy_(values.round_().clamp_(-127, 127) if int8 else values)
+            known[buffer.name] = tensor
+        result[buffer.name] = tensor
+    return result
+
+
+def _input(
+    program: "Program",
+    name: str,
+    shape: tuple[int, ...],
+    dtype: "torch.dtype",
+    device: "torch.device",
+    assume: "Assumptions",
+) -> "torch.Tensor":
+    import torch
+
+    context, bucket = assume.context_of(program), program.bucket
+    count = shape[0] if shape else 1
+    rows = torch.arange(count, device=device)
+    blocks = 1 if bucket is None else bucket.blocks
+    if name == "block_table":
+        value: torch.Tensor = torch.arange(count * shape[1], device=device).view(shape) + 1
+    elif name == "slot_mapping":
+        value = (rows * blocks + (context - 1) // 64 + 1) * 64 + (context - 1) % 64
+    elif name == "adapter_index":
+        slots = max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=1)
+        value = rows % max(1, assume.adapters_of(program, slots))
+    else:
+        value = {
+            "context_lens": torch.full_like(rows, context),
+            "positions": torch.full_like(rows, context - 1),
+            "input_ids": rows % 251,
+        }.get(name, rows)
+    return value.to(dtype)

@@ -1,0 +1,168 @@
+"""Models, adapters, programs and batches that several commands measure or compare."""
+
+import argparse
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .engine import adapters_of
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+DEFAULT_BUCKETS = ("decode:8", "mixed:256")
+CONTEXT_BLOCKS = 8
+MIXED_SEQUENCES = 8
+HIGHEST_RANK = 512
+
+
+def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> list[str | None]:
+    """The adapter of each of `count` requests."""
+    if kind == "none":
+        return [None] * count
+    if kind == "four":
+        return [names[index % min(4, len(names))] for index in range(count)]
+    source = random.Random(seed)
+    return [*source.choices(list(names), weights=[1 / rank for rank in range(1, len(names) + 1)], k=count)]
+
+
+def bucket(text: str) -> tuple[str, int]:
+    """`decode:N` (or just `N`) or `mixed:N`, for argparse."""
+    match = re.fullmatch(r"(?:(decode|mixed):)?([1-9]\d{0,4})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither decode:SEQUENCES nor mixed:TOKENS, such as decode:8 or mixed:256"
+        )
+    return match[1] or "decode", int(match[2])
+
+
+def as_bucket(kind: str, count: int, lora: bool) -> Any:
+    """The compiler's bucket for `decode:count` or `mixed:count`."""
+    from ...compiler.program.program import Bucket
+
+    sequences = count if kind == "decode" else min(count, MIXED_SEQUENCES)
+    return Bucket(
+        tokens=count,
+        sequences=sequences,
+        pages=sequences * CONTEXT_BLOCKS + 1,
+        blocks=CONTEXT_BLOCKS,
+        decode=kind == "decode",
+        lora=lora,
+    )
+
+
+def lora_shape(options: argparse.Namespace, config: Any) -> Any:
+    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on all projections; None when
+    there are neither.
+    """
+    from ...graphs.adapter import load_adapter
+    from ...graphs.lora import RANK_MULTIPLE, LoraShape
+    from ...graphs.stack import lora_shape_for
+
+    adapters = [
+        load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()
+    ]
+    if adapters:
+        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank)
+    if not options.max_loras:
+        if options.max_lora_rank:
+            raise ValueError(
+                "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
+            )
+        return None
+    return LoraShape(options.max_loras, -(-(options.max_lora_rank or RANK_MULTIPLE) // RANK_MULTIPLE) * RANK_MULTIPLE)
+
+
+def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
+    """Our plain Llama on the CPU with the checkpoint's weights, and adapter i in slot i. `dtype` None: fp32."""
+    import torch
+
+    from ...graphs.adapter import load_adapter
+    from ...graphs.checkpoint import Checkpoint, load_weights
+    from ...graphs.config import LlamaConfig
+    from ...graphs.llama import Llama
+    from ...graphs.stack import fill_slot, slot_tensors
+
+    config = LlamaConfig.from_directory(directory)
+    lora, dtype = lora_shape(options, config), dtype or torch.float32
+    checkpoint = Checkpoint(directory)
+    model = Llama(config, lora, dtype)
+    checkpoint.validate(model.checkpoint_tensors(), config.tie_word_embeddings)
+    load_weights(model, checkpoint)
+    for slot, path in enumerate(adapters_of(options).values()):
+        if lora is not None:
+            fill_slot(
+                model,
+                slot,
+                slot_tensors(load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK), config, lora, dtype),
+            )
+    return model
+
+
+def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
+    """The inputs of one prefill of (token ids, adapter slot) each, but for the KV caches; logits of every token.
+
+    Page 0 belongs to nobody.
+    """
+    import torch
+
+    from ...ops.core.kv_layout import PAGE_SIZE
+
+    lengths = [len(ids) for ids, _ in batch]
+    blocks = max(-(-length // PAGE_SIZE) for length in lengths)
+
+    def integers(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    first = [(1 + row * blocks) * PAGE_SIZE for row in range(len(batch))]  # a sequence's pages lie one behind the other
+    return {
+        "input_ids": torch.tensor([token for ids, _ in batch for token in ids]),
+        "positions": torch.tensor([position for length in lengths for position in range(length)]),
+        "slot_mapping": integers(
+            [start + position for start, length in zip(first, lengths, strict=True) for position in range(length)]
+        ),
+        "adapter_index": integers([slot for ids, slot in batch for _ in ids]),
+        "block_table": torch.arange(1, 1 + len(batch) * blocks, dtype=torch.int32).view(len(batch), blocks),
+        "context_lens": integers(lengths),
+        "query_start": integers([sum(lengths[:row]) for row in range(len(batch) + 1)]),
+        "logits_indices": torch.arange(sum(lengths), dtype=torch.int32),
+    }
+
+
+def reference_logits(model: Any, inputs: dict[str, Any]) -> Any:
+    """Logits of the model itself, uncompiled."""
+    import torch
+
+    from ...ops.core.kv_layout import kv_cache_shape
+
+    config, pages = model.config, int(inputs["block_table"].max()) + 1
+    shape = kv_cache_shape(pages, config.num_key_value_heads, config.head_dim)
+    with torch.no_grad():
+        return model(
+            **inputs, kv_caches=[torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
+        )

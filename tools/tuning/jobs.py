@@ -1,0 +1,55 @@
+"""What is tuned, and what came of it: an entry of the table, a configuration's time, and how both are shown."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from ..options.engine import DEFAULT_PRECISION
+
+if TYPE_CHECKING:
+    from ...ops.linear.tuning import LinearConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """One entry of the table: a linear's weight [N, K], a token count, and the dtype of both operands (`int8` or
+    `fp8`).
+    """
+
+    layer: str
+    n: int
+    k: int
+    tokens: int
+    dtype: str = DEFAULT_PRECISION
+
+    @property
+    def int8(self) -> bool:
+        """Whether the operands are whole numbers."""
+        return self.dtype == "int8"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A configuration that gave right results: microseconds, and the error relative to the exact product."""
+
+    config: "LinearConfig"
+    us: float
+    error: float
+
+
+def show(config: "LinearConfig") -> str:
+    """A configuration's fields that differ from the defaults."""
+    return " ".join(f"{name}={value}" if name != "kernel" else value for name, value in sparse(config).items())
+
+
+def sparse(config: "LinearConfig") -> dict[str, Any]:
+    """The fields that the table needs."""
+    from ...ops.linear.tuning import LinearConfig
+
+    if config.kernel == "scaled_mm":
+        return {"kernel": "scaled_mm"}
+    optional = {
+        field.name: field.default
+        for field in fields(LinearConfig)
+        if field.name in ("block_k", "ctas", "split", "max_registers", "promote", "parts")
+    }
+    return {name: value for name, value in asdict(config).items() if name not in optional or value != optional[name]}
