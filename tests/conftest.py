@@ -1,6 +1,7 @@
 """Sets up every test run:
 
-`interpret` tests need TRITON_INTERPRET=1 (a process of their own), `gpu` tests a CUDA device.
+`interpret` tests need TRITON_INTERPRET=1 (a process of their own), `gpu` tests a CUDA device. A test marked
+`machine_code` compiles its first configuration only, and with --exhaustive all of them.
 """
 
 import os
@@ -11,12 +12,36 @@ import torch
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="compile every configuration to machine code, not one")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--exhaustive"):
+        keep_one_configuration(config, items)
     for item in items:
         if item.get_closest_marker("interpret") and not INTERPRETING:
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def keep_one_configuration(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave of each `machine_code` test the first parameters; with `each="name"` those of each value of `name`."""
+    seen: set[tuple[str, str]] = set()
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        marker, given = item.get_closest_marker("machine_code"), getattr(item, "callspec", None)
+        if marker is None or given is None:
+            kept.append(item)
+            continue
+        kernel = item.nodeid.partition("[")[0], str(given.params.get(marker.kwargs.get("each", "")))
+        (left if kernel in seen else kept).append(item)
+        seen.add(kernel)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -116,6 +116,7 @@ def test_kernel_on_the_gpu(dtype: torch.dtype, tokens: int) -> None:
         check_kernel(append_kv, *args, tolerances=stored_tolerances(dtype, tokens, 40), pdl=True)
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("dtype", CACHES)
 def test_machine_code(dtype: torch.dtype) -> None:
     cache, scales = (

@@ -187,6 +187,7 @@ def compiled(
     return code
 
 
+@pytest.mark.machine_code(each="launch")
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize("cache, quantize_q", [(E4M3, True), (E4M3, False), (INT8, False), (BF16, False)])
 @pytest.mark.parametrize("launch", [paged_attention.launch, triton_prefill], ids=["picked", "triton"])
@@ -200,6 +201,7 @@ def test_prefill_uses_hoppers_tensor_cores(cache: torch.dtype, quantize_q: bool,
     assert (code.sass["UTMALDG"] > 0) == (not in_triton)
 
 
+@pytest.mark.machine_code
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize("cache, dim", [(E4M3, 128), (INT8, 64), (BF16, 64)])
 def test_triton_decode_uses_hoppers_tensor_cores(cache: torch.dtype, dim: int) -> None:
@@ -208,6 +210,7 @@ def test_triton_decode_uses_hoppers_tensor_cores(cache: torch.dtype, dim: int) -
     assert code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0
 
 
+@pytest.mark.machine_code
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize("sequences", [1, 8, 64])
 @pytest.mark.parametrize("cache", [E4M3, INT8, BF16])

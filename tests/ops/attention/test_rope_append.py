@@ -154,6 +154,7 @@ def test_kernel_on_the_gpu_with_heads_of_64() -> None:
     check(arguments(64, 24, 8, 64, FP8, True, True, "cuda", True))
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(("center", "balance"), [(False, False), (False, True), (True, True)])

@@ -287,6 +287,7 @@ def compiled(launch: Any, *more: Any, heads: int = 32, kv_heads: int = 8) -> Mac
     return next(code for code in codes if code.name == launch)
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 16), (32, 1)])
 def test_wide_kernel_fits(heads: int, kv_heads: int) -> None:
     code = compiled("prefill_wide_kernel", heads=heads, kv_heads=kv_heads)

@@ -109,6 +109,7 @@ def test_mixed_dtypes_are_refused() -> None:
 # Machine code
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("tokens", [1, 32, 64])
 def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
     codes = []

@@ -138,6 +138,7 @@ def compiled(config: LinearConfig, dtype: torch.dtype = BF16) -> MachineCode:
     return code
 
 
+@pytest.mark.machine_code
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize(
     "config",
@@ -155,6 +156,7 @@ def test_triton_kernel_compiles_to_wgmma(config: LinearConfig) -> None:
     assert code.ptx_count("prefetch.global.L2") > 0 and code.ptx_count("griddepcontrol.wait") == 1
 
 
+@pytest.mark.machine_code
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize(
     "config",

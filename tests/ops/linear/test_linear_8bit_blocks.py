@@ -127,16 +127,27 @@ def compiled(config: LinearConfig, tokens: int, n: int, k: int, dtype: torch.dty
     return code
 
 
+def tuned_shapes() -> list[tuple[torch.dtype, tuple[int, int, int]]]:
+    """(dtype, tokens and sizes of a linear): one shape for each configuration that is launched."""
+    found = {
+        (dtype, chosen(*shape, dtype)): shape
+        for dtype in (E4M3, INT8)
+        for shape in [*tuned(dtype), (100, 4096, 4096), (300, 4096, 4096)]
+    }
+    return [(dtype, shape) for (dtype, _), shape in found.items()]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
-@BOTH
-def test_tuned_configurations_compile_without_spills(dtype: torch.dtype) -> None:
-    shapes = {chosen(*shape, dtype): shape for shape in [*tuned(dtype), (100, 4096, 4096), (300, 4096, 4096)]}
-    for config, shape in shapes.items():
-        code = compiled(config, *shape, dtype)
-        assert code.spills == 0 and code.shared_bytes * config.ctas_per_sm <= SHARED, config
-        assert code.sass["IGMMA" if dtype == INT8 else "QGMMA"] > 0 and code.sass["UTMALDG"] >= 3
+@pytest.mark.machine_code(each="dtype")
+@pytest.mark.parametrize(("dtype", "shape"), tuned_shapes(), ids=str)
+def test_tuned_configurations_compile_without_spills(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    config = chosen(*shape, dtype)
+    code = compiled(config, *shape, dtype)
+    assert code.spills == 0 and code.shared_bytes * config.ctas_per_sm <= SHARED, config
+    assert code.sass["IGMMA" if dtype == INT8 else "QGMMA"] > 0 and code.sass["UTMALDG"] >= 3
 
 
+@pytest.mark.machine_code
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @BOTH
 def test_triton_kernel_compiles_to_wgmma(dtype: torch.dtype) -> None:

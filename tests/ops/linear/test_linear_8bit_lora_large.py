@@ -187,15 +187,18 @@ def test_kernel_in_threads(
 # Machine code
 
 
-@pytest.mark.parametrize(("slices", "k"), LLAMA_8B, ids=str)
-@pytest.mark.parametrize("rank", [32, 64])
-def test_kernel_compiles_without_spills(slices: list[int], k: int, rank: int) -> None:
+@pytest.mark.machine_code
+@pytest.mark.parametrize(
+    ("rank", "slices", "k", "config"),
+    [(rank, slices, k, config) for rank in (32, 64) for slices, k in LLAMA_8B for config in candidates(slices, rank)],
+    ids=str,
+)
+def test_kernel_compiles_without_spills(rank: int, slices: list[int], k: int, config: LinearConfig) -> None:
     args = inputs(300, k, slices, rank, slots=8, device="meta")
-    for config in candidates(slices, rank):
-        out = torch.empty(300, sum(slices), dtype=BF16, device="meta")
-        (code,) = compile_launch(launch, *args, BF16, out=(out,), pdl=True, config=config)
-        assert code.spills == 0 and code.shared_bytes <= SHARED
-        assert code.sass["IGMMA"] > 0 and code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0 and code.sass["UTMASTG"] > 0
+    out = torch.empty(300, sum(slices), dtype=BF16, device="meta")
+    (code,) = compile_launch(launch, *args, BF16, out=(out,), pdl=True, config=config)
+    assert code.spills == 0 and code.shared_bytes <= SHARED
+    assert code.sass["IGMMA"] > 0 and code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0 and code.sass["UTMASTG"] > 0
 
 
 # On the GPU

@@ -82,6 +82,7 @@ def test_each_gpu_has_its_table() -> None:
     )
 
 
+@pytest.mark.machine_code
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize("activate", [False, True])
 @pytest.mark.parametrize(

@@ -143,22 +143,24 @@ def test_configurations_fit_the_gpu(tokens: int, n: int, k: int) -> None:
 # Machine code
 
 
+@pytest.mark.machine_code(each="kernel")
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize(
-    ("config", "addends"),
+    ("kernel", "config", "addends"),
     [
-        (LinearConfig("triton", 64, 16, split=True, ctas=7), True),
-        (LinearConfig("gluon", 64, 64, stages=8, split=True, ctas=128, max_registers=96), True),
-        (LinearConfig("gluon", 128, 16, stages=4, ctas_per_sm=2, max_registers=64), True),
-        (wide_config(256, 128), True),
-        (wide_config(128, 128, 2), True),
-        (large_candidates()[0], False),
-        (large_candidates()[1], True),
-        (large_candidates()[2], True),
+        ("triton", LinearConfig("triton", 64, 16, split=True, ctas=7), True),
+        ("gluon", LinearConfig("gluon", 64, 64, stages=8, split=True, ctas=128, max_registers=96), True),
+        ("gluon", LinearConfig("gluon", 128, 16, stages=4, ctas_per_sm=2, max_registers=64), True),
+        ("wide", wide_config(256, 128), True),
+        ("wide", wide_config(128, 128, 2), True),
+        ("large", large_candidates()[0], False),
+        ("large", large_candidates()[1], True),
+        ("large", large_candidates()[2], True),
     ],
     ids=str,
 )
-def test_kernels_compile_to_wgmma_without_spills(config: LinearConfig, addends: bool) -> None:
+def test_kernels_compile_to_wgmma_without_spills(kernel: str, config: LinearConfig, addends: bool) -> None:
+    assert config.kernel == kernel
     args = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs(64, 4096, 1024, dtype=INT8)]
     out = torch.empty(64, 4096, dtype=BF16, device="meta")
     (code,) = compile_launch(

@@ -137,6 +137,7 @@ def test_launched_early_on_gpu() -> None:
         assert_near(delta, lora_expand_rounded.reference(late, late_step, *rest), NEAR[0])
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize(("tokens", "slices"), [(8, [14336, 14336]), (128, [4096, 1024, 1024]), (256, [4096])])
 def test_machine_code(tokens: int, slices: list[int]) -> None:
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

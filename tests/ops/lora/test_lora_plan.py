@@ -75,6 +75,7 @@ def test_on_the_gpu(tokens: int, slots: int) -> None:
         check_kernel(OPS["lora_plan"], adapter_index.cuda(), slots, lora_tile(tokens), sm_budget=2)
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize(("tokens", "slots"), [(64, 32), (8192, 256)])
 def test_machine_code(tokens: int, slots: int) -> None:
     (code,) = launched(

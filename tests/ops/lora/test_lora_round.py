@@ -119,6 +119,7 @@ def test_behind_shrink_with_pdl() -> None:
             assert_near(got, want)
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize(("splits", "parts", "rank"), [(1, 2, 32), (4, 2, 32), (4, 3, 64), (8, 3, 24), (4, 2, 8)])
 def test_machine_code(splits: int, parts: int, rank: int) -> None:
     (code,) = launched(lora_round, torch.empty(splits, 256, parts * rank, device="meta"), parts, pdl=True)

@@ -326,6 +326,7 @@ def machine_code(
     return first, second
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize(
     ("tokens", "k", "ranks", "slices"),
     [(32, 4096, 32, [4096, 1024, 1024]), (8, 14336, 16, [4096]), (2048, 4096, 64, [14336, 14336])],
@@ -362,6 +363,7 @@ def test_fp32_machine_code_keeps_fp32() -> None:
         assert code.spills == 0 and code.sass["HMMA"] == 0 and code.sass["FFMA"] > 0
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize(("tokens", "k", "ranks"), [(32, 4096, 32), (8, 14336, 32), (8, 4096, 16), (64, 14336, 32)])
 @pytest.mark.parametrize("dtype", [FP8, INT8])
 def test_machine_code_with_scales_by_block(dtype: torch.dtype, tokens: int, k: int, ranks: int) -> None:

@@ -218,6 +218,7 @@ def machine_code(tokens: int, rank: int = 32, width: int = 14336) -> MachineCode
     return code
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("tokens", [65, 128, 256])
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 def test_machine_code(tokens: int, rank: int) -> None:

@@ -49,6 +49,7 @@ def test_kernel_on_the_gpu(shape: tuple[int, ...]) -> None:
     check_kernel(hadamard, normal(*shape).cuda(), tolerances={0: Tolerance(2.0**-7, 2e-6)}, pdl=True)
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("width", [64, 128])
 def test_machine_code(width: int) -> None:
     (code,) = launched(hadamard, torch.empty(64, 32, width, device="meta", dtype=torch.bfloat16), pdl=True)

@@ -137,6 +137,7 @@ def test_a_strided_input_is_refused() -> None:
         quantize_rowwise.launch(x, out=quantize_rowwise.fake(x))
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 128)], ids=["e4m3", "rotated"])
 @pytest.mark.parametrize("width", [3072, 4096, 14336, 28672])
 def test_machine_code(width: int, form: tuple[torch.dtype, int]) -> None:

@@ -114,6 +114,7 @@ def test_a_captured_chain_of_dependent_launches_gives_the_bits_of_single_launche
         assert torch.equal(chain[-1], single[-1])
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("width", [3072, 4096, 8192, 16384])
 def test_machine_code(width: int) -> None:
     x, weight = (

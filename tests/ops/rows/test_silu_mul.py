@@ -86,6 +86,7 @@ def test_kernel_on_the_gpu(tokens: int, width: int, delta: bool, keep: bool) -> 
     check("silu_mul_quant", (gate_up, added, keep), pdl=keep)
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("width", [8192, 14336, 28672])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("form", [(torch.float8_e4m3fn, 0), (torch.int8, 128)], ids=["e4m3", "rotated"])

@@ -66,6 +66,7 @@ def test_kernel_on_the_gpu(width: int, joined: bool, tokens: int, form: tuple[to
     check(gate_up, torch.randn_like(gate_up) if joined else None, form, pdl=joined)
 
 
+@pytest.mark.machine_code
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 def test_machine_code(form: tuple[torch.dtype, int], joined: bool) -> None:
