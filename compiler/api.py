@@ -78,12 +78,20 @@ class Optimized:
 
 
 def optimize(
-    captured: Captured, options: CompileOptions, names: Sequence[str], passes: tuple[Pass, ...] = PASSES
+    captured: Captured,
+    options: CompileOptions,
+    names: Sequence[str],
+    passes: tuple[Pass, ...] = PASSES,
+    text: bool = True,
 ) -> Optimized:
-    """Run the passes over a captured graph; `names` (of parameters and buffers) tell how often each must match."""
+    """Run the passes over a captured graph; `names` (of parameters and buffers) tell how often each must match.
+
+    Without `text` the records hold no graphs.
+    """
     paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in captured.graph_module.graph.nodes)
     shape = model_shape(names, paged)
-    records = run_passes(captured.graph_module, options, None if shape is None else Expectation(shape, options), passes)
+    expectation = None if shape is None else Expectation(shape, options)
+    records = run_passes(captured.graph_module, options, expectation, passes, text=text)
     return Optimized(captured, records)
 
 

@@ -152,18 +152,20 @@ def run_passes(
     expectation: Expectation | None = None,
     passes: tuple[Pass, ...] = PASSES,
     observe: Callable[[PassRecord], None] | None = None,
+    text: bool = True,
 ) -> list[PassRecord]:
     """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what
     the model implies.
 
-    `observe` is called behind each pass, while the graph is as that pass left it.
+    `observe` is called after each pass, while the graph is as that pass left it. Without `text` the records hold no
+    graphs: writing them takes longer than the passes.
     """
     check_disabled(options, passes)
     graph, context = graph_module.graph, Context(options)
     records: list[PassRecord] = []
     clean_up(graph)
-    lines, counts = graph_lines(graph_module), op_counts(graph_module)
-    text = text_of(lines)
+    lines, counts = graph_lines(graph_module) if text else (), op_counts(graph_module)
+    source = text_of(lines) if text else ""
     for each in passes:
         if each.name in options.disable:
             continue
@@ -172,8 +174,8 @@ def run_passes(
         clean_up(graph)
         seconds = time.perf_counter() - start
         graph.lint()
-        new_lines, new_counts = graph_lines(graph_module), op_counts(graph_module)
-        new_text = text_of(new_lines)
+        new_lines, new_counts = graph_lines(graph_module) if text else (), op_counts(graph_module)
+        new_source = text_of(new_lines) if text else ""
         found = (
             each.name,
             each.tier,
@@ -181,14 +183,14 @@ def run_passes(
             report.rejected,
             counts,
             new_counts,
-            text,
-            new_text,
+            source,
+            new_source,
             seconds,
             lines,
             new_lines,
         )
         records.append(PassRecord(*found, about=each.about))
-        lines, text, counts = new_lines, new_text, new_counts
+        lines, source, counts = new_lines, new_source, new_counts
         if expectation is not None and options.check_counts:
             expectation.check(each.name, report.matches, report.rejected)
         if observe is not None:

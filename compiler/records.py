@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def text_of(lines: Sequence[GraphLine], only: Container[int] | None = None) -> s
     return "\n".join(["def forward(", *parameters, "):", *note, *(body or ["    pass"])]) + "\n"
 
 
+@lru_cache(maxsize=4096)  # the nodes of one source line share a traceback, and each pass's graphs show it again
 def source_line(stack_trace: str) -> str:
     """The innermost frame of a traceback as `graphs/llama.py:87  return self.o_proj(...)`; paths start at the
     package or at site-packages.

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from torch import fx
+
 from ..accounting import PassCountError
 from ..api import CompiledModel, optimize
 from ..build import build_program
@@ -142,16 +144,23 @@ def what_ifs(
     """
     seconds: dict[str, float] = {}
     base: Program | None = None
+    base_graph: fx.GraphModule | None = None
+    shared = {each.name for each in passes}
     for change, changed, variant in (("", options, bucket), *_variants(options, bucket, passes)):
+        added = set(changed.disable) - set(options.disable)
+        same_graph = changed is options or (added and not added & shared)  # passes on static sizes run later
         try:
-            captured, names = capture(changed)
-            program = build_program(optimize(captured, changed, names, passes).captured.graph_module, variant, changed)
+            graph = base_graph if same_graph else None
+            if graph is None:
+                captured, names = capture(changed)
+                graph = optimize(captured, changed, names, passes, text=False).captured.graph_module
+            program = build_program(graph, variant, changed)
         except (OptionError, PassCountError, ValueError, RuntimeError):
             if not change:
                 raise
             continue
         if base is None:
-            base = program
+            base, base_graph = program, graph
         elif program == base:
             continue
         seconds[change] = total_seconds(estimate(program, assume, gpu))

@@ -6,6 +6,7 @@ inputs get their sizes through the symbols that they share with these.
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -131,7 +132,12 @@ def describe_size(size: int | torch.SymInt, roles: Mapping[Any, str]) -> str:
     expression = size.node.expr
     if expression.is_Symbol:
         return roles.get(expression, str(expression))
+    return _in_roles(expression, tuple(roles.items()))
+
+
+@lru_cache(maxsize=1024)  # a graph repeats few expressions in all of its nodes, and printing one is slow
+def _in_roles(expression: Any, roles: tuple[tuple[Any, str], ...]) -> str:
     text = str(expression)
-    for symbol, role in roles.items():
+    for symbol, role in roles:
         text = re.sub(rf"\b{re.escape(str(symbol))}\b", role, text)
     return text.replace(" ", "")
