@@ -11,7 +11,7 @@ from sidestream.compiler.pipeline import insert_pass
 from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
-from sidestream.ops.attention.rope_angles import rope_angles
+from sidestream.ops.attention.rope import rope_angles
 from torch import fx
 
 

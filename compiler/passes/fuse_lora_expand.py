@@ -5,9 +5,8 @@ from torch import fx
 
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.linear.linear_8bit_lora import fits, linear_8bit_lora
-from ...ops.lora.active import lora_active
 from ...ops.lora.expand import lora_expand
-from ...ops.lora.plan import lora_plan
+from ...ops.lora.plan import lora_active, lora_plan
 from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ...ops.lora.expand import lora_expand
-from ...ops.lora.rounded_pieces import fits
+from ...ops.lora.rounded import fits
 from ...ops.lora.silu_mul_lora import silu_mul_lora
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul_quant

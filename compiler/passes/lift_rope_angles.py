@@ -4,7 +4,7 @@ import operator
 
 from torch import fx
 
-from ...ops.attention.rope_angles import rope_angles
+from ...ops.attention.rope import rope_angles
 from ..graph.matcher import Match, any_, call, cast, find
 from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of
 from .base import Context, PassReport

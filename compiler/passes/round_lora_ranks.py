@@ -6,10 +6,8 @@ import torch
 from torch import fx
 
 from ...ops.lora.expand import lora_expand
-from ...ops.lora.expand_rounded import lora_expand_rounded
 from ...ops.lora.plan import rounded_splits
-from ...ops.lora.rounded import lora_round
-from ...ops.lora.rounded_pieces import fits
+from ...ops.lora.rounded import fits, lora_expand_rounded, lora_round
 from ...ops.lora.shrink import lora_shrink
 from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport

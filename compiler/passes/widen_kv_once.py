@@ -7,8 +7,7 @@ from torch import fx
 
 from ...ops.attention.paged_attention import paged_attention, paged_attention_quant
 from ...ops.attention.prefill_gluon import takes_heads, tile_tokens
-from ...ops.attention.widen_kv import widen_kv
-from ...ops.attention.widen_plan import STEP_TOKENS, widen_plan
+from ...ops.attention.widen_kv import STEP_TOKENS, widen_kv, widen_plan
 from ...ops.core.triton_support import cdiv
 from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport

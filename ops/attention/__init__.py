@@ -5,10 +5,10 @@ paged_attention_blocks  decode attention quantized by blocks of 128 columns, for
 decode, decode_gluon    kernels for one query row a sequence: Triton, and Gluon for Hopper (parts: decode_gluon_pieces)
 prefill, prefill_gluon, prefill_wide_gluon  kernels for many query rows (parts: prefill_gluon_pieces)
 pieces                  what both Triton kernels share
-widen_kv, widen_plan    pages of an int8 cache made fp16 once a layer
+widen_kv                pages of an int8 cache made fp16 once a layer, and which, once a step
 append_kv               k and v into the cache
-rope, rope_angles       rotary position embedding
+rope                    rotary position embedding, and its angles once a step
 rope_append             RoPE, Hadamard transform, quantization and append in one launch
 """
 
-from . import append_kv, paged_attention, paged_attention_blocks, rope, rope_angles, rope_append, widen_kv, widen_plan
+from . import append_kv, paged_attention, paged_attention_blocks, rope, rope_append, widen_kv

@@ -26,7 +26,7 @@ from ..rows.quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_refere
 from . import decode as attention_decode
 from . import prefill as attention_prefill
 from . import prefill_gluon
-from .widen_plan import STEP_TOKENS
+from .widen_kv import STEP_TOKENS
 
 HEAD_DIMS = (64, 128)
 

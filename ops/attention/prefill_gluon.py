@@ -26,8 +26,7 @@ from ..core.kv_layout import PAGE_SIZE, QUANTIZED_MAX
 from ..core.triton_support import INTERPRETED, next_power_of_2
 from .pieces import LOG2_E
 from .prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
-from .widen_kv import WIDENED
-from .widen_plan import NARROW_TILES
+from .widen_kv import NARROW_TILES, WIDENED
 
 HEAD_DIM = 128
 # registers of a thread: the second group of rows (the first gets as many), the converters, the copier

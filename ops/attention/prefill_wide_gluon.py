@@ -23,7 +23,7 @@ from ..core.triton_support import next_power_of_2
 from .pieces import LOG2_E
 from .prefill_gluon import HEAD_DIM, tile_tokens
 from .prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
-from .widen_plan import PLACES, WIDE_TILES
+from .widen_kv import PLACES, WIDE_TILES
 
 REGISTERS = (240, 24)  # of a thread: the second group of rows (the first gets as many), the copier
 STAGES = 3

@@ -34,7 +34,7 @@ _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 
 
 @gluon.jit
-def _corner(wave, program, programs, token_tiles, weight_tiles, GROUP: gl.constexpr):
+def corner(wave, program, programs, token_tiles, weight_tiles, GROUP: gl.constexpr):
     """(token tile, weight tile) of a program's tile: all weights against GROUP token tiles, then the next ones."""
     tile = program + wave * programs
     group = tile // (GROUP * weight_tiles)
@@ -44,7 +44,7 @@ def _corner(wave, program, programs, token_tiles, weight_tiles, GROUP: gl.conste
 
 
 @gluon.jit
-def _produce(
+def produce(
     weight_desc,
     q_desc,
     shared,
@@ -57,6 +57,9 @@ def _produce(
     GROUP: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """The producer warp: for each tile of this program and each step along K one box of weights and CONSUMERS boxes of
+    ROWS tokens into the rings. `shared` and `sizes` are the tuples that the kernel makes.
+    """
     weights, tokens_ring, _staging, ready, empty = shared
     waves, program, programs, steps, token_tiles, weight_tiles, _tokens, _n = sizes
     if PDL:
@@ -64,7 +67,7 @@ def _produce(
         gdc_wait()
     unit = 0
     for wave in range(waves):
-        token_tile, weight_tile = _corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
+        token_tile, weight_tile = corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
         for step in range(steps):
             slot = unit % STAGES
             # a new barrier's phase before the first counts as over
@@ -82,7 +85,7 @@ def _produce(
 
 
 @gluon.jit
-def _halves(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def halves(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same
     threads.
     """
@@ -96,17 +99,17 @@ def _halves(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def _pieces(x, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """The pieces of 64 columns of a tile's sums."""
-    left, right = _halves(x, ROWS, BLOCK_N)
+    left, right = halves(x, ROWS, BLOCK_N)
     if BLOCK_N == 128:
         return left, right
     else:
-        first, second = _halves(left, ROWS, BLOCK_N // 2)
-        third, fourth = _halves(right, ROWS, BLOCK_N // 2)
+        first, second = halves(left, ROWS, BLOCK_N // 2)
+        third, fourth = halves(right, ROWS, BLOCK_N // 2)
         return first, second, third, fourth
 
 
 @gluon.jit
-def _store(value, staging, out_desc, row, column, PENDING: gl.constexpr):
+def store(value, staging, out_desc, row, column, PENDING: gl.constexpr):
     """One piece to memory; the staging buffer is taken over from an older store once that has been read."""
     tma.store_wait(PENDING)
     cta_barrier()
@@ -134,11 +137,11 @@ def _finish(
         value += gl.load(delta_ptr + at, mask=valid, other=0.0).to(gl.float32)
     if HAS_RESIDUAL:
         value += gl.load(residual_ptr + at, mask=valid, other=0.0).to(gl.float32)
-    _store(value, staging, out_desc, row, column, PENDING)
+    store(value, staging, out_desc, row, column, PENDING)
 
 
 @gluon.jit
-def _multiply_step(shared, acc, unit, step, CONSUMER: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def multiply_step(shared, acc, unit, step, CONSUMER: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """Starts a step's product, the ring's unit `unit`, and frees the one before; step 0 starts a new sum."""
     weights, tokens_ring, _staging, ready, empty = shared
     slot = unit % STAGES
@@ -175,11 +178,11 @@ def _consume(
     for wave in range(waves):
         acc = nothing
         for step in range(steps):
-            acc = _multiply_step(shared, acc, unit, step, CONSUMER, STAGES, CONSUMERS)
+            acc = multiply_step(shared, acc, unit, step, CONSUMER, STAGES, CONSUMERS)
             unit += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1)
-        token_tile, weight_tile = _corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
+        token_tile, weight_tile = corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
         row = (token_tile * CONSUMERS + CONSUMER) * ROWS
         column = weight_tile * BLOCK_N
         pieces = _pieces(acc, ROWS, BLOCK_N)
@@ -259,7 +262,7 @@ def _linear_int8_large(
                         PDL,
                     ),
                 ),
-                (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
+                (produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -324,7 +327,7 @@ def _linear_int8_large(
                         PDL,
                     ),
                 ),
-                (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
+                (produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

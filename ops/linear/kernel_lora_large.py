@@ -21,9 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..core.gluon_support import cta_barrier, gdc_wait, plain_layout, view_shared
-from .kernel_large import _corner, _halves, _multiply_step, _produce, _store
+from ..lora import plan
+from .kernel_large import corner, halves, multiply_step, produce, store
 
-LIST_TOKENS = gl.constexpr(128)  # that share a list of `lora_active`
+LIST_TOKENS = gl.constexpr(plan.LIST_TOKENS)
 
 
 @gluon.constexpr_function
@@ -161,14 +162,14 @@ def _store_halves(
     PIECE: gl.constexpr,
 ):
     if HALF == PIECE:
-        _store(left, staging.index(BUFFER), out_desc, row, column, 0)
-        _store(right, staging.index(BUFFER), out_desc, row, column + PIECE, 0)
+        store(left, staging.index(BUFFER), out_desc, row, column, 0)
+        store(right, staging.index(BUFFER), out_desc, row, column + PIECE, 0)
     else:
-        first, second = _halves(left, ROWS, HALF)
-        third, fourth = _halves(right, ROWS, HALF)
+        first, second = halves(left, ROWS, HALF)
+        third, fourth = halves(right, ROWS, HALF)
         pieces = (first, second, third, fourth)
         for i in gl.static_range(4):
-            _store(pieces[i], staging.index(BUFFER + i % BUFFERS), out_desc, row, column + i * PIECE, BUFFERS - 1)
+            store(pieces[i], staging.index(BUFFER + i % BUFFERS), out_desc, row, column + i * PIECE, BUFFERS - 1)
 
 
 @gluon.jit
@@ -198,11 +199,11 @@ def _consume(
     weight = gl.arange(0, HALF, gl.SliceLayout(0, ONE_ROW))[None, :]
     if PDL:
         gdc_wait()
-    token_tile, weight_tile = _corner(0, program, programs, token_tiles, weight_tiles, GROUP)
+    token_tile, weight_tile = corner(0, program, programs, token_tiles, weight_tiles, GROUP)
     count, first = _listed(active, (token_tile * CONSUMERS + CONSUMER) * ROWS, tokens, stride)
     unit = 0
     for wave in range(waves):
-        token_tile, weight_tile = _corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
+        token_tile, weight_tile = corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
         row = (token_tile * CONSUMERS + CONSUMER) * ROWS
         column = weight_tile * BLOCK_N
         own = row + gl.arange(0, ROWS, gl.SliceLayout(1, RANKS))
@@ -211,7 +212,7 @@ def _consume(
         source = planes + part * RANK + own[:, None] * ALL_RANKS + rank[None, :]
         plane = gl.load(source, mask=wanted[:, None], other=0.0)
         # nobody waits for the plane before a product is under way
-        acc = _multiply_step(shared, nothing, unit, 0, CONSUMER, STAGES, CONSUMERS)
+        acc = multiply_step(shared, nothing, unit, 0, CONSUMER, STAGES, CONSUMERS)
         unit += 1
         ranks = ()
         for i in gl.static_range(RANK // CHUNK):
@@ -219,7 +220,7 @@ def _consume(
             if i > 0:
                 plane = gl.load(source + i * CHUNK, mask=wanted[:, None], other=0.0)
             for split in range(splits):
-                acc = _multiply_step(shared, acc, unit, 1 + i * splits + split, CONSUMER, STAGES, CONSUMERS)
+                acc = multiply_step(shared, acc, unit, 1 + i * splits + split, CONSUMER, STAGES, CONSUMERS)
                 unit += 1
                 total += plane
                 plane = gl.load(
@@ -239,12 +240,12 @@ def _consume(
         token_scale = gl.load(scale + token, mask=token < tokens, other=0.0)
         left_weight_scale = gl.load(weight_scale + column + weight)
         right_weight_scale = gl.load(weight_scale + column + HALF + weight)
-        token_tile, _weight_tile = _corner(
+        token_tile, _weight_tile = corner(
             gl.minimum(wave + 1, waves - 1), program, programs, token_tiles, weight_tiles, GROUP
         )
         next_count, next_first = _listed(active, (token_tile * CONSUMERS + CONSUMER) * ROWS, tokens, stride)
         for step in range(1 + RANK // CHUNK * splits, steps):
-            acc = _multiply_step(shared, acc, unit, step, CONSUMER, STAGES, CONSUMERS)
+            acc = multiply_step(shared, acc, unit, step, CONSUMER, STAGES, CONSUMERS)
             unit += 1
         row_scales.index(2 * CONSUMER).store(left_weight_scale)
         row_scales.index(2 * CONSUMER + 1).store(right_weight_scale)
@@ -254,7 +255,7 @@ def _consume(
         cta_barrier()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1)
-        left_sums, right_sums = _halves(acc, ROWS, BLOCK_N)
+        left_sums, right_sums = halves(acc, ROWS, BLOCK_N)
         left = _scaled(left_sums, token_scale, row_scales.index(2 * CONSUMER), HALF)
         right = _scaled(right_sums, token_scale, row_scales.index(2 * CONSUMER + 1), HALF)
         if count > 0:
@@ -345,7 +346,7 @@ def linear_8bit_lora_large_kernel(
                     PDL,
                 ),
             ),
-            (_produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
+            (produce, (weight_desc, q_desc, shared, sizes, ROWS, BLOCK_N, BLOCK_K, STAGES, CONSUMERS, GROUP, PDL)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -1,11 +1,16 @@
-"""What is left of a token after LoRA's first half, in int8: `lora_shrink`'s planes added up and rounded once for all
-who multiply them.
+"""LoRA's second half from ranks that are added up and rounded to int8 once, for all who multiply them.
 
-The ops that make a delta themselves have many programs for each token. Rounded here, beside the projection that they
-follow, a token's ranks are a sixteenth of the planes' bytes for each of them, and nothing of the sum or of the search
-for its largest value is behind their wait.
+`lora_round` adds up `lora_shrink`'s planes and rounds the sum. The ops that make a delta have many programs for each
+token; rounded next to the projection that they follow, a token's ranks are a sixteenth of the planes' bytes for each of
+them, and nothing of the sum or of the search for its largest value delays them after their wait.
+
+`lora_expand_rounded` multiplies the ranks by B, next to a projection that leaves it little room. A program of
+`lora_expand` adds up fp32 planes and widens B's rows. Here one load of a few bytes a token follows the wait, and a
+product of whole numbers takes 40 registers and no shared memory: widening B's int8 rows to bf16 costs more instructions
+than the rest of it. `silu_mul_lora` is made of the same pieces.
 """
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -13,12 +18,28 @@ import triton
 import triton.language as tl
 
 from ..core.registry import register
-from ..core.triton_support import cdiv, next_power_of_2, pdl_options, require_contiguous, row_scale, to_int8
+from ..core.triton_support import (
+    INTERP,
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    pdl_start,
+    require_contiguous,
+    round_to,
+    row_scale,
+    to_int8,
+)
 from ..rows.quantize import quantize_rowwise_reference
-from .shrink import wait_then_launch
+from .expand import place_of
+from .shrink import dequantized, wait_then_launch
 
-ROWS = 16  # of a program
-WARPS = 4
+WARPS = 4  # of a program; where it expands, 32 columns each
+ROWS = 16  # of a program of `lora_round`
+TOKENS = 16  # of a program of `lora_expand_rounded`
+MAX_RANK = 64
+# of 1.5 * 2**23: whole numbers below 2**22 added to these bits are added to that value
+MAGIC_BITS = tl.constexpr(0x4B400000)
+MAGIC = tl.constexpr(12582912.0)
 
 
 def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +48,7 @@ def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor
 
     The kernel multiplies by 1 / step, so a value that lies on a rounding edge may land one step from the reference's.
     """
-    check(planes, parts)
+    _check_planes(planes, parts)
     total = planes[0]
     for plane in planes[1:]:
         total = total + plane
@@ -36,11 +57,11 @@ def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor
 
 
 def lora_round_fake(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    check(planes, parts)
+    _check_planes(planes, parts)
     return planes.new_empty(planes.shape[1:], dtype=torch.int8), planes.new_empty((planes.shape[1], parts))
 
 
-def check(planes: torch.Tensor, parts: int) -> None:
+def _check_planes(planes: torch.Tensor, parts: int) -> None:
     """Raises ValueError for planes that are not fp32 of `parts` times as many ranks."""
     if planes.dim() != 3 or planes.dtype != torch.float32 or parts < 1 or planes.shape[2] % parts:
         raise ValueError(
@@ -84,7 +105,7 @@ def lora_round_launch(
     pdl: bool = False,
 ) -> None:
     """Fill `out` = (q, step). Too small to heed `sm_budget`."""
-    check(planes, parts)
+    _check_planes(planes, parts)
     require_contiguous("lora_round", planes=planes)
     if planes.numel() == 0:
         return
@@ -104,4 +125,277 @@ def lora_round_launch(
 
 lora_round = register(
     "lora_round", lora_round_reference, lora_round_fake, lora_round_launch, kind="lora", family="lora"
+)
+
+
+def fits(rank: int) -> str | None:
+    """Why the products don't take stacks of this rank; None if they do."""
+    return (
+        None
+        if 8 <= rank <= MAX_RANK and rank % 8 == 0
+        else f"LoRA stacks of rank {rank}; it takes multiples of 8 up to {MAX_RANK}"
+    )
+
+
+# Triton deals the rows of a matrix that is loaded by 8 or 16 bytes to the lanes first, then to the warps, then to the
+# registers. The rows of the loads below are such that a thread loads what it holds of the product's operands or result,
+# and nothing goes through shared memory. A warp has a product of its own, of 16 tokens and 32 columns: of these a
+# thread has pairs of columns of blocks of 8, and pairs of four blocks are neighbours in memory here; of 32 ranks it has
+# 4 in each half, and these are neighbours here.
+@triton.jit
+def load_b(b, begin, end, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
+    """B's rows for 32 * WARPS columns from `begin` as the product's operand, int8 [WARPS, RANKS, 32]; zeros from
+    column `end` on and without an adapter.
+    """
+    row = tl.arange(0, RANKS * WARPS * 4)[:, None]
+    place = row // 4 % 8
+    column = begin + row // 32 % WARPS * 32 + place // 2 * 8 + row // (32 * WARPS) % 4 * 2 + place % 2
+    rank = row // (128 * WARPS) * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
+    rows = tl.load(b + column * RANK + rank, mask=(column < tl.where(slot >= 0, end, 0)) & (rank < RANK), other=0)
+    rows = tl.permute(tl.reshape(rows, (RANKS // 32, 4, WARPS, 8, 4, 2, 4)), (2, 0, 5, 4, 6, 1, 3))
+    return tl.reshape(rows, (WARPS, RANKS, 32))
+
+
+@triton.jit
+def load_scale(b_scale, begin, end, slot, WARPS: tl.constexpr):
+    """The scales of these columns, [1, WARPS, 8, 32] with the same in each of the 8; zeros where there are none."""
+    row = tl.arange(0, WARPS * 64)[:, None]
+    column = begin + row // 32 % WARPS * 32 + row % 4 * 8 + row // (32 * WARPS) * 4 + tl.arange(0, 4)[None, :]
+    scale = tl.load(b_scale + column, mask=column < tl.where(slot >= 0, end, 0), other=0.0)
+    return tl.reshape(tl.permute(tl.reshape(scale, (2, WARPS, 8, 4, 4)), (1, 2, 3, 0, 4)), (1, WARPS, 8, 32))
+
+
+@triton.jit
+def load_tokens(token_order, first, count, WARPS: tl.constexpr):
+    """16 tokens, each where its ranks and its part of the result lie: int64 [WARPS * 64, 1], -1 past the last one."""
+    row = tl.arange(0, WARPS * 64)[:, None]
+    lane = row // (32 * WARPS) * 8 + row // 4 % 8
+    return tl.load(token_order + first + lane, mask=lane < count, other=-1).to(tl.int64)
+
+
+@triton.jit
+def columns_of(begin, WARPS: tl.constexpr):
+    """32 * WARPS columns beside them, [WARPS * 64, 8]."""
+    row = tl.arange(0, WARPS * 64)[:, None]
+    return begin + row // 32 % WARPS * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def load_ranks(
+    ranks, token, linear, LINEARS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr
+):
+    """Of 16 tokens the ranks of one of LINEARS linears as the product's other operand, int8 [WARPS, 16, RANKS]
+    (every warp loads all of them).
+    """
+    row = tl.arange(0, RANKS * WARPS * 2)[:, None]
+    rank = row // (64 * WARPS) * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
+    token = tl.reshape(tl.broadcast_to(token[None, :, :], (RANKS // 32, WARPS * 64, 1)), (RANKS * WARPS * 2, 1))
+    values = tl.load(
+        ranks + token * (LINEARS * RANK) + linear * RANK + rank, mask=(token >= 0) & (rank < RANK), other=0
+    )
+    values = tl.permute(tl.reshape(values, (RANKS // 32, 2, WARPS, 8, 4, 2, 4)), (2, 1, 3, 0, 5, 4, 6))
+    return tl.reshape(values, (WARPS, 16, RANKS))
+
+
+@triton.jit
+def load_step(rank_step, token, slot, linear, LINEARS: tl.constexpr):
+    """The steps of these ranks, fp32 [WARPS * 64, 1]; zeros where there is no adapter."""
+    step = tl.load(rank_step + token * LINEARS + linear, mask=tl.where(slot >= 0, token, -1) >= 0, other=0.0)
+    # 22 bits: its product with MAGIC is exact
+    return (step.to(tl.int32, bitcast=True) & -4).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(q, step, rows, WARPS: tl.constexpr):
+    """q @ rows times the tokens' steps, fp32 [2, WARPS, 8, 32]: the elements of [WARPS * 64, 8] (`load_tokens`,
+    `columns_of`), and in the same threads.
+    """
+    total = tl.dot(q, rows, tl.full([WARPS, 16, 32], MAGIC_BITS, tl.int32), out_dtype=tl.int32)
+    total = tl.permute(tl.reshape(total, (WARPS, 2, 8, 4, 4, 2)), (1, 0, 2, 4, 3, 5))
+    # converting whole numbers takes four times as long as this sum
+    total = tl.reshape(total, (2, WARPS, 8, 32)).to(tl.float32, bitcast=True)
+    step = tl.reshape(tl.broadcast_to(step, (WARPS * 64, 8)), (2, WARPS, 8, 32))
+    if INTERP:  # its multiply-add rounds twice
+        return (total - MAGIC) * step
+    else:
+        return tl.fma(total, step, step * -MAGIC)
+
+
+def lora_expand_rounded_reference(
+    ranks: torch.Tensor,
+    rank_step: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    slices: Sequence[int],
+) -> torch.Tensor:
+    """delta[t, slice i] = ranks[t, i*R:(i+1)*R] @ b[slot of t, slice i]^T * rank_step[t, i] * b_scale[slot of t, slice
+    i].
+
+    ranks, rank_step   [T, n*R] int8, [T, n] fp32: `lora_round`'s; those of tokens without an adapter may hold anything
+    b, b_scale         [S, N, R] int8, [S, N] fp32; alpha / rank already folded in
+    token_order, tiles, tile   of `lora_plan`
+    slices             the n output widths of the packed linears, adding up to N
+    returns            [T, N] bf16, rounded once from fp32; zeros for tokens without an adapter
+    """
+    _check_ranks(ranks, rank_step, b, b_scale, slices)
+    rank = b.shape[2]
+    delta = torch.zeros(ranks.shape[0], b.shape[1], dtype=torch.bfloat16, device=b.device)
+    for slot, first, count in tiles.tolist():
+        if slot < 0:
+            continue
+        tokens = token_order[first : first + count].long()
+        start = 0
+        for i, width in enumerate(slices):
+            columns = slice(start, start + width)
+            total = ranks[tokens, i * rank : (i + 1) * rank].float() @ b[slot, columns].float().T
+            delta[tokens, columns] = (dequantized(total, rank_step[tokens, i]) * b_scale[slot, columns]).to(delta.dtype)
+            start += width
+    return delta
+
+
+def lora_expand_rounded_fake(
+    ranks: torch.Tensor,
+    rank_step: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    slices: Sequence[int],
+) -> torch.Tensor:
+    _check_ranks(ranks, rank_step, b, b_scale, slices)
+    return b.new_empty((ranks.shape[0], b.shape[1]), dtype=torch.bfloat16)
+
+
+def _check_ranks(
+    ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, slices: Sequence[int]
+) -> None:
+    """Raises ValueError for shapes and dtypes that are not those of `lora_expand_rounded_reference`."""
+    linears = len(slices)
+    if (
+        b.dtype != torch.int8
+        or b.dim() != 3
+        or b_scale.shape != b.shape[:2]
+        or not 1 <= linears <= 3
+        or sum(slices) != b.shape[1]
+    ):
+        raise ValueError(
+            f"lora_expand_rounded: b {b.dtype}{tuple(b.shape)} and b_scale {tuple(b_scale.shape)} for slices of "
+            f"{list(slices)}; needs torch.int8 "
+            "[S, N, R] and [S, N] for one to three slices that add up to N"
+        )
+    if (
+        ranks.dtype != torch.int8
+        or ranks.shape[1:] != (linears * b.shape[2],)
+        or rank_step.dtype != torch.float32
+        or rank_step.shape[1:] != (linears,)
+    ):
+        raise ValueError(
+            f"lora_expand_rounded: ranks {ranks.dtype}{tuple(ranks.shape)} and rank_step "
+            f"{rank_step.dtype}{tuple(rank_step.shape)}; needs "
+            f"torch.int8 [T, {linears * b.shape[2]}] and torch.float32 [T, {linears}], as lora_round makes them for "
+            f"{linears} linears"
+        )
+
+
+@triton.jit
+def expand_rounded_kernel(
+    ranks, rank_step, b, b_scale, token_order, tiles, delta, blocks, groups, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr, LINEARS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for 16 tokens of a tile and 32 * WARPS columns of one slice; those of unused tiles and tokens end at
+    once.
+    """
+    N: tl.constexpr = WIDTH0 + WIDTH1 + WIDTH2
+    tile, linear, begin, end = place_of(tl.program_id(0) // groups, blocks, WIDTH0, WIDTH1, WIDTH2, 32 * WARPS)
+    done = tl.program_id(0) % groups * 16
+    row = tiles + tile * 3
+    slot, first, count = tl.load(row), tl.load(row + 1) + done, tl.load(row + 2) - done
+    if count > 0:
+        rows = load_b(b + slot.to(tl.int64) * N * RANK, begin, end, slot, RANK, RANKS, WARPS)
+        scale = load_scale(b_scale + slot.to(tl.int64) * N, begin, end, slot, WARPS)
+        token, column = load_tokens(token_order, first, count, WARPS), columns_of(begin, WARPS)
+        pdl_start(PDL)
+        values = (
+            product(
+                load_ranks(ranks, token, linear, LINEARS, RANK, RANKS, WARPS),
+                load_step(rank_step, token, slot, linear, LINEARS),
+                rows,
+                WARPS,
+            )
+            * scale
+        )
+        values = tl.reshape(round_to(values, delta.dtype.element_ty), (WARPS * 64, 8))
+        tl.store(delta + token * N + column, values, mask=(token >= 0) & (column < end))
+
+
+def lora_expand_rounded_launch(
+    ranks: torch.Tensor,
+    rank_step: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    slices: Sequence[int],
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+) -> None:
+    """Fill `out` = (delta,). With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the
+    one that wrote b.
+
+    Does not heed `sm_budget`. Raises ValueError where `fits` objects.
+    """
+    _check_ranks(ranks, rank_step, b, b_scale, slices)
+    rank = b.shape[2]
+    objection = fits(rank)
+    if objection:
+        raise ValueError(f"lora_expand_rounded: {objection}; lora_expand does")
+    require_contiguous(
+        "lora_expand_rounded",
+        ranks=ranks,
+        rank_step=rank_step,
+        b=b,
+        b_scale=b_scale,
+        token_order=token_order,
+        tiles=tiles,
+    )
+    if ranks.numel() == 0:
+        return
+    widths = [*slices, 0, 0][:3]
+    warps = min(WARPS, next_power_of_2(cdiv(max(slices), 32)))
+    blocks, groups = sum(cdiv(width, 32 * warps) for width in slices), cdiv(tile, TOKENS)
+    expand_rounded_kernel[(tiles.shape[0] * groups * blocks,)](
+        ranks,
+        rank_step,
+        b,
+        b_scale,
+        token_order,
+        tiles,
+        out[0],
+        blocks,
+        groups,
+        *widths,
+        LINEARS=len(slices),
+        RANK=rank,
+        RANKS=max(32, next_power_of_2(rank)),
+        WARPS=warps,
+        num_warps=warps,
+        **pdl_options(pdl),
+    )
+
+
+lora_expand_rounded = register(
+    "lora_expand_rounded",
+    lora_expand_rounded_reference,
+    lora_expand_rounded_fake,
+    lora_expand_rounded_launch,
+    kind="lora",
+    family="lora",
 )

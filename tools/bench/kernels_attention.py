@@ -98,8 +98,7 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
 
     from ...ops.attention.paged_attention import paged_attention
     from ...ops.attention.prefill_gluon import tile_tokens
-    from ...ops.attention.widen_kv import widen_kv
-    from ...ops.attention.widen_plan import widen_plan
+    from ...ops.attention.widen_kv import widen_kv, widen_plan
     from ...ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
 
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, BY_TILE: torch.int8, "bf16": torch.bfloat16}[cache]

@@ -25,7 +25,7 @@ from sidestream.compiler.inspect.explain import (
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.pipeline import PASSES, insert_pass
-from sidestream.ops.attention.rope_angles import rope_angles
+from sidestream.ops.attention.rope import rope_angles
 from support.meta_model import DECODE, DECODE_BASE, MIXED, compiled_llama, meta_llama
 from torch import fx
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sidestream.ops.attention.rope_angles import rope_angles
+from sidestream.ops.attention.rope import rope_angles
 from support.checks import Tolerance, check_kernel
 from support.sm90 import launched
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from sidestream.ops.attention import prefill_gluon, prefill_gluon_pieces, prefill_wide_gluon
 from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, reference
-from sidestream.ops.attention.widen_kv import widen_kv
-from sidestream.ops.attention.widen_plan import FEWEST_TILES, widen_plan
+from sidestream.ops.attention.widen_kv import FEWEST_TILES, widen_kv, widen_plan
 from sidestream.ops.core import gluon_support
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
 from support.attention import BF16, FP32, INT8, Batch, make_batch, relative_error, spills_in_main_loop, tolerance

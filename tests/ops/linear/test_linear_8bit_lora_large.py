@@ -11,9 +11,8 @@ from sidestream.ops.linear import linear_8bit_lora as module
 from sidestream.ops.linear.linear_8bit import linear_8bit
 from sidestream.ops.linear.linear_8bit_lora import candidates, fits, launch, linear_8bit_lora, lora_config
 from sidestream.ops.linear.tuning import LinearConfig, large_candidates, tuned_table
-from sidestream.ops.lora.active import lora_active
 from sidestream.ops.lora.expand import lora_expand
-from sidestream.ops.lora.plan import lora_plan_reference, lora_splits
+from sidestream.ops.lora.plan import lora_active, lora_plan_reference, lora_splits
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.gluon_threads import kernels_in_threads
 from support.linears import INT8_DEVIATION, NEAR

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sidestream.ops.lora.active import lora_active
+from sidestream.ops.lora.plan import lora_active
 from support.checks import EXACT, check_kernel
 
 
