@@ -203,7 +203,7 @@ class Server:
             return values
 
     def child(self, module: str) -> int:
-        """Process id of the batcher (`runtime.batcher`) or the GPU process (`fake_gpu`, `gpu_process`)."""
+        """Process id of the batcher (`server.batcher`) or the GPU process (`fake_gpu`, `gpu_process`)."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:

@@ -314,8 +314,8 @@ def test_a_process_that_ends_leaves_no_half_written_file(tmp_path):
     code = f"""
 import sys, time, numpy
 from pathlib import Path
-from sidestream.runtime import slot_cache
-from sidestream.runtime.cache_folder import CacheFolder
+from sidestream.runtime.adapters import slot_cache
+from sidestream.runtime.adapters.cache_folder import CacheFolder
 slot_cache.WRITE_PAUSE = 0.05
 cache = slot_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
 cache.background._line.quiet = 0.0

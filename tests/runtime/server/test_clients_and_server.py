@@ -101,7 +101,7 @@ def test_death_and_drain_are_told(tmp_path: Path) -> None:
     with serve_fake(tmp_path / "second", **SIZES) as server, Client(server.address, connect_timeout=60) as client:
         stream = client.stream([1, 2], LONG)
         next(stream)
-        os.kill(server.child("runtime.batcher"), signal.SIGKILL)
+        os.kill(server.child("server.batcher"), signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(EngineDeadError):
             list(stream)

@@ -129,7 +129,7 @@ def test_a_full_disk_costs_the_next_start_its_time_and_nothing_else(served):
     assert "is not kept for the next start" in said
 
 
-@pytest.mark.parametrize("stopped", ["runtime.batcher", "fake_gpu"])
+@pytest.mark.parametrize("stopped", ["server.batcher", "fake_gpu"])
 def test_processes_that_sleep_for_a_while_go_on(tmp_path, stopped):
     """To everybody else, and to its own timers, that is a clock that jumps ahead."""
     with serve_fake(tmp_path, step_seconds=0.002) as server, server.connect() as wire:

@@ -246,7 +246,7 @@ def test_with_restart_the_engine_comes_back(tmp_path):
         wire.others.clear()
         assert wire.hello().instance != former
         assert_works(wire)
-        os.kill(server.child("runtime.batcher"), signal.SIGKILL)
+        os.kill(server.child("server.batcher"), signal.SIGKILL)
         time.sleep(0.5)
         with server.connect() as fresh:
             assert_works(fresh)
@@ -255,7 +255,7 @@ def test_with_restart_the_engine_comes_back(tmp_path):
 
 def test_the_death_of_the_batcher_ends_everything(tmp_path):
     with serve_fake(tmp_path) as server, server.connect():
-        gpu, batcher = server.child("fake_gpu"), server.child("runtime.batcher")
+        gpu, batcher = server.child("fake_gpu"), server.child("server.batcher")
         os.kill(batcher, signal.SIGKILL)
         assert server.process.wait(10) == 1
         assert not Path(f"/proc/{gpu}").exists()
@@ -263,7 +263,7 @@ def test_the_death_of_the_batcher_ends_everything(tmp_path):
 
 def test_the_death_of_the_supervisor_ends_everything(tmp_path):
     with serve_fake(tmp_path) as server, server.connect():
-        children = [server.child("fake_gpu"), server.child("runtime.batcher")]
+        children = [server.child("fake_gpu"), server.child("server.batcher")]
         server.process.kill()
         server.process.wait()
         end = time.monotonic() + 10

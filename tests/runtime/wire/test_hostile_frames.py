@@ -217,7 +217,7 @@ def attack(server: Server, count: int, seed: int) -> dict[str, int]:
 def test_a_server_survives_and_keeps_nothing(server: Server) -> None:
     with Client(server.address, connect_timeout=60) as client:
         client.generate([[1, 2, 3]], adapter="a0")
-    batcher = Process(server.child("runtime.batcher"))
+    batcher = Process(server.child("server.batcher"))
     gpu = Process(server.child("fake_gpu"))
     seed = random.randrange(2**31)
     attack(server, max(300, COUNT // 10), seed)  # what it keeps for good, it has now
@@ -235,7 +235,7 @@ def test_a_server_survives_and_keeps_nothing(server: Server) -> None:
     assert not problems, f"{problems}, seed {seed}, the server said: {server.log.read_text()[-3000:]}"
     values = settled(server)
     assert batcher.alive and gpu.alive and server.health().status == "ok", f"seed {seed}"
-    assert server.child("runtime.batcher") == batcher.pid and server.child("fake_gpu") == gpu.pid, (
+    assert server.child("server.batcher") == batcher.pid and server.child("fake_gpu") == gpu.pid, (
         "nothing was restarted"
     )
     assert {"bad_frame", "invalid_request", "Accepted"} <= set(answers), "they reached the rooms behind the door"
@@ -249,7 +249,7 @@ def test_a_server_survives_and_keeps_nothing(server: Server) -> None:
 
 def test_bytes_that_are_not_even_zeromq(server: Server) -> None:
     with Client(server.address, connect_timeout=60) as client:
-        batcher = Process(server.child("runtime.batcher"))
+        batcher = Process(server.child("server.batcher"))
         files = batcher.files
         source = random.Random()
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
@@ -274,7 +274,7 @@ def test_a_frame_above_the_limit_costs_its_sender_the_connection_and_nobody_else
     with Client(server.address, connect_timeout=60) as client:
         stream = client.stream([1, 2], SamplingParams(max_tokens=400, ignore_eos=True))
         next(stream)
-        batcher = Process(server.child("runtime.batcher"))
+        batcher = Process(server.child("server.batcher"))
         memory = batcher.memory
         for _ in range(5):
             giant = Attacker(context, server.address, reads=False)

@@ -1,0 +1,136 @@
+"""The server under attack: `sidestream serve` with the demo model in a child process, and what its processes hold."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ...runtime.client.client import Client
+from ...runtime.requests.errors import ServerError
+
+ROLES = {"sidestream.runtime.server.batcher": "batcher", "sidestream.runtime.server.gpu_process": "GPU process"}
+LARGEST_FILE = 256 << 20
+"""Bytes after which the server's writes fail while the disk counts as full for it, and never otherwise."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one process holds: resident bytes, open files, threads."""
+
+    memory: int
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Holdings | None":
+        """None if the process is gone."""
+        try:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            files = len(os.listdir(f"/proc/{pid}/fd"))
+            threads = len(os.listdir(f"/proc/{pid}/task"))
+        except (OSError, IndexError):
+            return None
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), files, threads)
+
+
+class ServedDemo:
+    """The demo model, served with `--restart` below `folder` (socket, cache, adapters' root, log)."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.adapters = folder / "adapters"
+        self.log = folder / "server.log"
+        self.address = f"ipc://{folder}/run/engine.sock"
+        for made in (self.cache, self.adapters):
+            made.mkdir(mode=0o700, parents=True)
+        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--bind", self.address, "--restart"]
+        command += ["--adapter-root", str(self.adapters), "--allow-adapter-loading", *flags]
+        environment = os.environ | {
+            "SIDESTREAM_CACHE": str(self.cache),
+            "OMP_NUM_THREADS": "1",
+            "XDG_RUNTIME_DIR": str(folder),
+        }
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.stop()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the supervisor runs."""
+        return self._process.poll() is None
+
+    def processes(self) -> dict[str, int]:
+        """Role -> process id: the supervisor, and those of its children that run."""
+        found = {"supervisor": self._process.pid} if self.alive else {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except (OSError, IndexError, ValueError):
+                continue
+            if parent == self._process.pid:
+                found |= {role: int(entry.name) for module, role in ROLES.items() if module in words}
+        return found
+
+    def holdings(self) -> dict[str, Holdings]:
+        """What each process holds."""
+        held = {role: Holdings.of(pid) for role, pid in self.processes().items()}
+        return {role: each for role, each in held.items() if each is not None}
+
+    def wait(self, seconds: float = 180.0) -> float:
+        """Wait until the server answers; returns the seconds that it took. Raises TimeoutError."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < seconds:
+            if not self.alive:
+                raise TimeoutError(f"the server ended: {self.tail()}")
+            try:
+                with Client(self.address, connect_timeout=2.0, call_timeout=5.0) as client:
+                    if client.health().status == "ok":
+                        return time.monotonic() - begun
+            except (ServerError, TimeoutError, OSError):
+                pass
+            time.sleep(0.2)
+        raise TimeoutError(f"the server did not answer for {seconds:g} s: {self.tail()}")
+
+    def full_disk(self, full: bool) -> None:
+        """From now on the server's processes cannot write files (or can again): a disk with no room left."""
+        for pid in self.processes().values():
+            limit = 0 if full else LARGEST_FILE
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
+
+    def tail(self, lines: int = 8) -> str:
+        """The end of the server's log."""
+        return " | ".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def tracebacks(self) -> int:
+        """How many tracebacks the server has printed."""
+        return self.log.read_bytes().count(b"Traceback (most recent call last)")
+
+    def stop(self) -> list[str]:
+        """SIGTERM, then SIGKILL if it does not end; returns what is left of it: processes and sockets."""
+        children = set(self.processes().values()) - {self._process.pid}
+        if self.alive:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        left = [f"process {pid}" for pid in children if Path(f"/proc/{pid}").exists()]
+        return left + [str(path.relative_to(self.folder)) for path in self.folder.rglob("*.sock")]
