@@ -7,5 +7,6 @@ bench         `sidestream bench`, and what else measures speed
 tuning        `sidestream tune`
 quality       `sidestream eval`: how close quantized serving is to bf16
 pages         keeps the docs' tables and excerpts true
+chaos         attacks a live server while healthy clients check every answer
 train         makes the demo model (demo_model/)
 """

@@ -1,81 +1,16 @@
-"""Frames that no honest program sends: mutations of the corpus in tests/corpus/frames, and messages whose fields hold
-the wrong things.
+"""The corpus of odd frames in tests/corpus/frames, and frames made of it.
 
 Each corpus file is the content of a frame after its header (the header names a running engine), or, if its name begins
 with `raw_`, a whole frame.
 """
 
 import random
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
-from sidestream.runtime.wire import protocol
+from sidestream.tools.chaos import frames as chaos
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "frames"
-FIELDS = (
-    "type",
-    "request_id",
-    "prompt",
-    "prompt_token_ids",
-    "adapter",
-    "sampling",
-    "stream",
-    "priority",
-    "deadline_seconds",
-    "request_ids",
-    "call",
-    "name",
-    "path",
-    "replace",
-    "client",
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "logprobs",
-    "logit_bias",
-)
-TYPES = (
-    "hello",
-    "submit",
-    "abort",
-    "load_adapter",
-    "unload_adapter",
-    "list_adapters",
-    "get_stats",
-    "get_health",
-    "beat",
-    "welcome",
-    "chunks",
-    "__class__",
-    "",
-)
-NUMBERS = (
-    0,
-    -1,
-    1,
-    2**31 - 1,
-    2**31,
-    2**53,
-    -(2**63),
-    2**63 - 1,
-    2**64 - 1,
-    0.0,
-    -0.0,
-    1e308,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-)
 
 
 def corpus() -> dict[str, bytes]:
@@ -83,92 +18,6 @@ def corpus() -> dict[str, bytes]:
     return {path.stem: path.read_bytes() for path in sorted(CORPUS.glob("*.bin"))}
 
 
-def value(source: random.Random, depth: int = 0) -> Any:
-    """Anything that msgpack can carry."""
-    kind = source.randrange(9 if depth < 3 else 6)
-    if kind == 0:
-        return source.choice(NUMBERS)
-    if kind == 1:
-        return source.choice((None, True, False))
-    if kind == 2:
-        return "".join(
-            chr(source.choice((source.randrange(32, 127), source.randrange(0xD7FF), 0, 0x202E)))
-            for _ in range(source.choice((0, 1, 5, 70, 300)))
-        )
-    if kind == 3:
-        return source.randbytes(source.choice((0, 1, 20, 300)))
-    if kind == 4:
-        return source.randrange(300)
-    if kind == 5:
-        return source.choice(TYPES)
-    if kind == 6:
-        return [value(source, depth + 1) for _ in range(source.choice((0, 1, 3, 70)))]
-    if kind == 7:
-        return {source.choice(FIELDS): value(source, depth + 1) for _ in range(source.randrange(6))}
-    return [source.randrange(-5, 400) for _ in range(source.choice((1, 8, 64)))]
-
-
-def message(source: random.Random) -> bytes:
-    """A map that looks like a message, more or less."""
-    made: dict[Any, Any] = {field: value(source) for field in source.sample(FIELDS, source.randrange(8))}
-    if source.random() < 0.9:
-        made["type"] = source.choice(TYPES)
-    if made.get("type") == "submit" and source.random() < 0.7:  # near enough to be taken, sometimes
-        made |= {
-            "request_id": source.choice(("a", "b", f"r{source.randrange(10**6)}")),
-            "prompt_token_ids": [source.randrange(256) for _ in range(9)],
-        }
-        made.pop("prompt", None)
-        if source.random() < 0.5:
-            made.pop("sampling", None)
-    return msgspec.msgpack.encode(made)
-
-
-def mutated(source: random.Random, data: bytes) -> bytes:
-    """`data` with a few bytes changed, cut off, doubled or put in."""
-    changed = bytearray(data)
-    for _ in range(source.choice((1, 1, 2, 5))):
-        place = source.randrange(len(changed) + 1)
-        kind = source.randrange(6)
-        if kind == 0 and changed:
-            changed[place % len(changed)] ^= 1 << source.randrange(8)
-        elif kind == 1 and changed:
-            changed[place % len(changed)] = source.choice(
-                (0, 0x7F, 0x80, 0x8F, 0x9F, 0xC0, 0xC1, 0xC6, 0xCA, 0xCF, 0xD9, 0xDB, 0xDD, 0xDF, 0xFF)
-            )
-        elif kind == 2:
-            del changed[place:]
-        elif kind == 3:
-            changed[place:place] = source.randbytes(source.choice((1, 4, 30)))
-        elif kind == 4:
-            changed[place:place] = changed[: source.choice((1, 8, 64))]
-        else:
-            changed[place:place] = source.choice(
-                (
-                    b"\xdd\xff\xff\xff\xff",
-                    b"\xdf\xff\xff\xff\xff",
-                    b"\xc6\xff\xff\xff\xff",
-                    b"\x91" * 500,
-                    b"\x81\xa1a" * 300,
-                )
-            )
-    return bytes(changed)
-
-
 def frames(seed: int, count: int, instance: bytes) -> Iterator[bytes]:
     """`count` hostile frames for an engine; the same ones for the same seed."""
-    source = random.Random(seed)
-    known = list(corpus().items())
-    head = protocol.header(instance)
-    for _ in range(count):
-        kind = source.randrange(10)
-        if kind < 4:
-            yield head + message(source)
-        elif kind < 9:
-            name, data = source.choice(known)
-            whole = data if name.startswith("raw_") else head + data
-            yield mutated(source, whole) if source.random() < 0.3 else whole[:20] + mutated(source, whole[20:])
-        else:
-            yield struct.pack(">2sH", b"SS", source.choice((0, 1, 2, 65535))) + source.randbytes(
-                source.choice((0, 15, 16, 17, 200))
-            )
+    return chaos.frames(random.Random(seed), count, instance, corpus())
