@@ -27,7 +27,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def latency(name: str = "bench_latency_h200") -> str:
-    """Workload A: a line for each C, base beside adapters."""
+    """Workload A: a line for each C, base next to adapters."""
     rows = {(row["lora"], row["concurrency"]): row for row in raw(name)["rows"]}
     lines = []
     for count in sorted({count for _, count in rows}):
@@ -114,7 +114,7 @@ def fp8_latency() -> str:
 
 
 def layer() -> str:
-    """A decode layer without adapters, and with LoRA lowered as the passes choose and by launches beside the base
+    """A decode layer without adapters, and with LoRA lowered as the passes choose and by launches on the side stream
     alone.
     """
     lowered: dict[int, dict[str, float]] = {}
@@ -203,7 +203,7 @@ def kernels() -> str:
         ]
         what = f"{tokens} requests that decode" if tokens <= 256 else f"prompts of {tokens:,} tokens"
         rows.append([what, str(lanes[0]["main"]), str(lanes[1]["main"]), str(lanes[1]["side"])])
-    return table(["a layer's steps", "no adapters", "with adapters, main lane", "beside it"], rows)
+    return table(["a layer's steps", "no adapters", "with adapters, main lane", "side lane"], rows)
 
 
 TABLES: Excerpts = {
