@@ -1,1 +1,23 @@
-"""graphs"""
+"""What is compiled, and what is read from disk for it: Llama and LoRA as plain modules, checkpoints, PEFT adapters.
+
+The model:
+llama             Llama as readable PyTorch, with the parameter names of its checkpoints
+lora              a linear layer with LoRA stacks, and the stacks' shape
+rotary            rotary position embedding: frequencies and rotation
+config            config.json: shapes, constants, and what is refused
+
+Files:
+checkpoint        a model's weights: one file or shards, validated before they are loaded
+safetensors_file  one .safetensors file through a memory map
+regular_file      opening what somebody else put there: regular files, under the directories that are allowed
+quoting           what an error may say of such a file
+
+PEFT adapters:
+adapter           one adapter, read from its directory and checked against the base
+adapter_config    adapter_config.json: what is honoured, harmless, refused
+adapter_file      the adapter's .safetensors file, read once and whole
+peft_patterns     how PEFT matches module names, in linear time
+stack             an adapter as one slot of the stacks that the graph reads
+
+A module imports those of its own group and of the groups above `adapter` only; none imports `adapter` but `stack`.
+"""

@@ -5,7 +5,7 @@ served exactly is refused by name.
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,10 +15,13 @@ import torch
 from .adapter_config import AdapterConfig, AdapterError
 from .adapter_file import AdapterFile, readers
 from .config import LlamaConfig
+from .peft_patterns import LookAroundError
+from .quoting import name_of
 from .safetensors_file import FLOATING
 
 WEIGHTS = "adapter_model.safetensors"
 MODULES_AT_ONCE = 14
+TENSORS_PER_MODULE = 4  # A and B, and room for what is refused by name
 _AGAIN = "save the adapter again with peft's save_pretrained"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _OTHER_BASE = "the adapter was trained on another base; use that one"
@@ -53,14 +56,20 @@ class Adapter:
 
 
 def load_adapter(
-    path: str | Path, config: LlamaConfig, max_rank: int, lenient: bool = False, recall: Recall | None = None
+    path: str | Path,
+    config: LlamaConfig,
+    max_rank: int,
+    lenient: bool = False,
+    recall: Recall | None = None,
+    roots: Sequence[Path] | None = None,
 ) -> Adapter:
     """Reads the PEFT adapter in directory `path` for the base that `config` describes.
 
     `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of
     refused. `recall`: given a `source`, the content hash that an earlier call found for it, or None; where it knows
-    one, the values are not looked at again and `tensors` stays empty. Only safetensors are read. Raises AdapterError
-    naming the field or tensor and the remedy.
+    one, the values are not looked at again and `tensors` stays empty. `roots`: resolved directories under one of which
+    every file must lie, after all links; None: anywhere. Only safetensors are read, and only regular files. Raises
+    AdapterError naming the field or tensor and the remedy; it quotes nothing else of a file.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -68,13 +77,14 @@ def load_adapter(
             f"adapter directory {directory} does not exist: give the directory that holds adapter_config.json and "
             f"{WEIGHTS}"
         )
-    settings = AdapterConfig.from_directory(directory, lenient)
+    settings = AdapterConfig.from_directory(directory, lenient, roots)
     if not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists():
         raise AdapterError(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
             "save_pretrained(safe_serialization=True)"
         )
-    with AdapterFile(directory / WEIGHTS, AdapterError, _AGAIN) as file:
+    most = TENSORS_PER_MODULE * len(config.linear_modules())
+    with AdapterFile(directory / WEIGHTS, AdapterError, _AGAIN, most, roots) as file:
         pairs = _pairs(file, config)
         ranks = {
             module: _check_shapes(file, module, names, config, settings, max_rank) for module, names in pairs.items()
@@ -85,7 +95,7 @@ def load_adapter(
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     content_hash = recall(source) if recall is not None else None
     if content_hash is None:
-        file.check_finite()
+        file.check_values()
         content_hash = _content_hash(file, pairs, scaling)
         tensors = {module: (file.tensor(names[0]), file.tensor(names[1])) for module, names in pairs.items()}
     differences = _differences(settings, config, set(pairs))
@@ -114,8 +124,8 @@ def _pairs(file: AdapterFile, config: LlamaConfig) -> dict[str, tuple[str, str]]
         module, side = match["module"], match["side"]
         if (module, side) in sides:
             raise AdapterError(
-                f"{WEIGHTS}: tensors {sides[module, side]!r} and {key!r} are both lora_{side} of {module}: remove "
-                f"one, or {_AGAIN}"
+                f"{WEIGHTS}: tensors {name_of(sides[module, side])} and {name_of(key)} are both lora_{side} "
+                f"of {module}: remove one, or {_AGAIN}"
             )
         sides[module, side] = key
     if not sides:
@@ -131,20 +141,22 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
     """Why a tensor is none of ours."""
     if any(name in key for name in _EMBEDDINGS):
         return (
-            f"tensor {key!r} adapts the embedding or the output head, which is not supported: train with "
+            f"tensor {name_of(key)} adapts the embedding or the output head, which is not supported: train with "
             "target_modules on the layers' projections only"
         )
     if "lora_magnitude_vector" in key:
         return (
-            f"tensor {key!r} belongs to DoRA, which is not supported: merge the adapter into its base, or train "
+            f"tensor {name_of(key)} belongs to DoRA, which is not supported: merge the adapter into its base, or train "
             "with use_dora=False"
         )
     if ".lora_" in key and key.endswith(".bias"):
-        return f"tensor {key!r} is a LoRA bias, which is not supported: train with lora_bias=False"
+        return f"tensor {name_of(key)} is a LoRA bias, which is not supported: train with lora_bias=False"
     layer = re.match(r"model\.layers\.(\d+)\.", module or "")
     if layer and int(layer[1]) >= config.num_hidden_layers:
-        return f"tensor {key!r} is for layer {layer[1]}, but the base has {config.num_hidden_layers}: {_OTHER_BASE}"
-    return f"tensor {key!r} is not LoRA A or B of a Llama projection: remove it, or {_AGAIN}"
+        return (
+            f"tensor {name_of(key)} is for layer {layer[1]}, but the base has {config.num_hidden_layers}: {_OTHER_BASE}"
+        )
+    return f"tensor {name_of(key)} is not LoRA A or B of a Llama projection: remove it, or {_AGAIN}"
 
 
 def _check_shapes(
@@ -196,7 +208,10 @@ def _content_hash(file: AdapterFile, pairs: Mapping[str, tuple[str, str]], scali
 
 def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
     """Where adapter_config.json's choice of modules disagrees with the tensors."""
-    chosen = {module for module in config.linear_modules() if settings.targets_module(module)}
+    try:
+        chosen = {module for module in config.linear_modules() if settings.targets_module(module)}
+    except LookAroundError as problem:
+        return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = []
     without = (chosen - present, "targeted by adapter_config.json have no tensors (served without LoRA)")
     beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")

@@ -1,13 +1,14 @@
 """adapter_config.json of PEFT: what is honoured, what is harmless, and what is refused with its remedy."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .config import read_json_object
-from .peft_patterns import PatternError, first_match, targeted
+from .peft_patterns import MAX_PATTERNS, LookAroundError, PatternError, PeftPatterns
+from .quoting import name_of, value_of
 
 CONFIG = "adapter_config.json"
 _AGAIN = "save the adapter again with peft's save_pretrained"
@@ -77,6 +78,37 @@ _REFUSED = {
 }
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_INITS = (*_CHANGED_BASE, *(f"pissa_niter_{count}" for count in range(1, 65)), "mica", "true", "True")
+_BIASES = ("all", "lora_only")
+_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+_PEFT_TYPES = (
+    "ADALORA",
+    "ADAPTION_PROMPT",
+    "BOFT",
+    "C3A",
+    "FOURIERFT",
+    "HRA",
+    "IA3",
+    "LN_TUNING",
+    "LOHA",
+    "LOKR",
+    "MISS",
+    "MULTITASK_PROMPT_TUNING",
+    "OFT",
+    "POLY",
+    "PREFIX_TUNING",
+    "PROMPT_TUNING",
+    "P_TUNING",
+    "RANDLORA",
+    "SHIRA",
+    "TRAINABLE_TOKENS",
+    "VBLORA",
+    "VERA",
+    "XLORA",
+)
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+MAX_NAMES = 4096
+MAX_ALPHA = 1e6
 
 
 @dataclass(frozen=True)
@@ -92,20 +124,23 @@ class AdapterConfig:
     exclude_modules: Any = None
     layers_to_transform: Any = None
     layers_pattern: Any = None
+    _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
-    def from_directory(cls, directory: Path, lenient: bool = False) -> "AdapterConfig":
-        """Reads `directory`/adapter_config.json."""
-        return cls.from_dict(
-            read_json_object(directory / CONFIG, AdapterError, "give the directory that peft's save_pretrained wrote"),
-            lenient,
-        )
+    def from_directory(
+        cls, directory: Path, lenient: bool = False, roots: Sequence[Path] | None = None
+    ) -> "AdapterConfig":
+        """Reads `directory`/adapter_config.json, which must lie under one of `roots` if given. Raises AdapterError."""
+        remedy = "give the directory that peft's save_pretrained wrote"
+        return cls.from_dict(read_json_object(directory / CONFIG, AdapterError, remedy, roots=roots), lenient)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], lenient: bool = False) -> "AdapterConfig":
         """Checks every field. `lenient` lets unknown fields pass. Raises AdapterError."""
         if fields.get("peft_type") != "LORA":
-            raise AdapterError(f"peft_type {fields.get('peft_type')!r} is not supported: only LORA is; {_MERGE}")
+            raise AdapterError(
+                f"peft_type {value_of(fields.get('peft_type'), _PEFT_TYPES)} is not supported: only LORA is; {_MERGE}"
+            )
         for name, reason in _REFUSED.items():
             if fields.get(name) not in (None, False, [], {}):
                 raise AdapterError(f"{CONFIG}: {name} is set: {reason}")
@@ -114,22 +149,16 @@ class AdapterConfig:
             for name, value in fields.items():
                 if name not in _HARMLESS | _HONOURED | _REFUSED.keys() and value not in (None, False, [], {}, ""):
                     raise AdapterError(
-                        f"{CONFIG}: unknown field {name} = {str(value)[:60]!r} may change what the adapter computes: "
+                        f"{CONFIG}: unknown field {name_of(name)} may change what the adapter computes: "
                         "remove it, or pass --lora-lenient"
                     )
         return cls(
             r=_rank("r", fields.get("r", 8)),
             lora_alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
             use_rslora=_typed(fields, "use_rslora", bool, False),
-            rank_pattern={
-                pattern: _rank(f"rank_pattern[{pattern!r}]", value)
-                for pattern, value in _typed(fields, "rank_pattern", dict, {}).items()
-            },
-            alpha_pattern={
-                pattern: _alpha(f"alpha_pattern[{pattern!r}]", value)
-                for pattern, value in _typed(fields, "alpha_pattern", dict, {}).items()
-            },
-            target_modules=_names(fields, "target_modules") or (),
+            rank_pattern=_table(fields, "rank_pattern", _rank),
+            alpha_pattern=_table(fields, "alpha_pattern", _alpha),
+            target_modules=_without_embeddings(_names(fields, "target_modules") or ()),
             exclude_modules=_names(fields, "exclude_modules"),
             layers_to_transform=_layers(fields.get("layers_to_transform")),
             layers_pattern=_names(fields, "layers_pattern"),
@@ -145,18 +174,19 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_module(self, module: str) -> bool:
-        """Whether the config applies LoRA to `module`."""
+        """Whether the config applies LoRA to `module`. Raises LookAroundError for a pattern that cannot tell."""
         try:
-            return targeted(
+            return self._patterns.targeted(
                 module, self.target_modules, self.exclude_modules, self.layers_to_transform, self.layers_pattern
             )
+        except LookAroundError:
+            raise
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
-    @staticmethod
-    def _pattern(patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+    def _pattern(self, patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
         try:
-            return first_match(patterns, module, default)
+            return self._patterns.first_match(patterns, module, default)
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: {name}: {problem}") from None
 
@@ -165,20 +195,20 @@ def _check_choices(fields: Mapping[str, Any]) -> None:
     """Raises for values of bias, init_lora_weights and task_type that mean another computation."""
     bias = fields.get("bias", "none")
     if bias not in ("none", "lora_only"):  # lora_only saves biases of the targets, and Llama's projections have none
-        raise AdapterError(f"{CONFIG}: bias = {bias!r} is not supported: train with bias='none'")
+        raise AdapterError(f"{CONFIG}: bias = {value_of(bias, _BIASES)} is not supported: train with bias='none'")
     init = fields.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_CHANGED_BASE):
         raise AdapterError(
-            f"{CONFIG}: init_lora_weights = {init!r} changed the base while training: convert the adapter to plain "
-            "LoRA "
-            "(save_pretrained with path_initial_model_for_weight_conversion), or merge it into that base"
+            f"{CONFIG}: init_lora_weights = {value_of(init, _INITS)} changed the base while training: convert the "
+            "adapter to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion), or merge it into "
+            "that base"
         )
     if not (isinstance(init, bool) or init is None or init in _PLAIN_INITS):
-        raise AdapterError(f"{CONFIG}: init_lora_weights = {str(init)[:60]!r} is not supported: {_MERGE}")
+        raise AdapterError(f"{CONFIG}: init_lora_weights = {value_of(init, _INITS)} is not supported: {_MERGE}")
     task = fields.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise AdapterError(
-            f"{CONFIG}: task_type = {str(task)[:60]!r} is not supported: only CAUSAL_LM adapters generate text; "
+            f"{CONFIG}: task_type = {value_of(task, _TASKS)} is not supported: only CAUSAL_LM adapters generate text; "
             "train one for it"
         )
 
@@ -188,21 +218,40 @@ def _typed(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> An
     if value is None:
         return default
     if not isinstance(value, kind):
-        raise AdapterError(f"{CONFIG}: {name} must be of type {kind.__name__}, not {str(value)[:60]!r}: {_AGAIN}")
+        raise AdapterError(f"{CONFIG}: {name} must be of type {kind.__name__}, not {value_of(value)}: {_AGAIN}")
     return value
 
 
 def _rank(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise AdapterError(f"{CONFIG}: {name} must be a positive integer, not {str(value)[:60]!r}: {_AGAIN}")
+        raise AdapterError(f"{CONFIG}: {name} must be a positive integer, not {value_of(value)}: {_AGAIN}")
     return value
 
 
 def _alpha(name: str, value: Any) -> float:
     # NaN fails the comparison too
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e9:
-        raise AdapterError(f"{CONFIG}: {name} must be a finite number, not {str(value)[:60]!r}: {_AGAIN}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_ALPHA:
+        raise AdapterError(f"{CONFIG}: {name} must be a number below {MAX_ALPHA:.0f}, not {value_of(value)}: {_AGAIN}")
     return float(value)
+
+
+def _table(fields: Mapping[str, Any], name: str, checked: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """pattern -> checked value."""
+    table = _typed(fields, name, dict, {})
+    if len(table) > MAX_PATTERNS:
+        raise AdapterError(f"{CONFIG}: {name} has {len(table)} patterns, more than {MAX_PATTERNS}: use fewer")
+    return {pattern: checked(f"{name}[{name_of(pattern)}]", value) for pattern, value in table.items()}
+
+
+def _without_embeddings(names: Any) -> Any:
+    """The names as they are. Raises for a list that names the embedding or the output head."""
+    for name in () if isinstance(names, str) else names:
+        if name.rpartition(".")[2] in _EMBEDDINGS:
+            raise AdapterError(
+                f"{CONFIG}: target_modules names {name_of(name)}; LoRA on the embedding or the output head is not "
+                "supported: train with target_modules on the layers' projections only"
+            )
+    return names
 
 
 def _names(fields: Mapping[str, Any], name: str) -> Any:
@@ -211,13 +260,20 @@ def _names(fields: Mapping[str, Any], name: str) -> Any:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise AdapterError(f"{CONFIG}: {name} must be a string or a list of strings, not {str(value)[:60]!r}: {_AGAIN}")
-    return tuple(value)
+        raise AdapterError(f"{CONFIG}: {name} must be a string or a list of strings, not {value_of(value)}: {_AGAIN}")
+    _check_length(name, value)
+    return tuple(dict.fromkeys(value))
+
+
+def _check_length(name: str, value: list[Any]) -> None:
+    if len(value) > MAX_NAMES:
+        raise AdapterError(f"{CONFIG}: {name} has {len(value)} entries, more than {MAX_NAMES}: name modules by suffix")
 
 
 def _layers(value: Any) -> Any:
     """None, one layer or a list of layers."""
     entries = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in entries):
-        raise AdapterError(f"{CONFIG}: layers_to_transform must be layer numbers, not {str(value)[:60]!r}: {_AGAIN}")
+        raise AdapterError(f"{CONFIG}: layers_to_transform must be layer numbers, not {value_of(value)}: {_AGAIN}")
+    _check_length("layers_to_transform", entries)
     return value

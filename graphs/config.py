@@ -4,10 +4,12 @@ Everything that would change the arithmetic and that the graph does not do is re
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .regular_file import FileRefusedError, read_bounded
 
 HEAD_DIMS = (64, 128)
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -137,21 +139,28 @@ class LlamaConfig:
 
 
 def read_json_object(
-    path: Path, error: type[ValueError], missing_remedy: str, max_bytes: int = _MAX_CONFIG_BYTES
+    path: Path,
+    error: type[ValueError],
+    missing_remedy: str,
+    max_bytes: int = _MAX_CONFIG_BYTES,
+    roots: Sequence[Path] | None = None,
 ) -> dict[str, Any]:
-    """The JSON object in `path`; whatever is wrong with the file is raised as `error`, naming it."""
+    """The JSON object in the regular file `path`, under one of `roots` if given; whatever is wrong with the file is
+    raised as `error`, naming it and none of its content.
+    """
     try:
-        if path.stat().st_size > max_bytes:
-            raise error(f"{path.name} is larger than {max_bytes} bytes: it is not the file that it is named after")
-        value = json.loads(path.read_bytes())
+        content = read_bounded(path, max_bytes, roots)
+        value = {} if content is None else json.loads(content)
     except FileNotFoundError:
         raise error(f"{path} does not exist: {missing_remedy}") from None
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror}): check its permissions") from None
-    except error:
-        raise
+    except FileRefusedError as problem:
+        raise error(f"{path.name} {problem}: put the file itself there") from None
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise error(f"{path.name} is not valid JSON: download or save it again") from None
+    if content is None:
+        raise error(f"{path.name} is larger than {max_bytes} bytes: it is not the file that it is named after")
     if not isinstance(value, dict):
         raise error(f"{path.name} does not hold a JSON object: download or save it again")
     return value

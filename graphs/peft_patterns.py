@@ -1,130 +1,144 @@
 """How PEFT matches module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules (peft.utils.other,
 peft.tuners.tuners_utils).
 
-The patterns come from a file that somebody else wrote, and Python's `re` can be made to run for hours: patterns that
-nest repeats are refused.
+The patterns come from a file that somebody else wrote, and Python's `re` can be made to run for hours while it holds
+the interpreter. They are therefore matched by RE2, whose time is linear in the name's length whatever the pattern. RE2
+has no look-around and no backreferences; what it has agrees with `re` on module names, but for the few spellings in
+`_OTHER_MEANING`.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from re import _parser  # type: ignore[attr-defined]  # the only faithful reading of a pattern; there since Python 3.11
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-MAX_PATTERN_LENGTH = 4096
-MAX_REPEATS = 6
-_REPEATS = (_parser.MAX_REPEAT, _parser.MIN_REPEAT, _parser.POSSESSIVE_REPEAT)
+MAX_PATTERNS = 1024
+MAX_PATTERN_LENGTH = 2048
+MAX_PROGRAM = 2048
+"""Instructions of one pattern as RE2 compiles it: `x{1000}` is short to write."""
+MAX_PROGRAMS = 1 << 16
+"""The same of all patterns of one adapter together."""
+MEMORY = 1 << 20
 ALL_LINEAR = "all-linear"
+_OTHER_MEANING = ("{,", "[:", "\\Q", "\\C", "\\p", "\\P", "\\z", "\\x{")
+_LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
+_REMEDY = "list the modules by name"
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be used, with the reason."""
+    """A pattern that cannot be used, with the reason. It does not quote the pattern."""
 
 
-@lru_cache(maxsize=1024)
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """re.compile after refusing patterns whose matching time explodes. Raises PatternError."""
-    if len(pattern) > MAX_PATTERN_LENGTH:
-        raise PatternError(
-            f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN_LENGTH}: list the modules by name"
-        )
+class LookAroundError(PatternError):
+    """A pattern that `re` takes and a linear matcher cannot: it looks ahead or back."""
+
+
+class PeftPatterns:
+    """The patterns of one adapter_config.json: each is compiled once, and they are bounded together."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[str, bool], Any] = {}
+        self._instructions = 0
+
+    def first_match(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+        """The value of the first pattern that matches a dotted suffix of `module`, in the order of the file; else
+        `default`.
+        """
+        for pattern, value in patterns.items():
+            if self.compile(rf"(.*\.)?({pattern})$").match(module):
+                return value
+        return default
+
+    def targeted(
+        self, module: str, target_modules: Any, exclude_modules: Any, layers: Any, layers_pattern: Any
+    ) -> bool:
+        """Whether an adapter_config.json applies LoRA to `module`, a projection of a Llama layer.
+
+        Raises PatternError.
+        """
+        if exclude_modules and self._named(module, exclude_modules):
+            return False
+        if isinstance(target_modules, str):
+            return target_modules.lower() == ALL_LINEAR or self._named(module, target_modules)
+        if module in target_modules:
+            return True
+        if not self._named(module, target_modules):
+            return False
+        if layers is None or layers == []:
+            return True
+        index = self._layer_index(module, layers_pattern)
+        return index is not None and index in ([layers] if isinstance(layers, int) else layers)
+
+    def compile(self, pattern: str, groups: bool = False) -> Any:
+        """The pattern as an RE2 object with re's `match` and `fullmatch`; `groups`: its groups are wanted.
+
+        Raises PatternError for what RE2 cannot do, for what it would read differently from `re`, and for patterns that
+        are too long or too many.
+        """
+        found = self._compiled.get((pattern, groups))
+        if found is None:
+            if len(self._compiled) >= MAX_PATTERNS:
+                raise PatternError(f"more than {MAX_PATTERNS} patterns: {_REMEDY}")
+            found = self._compiled[pattern, groups] = _compile(pattern, groups)
+            self._instructions += found.programsize
+            if self._instructions > MAX_PROGRAMS:
+                raise PatternError(f"the patterns are too large together: {_REMEDY}")
+        return found
+
+    def _named(self, module: str, names: str | Collection[str]) -> bool:
+        if isinstance(names, str):
+            return self.compile(names).fullmatch(module) is not None
+        return any(suffix in names for suffix in _suffixes(module))
+
+    def _layer_index(self, module: str, layers_pattern: Any) -> int | None:
+        if not layers_pattern:
+            found = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
+            return int(found["index"]) if found else None
+        patterns: Iterable[str] = [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern
+        for pattern in patterns:
+            compiled = self.compile(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", groups=True)
+            found = compiled.match(module)
+            if found and found[compiled.groups] is not None:  # the last group is ours
+                return int(found[compiled.groups])
+        return None
+
+
+def _suffixes(module: str) -> Iterator[str]:
+    """`a.b.c`, `b.c`, `c`."""
+    yield module
+    while "." in module:
+        _, _, module = module.partition(".")
+        yield module
+
+
+def _compile(pattern: str, groups: bool) -> Any:
     try:
-        compiled = re.compile(pattern)
-        _repeats(_parser.parse(pattern))
-    except PatternError as problem:
+        import re2  # most adapters list their modules by name and need no patterns
+    except ImportError:
+        raise PatternError(f"patterns need the package google-re2: install it, or {_REMEDY}") from None
+    if len(pattern) > MAX_PATTERN_LENGTH:
+        raise PatternError(f"a pattern of more than {MAX_PATTERN_LENGTH} characters: {_REMEDY}")
+    if not pattern.isascii() or not pattern.isprintable():
+        raise PatternError(f"a pattern has characters that no module's name has: {_REMEDY}")
+    if any(spelling in pattern for spelling in _LOOK_AROUND):
+        raise LookAroundError(f"a pattern looks ahead or back, which takes more than linear time: {_REMEDY}")
+    if any(spelling in pattern for spelling in _OTHER_MEANING):
+        raise PatternError(f"a pattern has one of {' '.join(_OTHER_MEANING)}, which are not supported: {_REMEDY}")
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MEMORY
+    options.never_capture = not groups
+    try:
+        compiled = re2.compile(pattern, options)
+    except re2.error as problem:
         raise PatternError(
-            f"pattern {_short(pattern)} has {problem}, which can take hours to match: list the modules by name"
+            f"a pattern is no regular expression that is supported ({_reason(problem)}): {_REMEDY}"
         ) from None
-    except (re.error, RecursionError, OverflowError) as problem:
-        raise PatternError(
-            f"pattern {_short(pattern)} is not a regular expression ({problem}): list the modules by name"
-        ) from None
+    if compiled.programsize > MAX_PROGRAM:
+        raise PatternError(f"a pattern has too many repeats: {_REMEDY}")
     return compiled
 
 
-def first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that matches a dotted suffix of `module`, in the order of the file; else
-    `default`.
-    """
-    for pattern, value in patterns.items():
-        if compile_pattern(rf"(.*\.)?({pattern})$").match(module):
-            return value
-    return default
-
-
-def targeted(module: str, target_modules: Any, exclude_modules: Any, layers: Any, layers_pattern: Any) -> bool:
-    """Whether an adapter_config.json applies LoRA to `module`, a projection of a Llama layer."""
-    if exclude_modules and _named(module, exclude_modules):
-        return False
-    if isinstance(target_modules, str):
-        return target_modules.lower() == ALL_LINEAR or _named(module, target_modules)
-    if module in target_modules:
-        return True
-    if not _named(module, target_modules):
-        return False
-    if layers is None or layers == []:
-        return True
-    index = _layer_index(module, layers_pattern)
-    return index is not None and index in ([layers] if isinstance(layers, int) else layers)
-
-
-def _named(module: str, names: str | Iterable[str]) -> bool:
-    if isinstance(names, str):
-        return compile_pattern(names).fullmatch(module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
-
-
-def _layer_index(module: str, layers_pattern: Any) -> int | None:
-    if not layers_pattern:
-        found = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
-        return int(found["index"]) if found else None
-    for pattern in [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern:
-        found = compile_pattern(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.").match(module)
-        if found:
-            return int(found["index"])
-    return None
-
-
-def _repeats(parsed: Any) -> int:
-    """How many repeats a name may have to be split between: those of a sequence add up, of alternatives the most count.
-
-    Raises on a repeat in a repeat.
-    """
-    total = 0
-    for operation, argument in parsed:
-        if operation in _REPEATS:
-            _, most, body = argument
-            if most > 1:
-                if _repeats(body) or any(inner is _parser.BRANCH for inner, _ in _flatten(body)):
-                    raise PatternError("a repeat inside a repeat")
-                total += 1
-            else:
-                total += _repeats(body)
-        elif operation is _parser.BRANCH:
-            total += max(_repeats(branch) for branch in argument[1])
-        else:
-            total += sum(_repeats(body) for body in _bodies(argument))
-    if total > MAX_REPEATS:
-        raise PatternError(f"more than {MAX_REPEATS} repeats")
-    return total
-
-
-def _bodies(argument: Any) -> Iterator[Any]:
-    """The sub-patterns inside one parsed operation's argument (groups, look-arounds, conditionals)."""
-    if isinstance(argument, _parser.SubPattern):
-        yield argument
-    elif isinstance(argument, (tuple, list)):
-        for part in argument:
-            yield from _bodies(part)
-
-
-def _flatten(parsed: Any) -> Iterator[tuple[Any, Any]]:
-    """Every operation of a parsed pattern, at any depth."""
-    for operation, argument in parsed:
-        yield operation, argument
-        for body in _bodies(argument):
-            yield from _flatten(body)
-
-
-def _short(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= 80 else pattern[:77] + "...")
+def _reason(problem: Exception) -> str:
+    """RE2's own words, without the part of the pattern that follows them."""
+    text = problem.args[0] if problem.args else b""
+    return str(text.decode("ascii", "replace") if isinstance(text, bytes) else text).partition(":")[0]

@@ -31,6 +31,8 @@ class KnownAdapter:
     name: str
     path: Path
     adapter: Adapter
+    roots: tuple[Path, ...] | None = None
+    """Directories under which its files must lie when they are read again; None: anywhere."""
 
     @property
     def content_hash(self) -> str:
@@ -53,7 +55,7 @@ class AdapterRegistry:
     numbers, hashes   name -> number and number -> content hash: what the scheduler sees. A number is never used twice,
                       so a reloaded adapter is a new one
     max_rank          largest rank that is accepted
-    allowed_roots     directories under which adapters may lie (after links are resolved); None = anywhere
+    allowed_roots     directories under which adapters and their files must lie, after all links; None = anywhere
     max_adapters      most names at a time
     keep              adapters whose tensors are kept from `add` until they are first `read`; others are read from disk
                       again
@@ -73,7 +75,9 @@ class AdapterRegistry:
     ) -> None:
         self.config = config
         self.max_rank = max_rank
-        self.allowed_roots = None if allowed_roots is None else [Path(os.path.realpath(root)) for root in allowed_roots]
+        self.allowed_roots: tuple[Path, ...] | None = None
+        if allowed_roots is not None:
+            self.restrict(allowed_roots)
         self.max_adapters = max_adapters
         self.numbers: dict[str, int] = {}
         self.hashes: dict[int, str] = {}
@@ -85,6 +89,10 @@ class AdapterRegistry:
         self._fresh: dict[int, Adapter] = {}
         self._next = 0
         self._lock = threading.Lock()
+
+    def restrict(self, roots: Sequence[str | Path]) -> None:
+        """From now on adapters and their files must lie under one of `roots`; those that are here may stay."""
+        self.allowed_roots = tuple(Path(os.path.realpath(root)) for root in roots)
 
     def add(self, name: str, path: str | Path, replace_name: bool = False) -> KnownAdapter:
         """Read and check a PEFT adapter's directory.
@@ -116,7 +124,11 @@ class AdapterRegistry:
         directory = self._resolve(name, path)
         stamp = _stamp(directory)
         adapter = load_adapter(
-            directory, self.config, self.max_rank, recall=None if self.cache is None else self.cache.recall
+            directory,
+            self.config,
+            self.max_rank,
+            recall=None if self.cache is None else self.cache.recall,
+            roots=self.allowed_roots,
         )
         if self.cache is not None and adapter.tensors:
             self.cache.remember(adapter)
@@ -132,7 +144,7 @@ class AdapterRegistry:
     ) -> KnownAdapter:
         with self._lock:
             self._check_room(name, replace_name)
-            known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}))
+            known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}), self.allowed_roots)
             self._next += 1
             self._by_number[known.number] = known
             if len(self._fresh) < self._keep:
@@ -170,7 +182,7 @@ class AdapterRegistry:
         if fresh is not None and fresh.tensors:
             return fresh
         stamp = _stamp(known.path)
-        adapter = load_adapter(known.path, self.config, self.max_rank)
+        adapter = load_adapter(known.path, self.config, self.max_rank, roots=known.roots)
         if adapter.content_hash != known.content_hash:
             raise AdapterError("its files have changed since it was registered; register it again")
         with self._lock:

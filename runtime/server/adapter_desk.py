@@ -1,5 +1,6 @@
 """Adapters that clients load, unload and list."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -51,9 +52,11 @@ class AdapterDesk:
             return "loading", "the model is being loaded"
         if self._state.draining:
             return "draining", "the server is about to stop"
-        known = message.name in self._state.stepper.known
+        if any(pending.name == message.name for _, _, pending in self._tickets.values()):
+            return "adapter_in_use", f"adapter {message.name!r} is being loaded or unloaded at this moment"
+        known = self._state.stepper.known.get(message.name)
         if isinstance(message, UnloadAdapter):
-            return None if known else ("unknown_adapter", f"adapter {message.name!r} is not known")
+            return _unload_refusal(self._state.stepper, message.name, known)
         if self._state.stepper.ready.num_slots == 0:
             return (
                 "adapter_error",
@@ -62,8 +65,6 @@ class AdapterDesk:
             )
         if known and not message.replace:
             return "adapter_in_use", f"adapter {message.name!r} is there already; set replace, or choose another name"
-        if any(pending.name == message.name for _, _, pending in self._tickets.values()):
-            return "adapter_in_use", f"adapter {message.name!r} is being loaded or unloaded at this moment"
         if not within(message.path, self._roots):
             return (
                 "forbidden",
@@ -98,6 +99,15 @@ class AdapterDesk:
         self._tickets.clear()
 
 
+def _unload_refusal(stepper: Stepper, name: str, known: LoadedAdapter | None) -> tuple[ErrorCode, str] | None:
+    if known is None:
+        return "unknown_adapter", f"adapter {name!r} is not known"
+    info = _info(stepper, known)
+    if info.running or info.waiting:
+        return "adapter_in_use", f"adapter {name!r} has open requests; wait for them or abort them"
+    return None
+
+
 def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
     slots, number = stepper.scheduler.states.slots, adapter.number
     where: Literal["gpu", "cpu", "disk", "loading"] = "disk"
@@ -113,5 +123,5 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
 
 def within(path: str, roots: list[str]) -> bool:
     """Whether a path, links resolved, lies under one of the roots."""
-    resolved = Path(path).resolve()
-    return any(resolved.is_relative_to(Path(root).resolve()) for root in roots)
+    resolved = Path(os.path.realpath(path))  # Path.resolve raises for links in a circle
+    return any(resolved.is_relative_to(os.path.realpath(root)) for root in roots)

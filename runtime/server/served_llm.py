@@ -16,6 +16,9 @@ class ServedLLM:
     def __init__(self, settings: ServeSettings) -> None:
         self._llm = llm = LLM(settings.model, settings.adapters, **settings.llm)
         self.runner: ModelRunner = llm.engine.runner  # type: ignore[assignment]
+        llm.registry.restrict(
+            settings.adapter_roots
+        )  # for what clients load; the adapters of the start may lie anywhere
         limits = llm.engine.scheduler.limits
         self.ready = Ready(
             vocabulary=llm.config.vocab_size,

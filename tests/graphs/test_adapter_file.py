@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream.graphs import adapter_file
-from sidestream.graphs.adapter_file import AdapterFile, finite
+from sidestream.graphs.adapter_file import AdapterFile, in_range
 
 
 class Fault(ValueError):
@@ -19,7 +19,7 @@ class Fault(ValueError):
 
 
 def opened(path: Path) -> AdapterFile:
-    return AdapterFile(path, Fault, "do this")
+    return AdapterFile(path, Fault, "do this", 8)
 
 
 def written(path: Path, header: Any, data: bytes, pad: int = 0) -> Path:
@@ -51,7 +51,7 @@ def test_reads_what_safetensors_reads(
             path.write_bytes(content)
         with opened(path) as file:
             file.read()
-        file.check_finite()
+        file.check_values()
         stored = load_file(path)
         assert set(file.shapes) == set(stored)
         for name, tensor in stored.items():
@@ -61,20 +61,20 @@ def test_reads_what_safetensors_reads(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_value_that_is_not_finite_is_seen(dtype: torch.dtype) -> None:
+def test_every_value_that_is_out_of_range_is_seen(dtype: torch.dtype) -> None:
     if dtype.itemsize == 2:
         patterns = np.arange(1 << 16, dtype=np.uint16)
     else:
         top = np.arange(1 << 16, dtype=np.uint32) << 16
         patterns = np.concatenate([top, top | 1, top | 0xFFFF])
     values = torch.from_numpy(patterns.view(np.int16 if dtype.itemsize == 2 else np.int32)).view(dtype)
-    good = torch.isfinite(values).numpy()
-    assert finite(patterns[good].view(np.uint8), dtype) and finite(patterns[:0].view(np.uint8), dtype)
+    good = (values.float().abs() < 65536).numpy()
+    assert in_range(patterns[good].view(np.uint8), dtype) and in_range(patterns[:0].view(np.uint8), dtype)
     for pattern in patterns[~good][::97]:
         for place in (0, 7, -1):
             some = patterns[good][:999].copy()
             some[place] = pattern
-            assert not finite(some.view(np.uint8), dtype), hex(pattern)
+            assert not in_range(some.view(np.uint8), dtype), hex(pattern)
 
 
 @pytest.mark.parametrize("pad", range(4))
@@ -83,13 +83,13 @@ def test_data_at_any_place(tmp_path: Path, pad: int) -> None:
     header = {"x": {"dtype": "F32", "shape": [5, 7], "data_offsets": [0, 140]}}
     with opened(written(tmp_path / "a", header, values.numpy().tobytes(), pad)) as file:
         file.read()
-    file.check_finite()
+    file.check_values()
     assert torch.equal(file.tensor("x"), values)
     values[4, 6] = torch.nan
     with opened(written(tmp_path / "a", header, values.numpy().tobytes(), pad)) as file:
         file.read()
     with pytest.raises(Fault, match="tensor 'x' holds NaN"):
-        file.check_finite()
+        file.check_values()
 
 
 def entry(first: int, last: int, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
@@ -133,7 +133,7 @@ def test_a_header_longer_than_its_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
     with pytest.raises(Fault, match="damaged or truncated"):
         opened(tmp_path / "a")
-    with pytest.raises(Fault, match="damaged or truncated"):
+    with pytest.raises(Fault, match="not a regular file"):
         opened(tmp_path)
     with pytest.raises(Fault, match=r"nothing is missing from .*: do this"):
         opened(tmp_path / "nothing")

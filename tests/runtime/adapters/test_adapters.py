@@ -221,6 +221,25 @@ def test_roots_names_and_counts(config, paths, tmp_path):
         registry.by_number(1)
 
 
+def test_files_that_lead_out_of_the_roots(config, paths, tmp_path):
+    """At once, and when an adapter is read again; one that was there before the roots may lie anywhere."""
+    root = tmp_path / "allowed"
+    root.mkdir()
+    registry = AdapterRegistry(config, 16, keep=0)
+    early = registry.add("early", paths[0]).number
+    registry.restrict([root])
+    copy = shutil.copytree(paths[1], root / "copy")
+    number = registry.add("copy", copy).number
+    assert registry.read(number).rank == 5 and registry.read(early).rank == 4
+    (copy / "adapter_config.json").unlink()
+    (copy / "adapter_config.json").symlink_to(paths[1] / "adapter_config.json")
+    with pytest.raises(AdapterError, match=r"adapter_config\.json leads outside"):
+        registry.read(number)
+    with pytest.raises(AdapterError, match=r"adapter_config\.json leads outside"):
+        registry.add("again", copy)
+    assert registry.read(early).rank == 4 and set(registry.numbers) == {"early", "copy"}
+
+
 def ids_of(index):
     source = random.Random(index)
     return [source.randrange(256) for _ in range(source.randrange(3, 90))]

@@ -184,10 +184,34 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     ]
     assert [problem.code for problem in problems] == ["forbidden", "forbidden", "adapter_error"]
     assert not any(str(directory) in problem.message for problem in problems)
+    wire.submit("open", sampling(max_tokens=400), prompt_token_ids=[4], adapter="fresh")
+    wire.until(lambda: len(wire.answers["open"].chunks) > 1)
+    assert wire.call(UnloadAdapter(10, "fresh")).code == "adapter_in_use"
+    wire.send(Abort(["open"]))
+    assert wire.answer("open").reasons == {0: "abort"}
+    wire.until(lambda: not any(info.running for info in wire.call(ListAdapters(11)).adapters))
     assert type(wire.call(UnloadAdapter(8, "fresh"))).__name__ == "Done"
     assert wire.call(UnloadAdapter(9, "fresh")).code == "unknown_adapter"
     wire.submit("g", prompt_token_ids=[4], adapter="fresh")
     assert wire.answer("g").error.code == "unknown_adapter"
+
+
+def test_one_change_of_a_name_at_a_time(wire, tmp_path_factory):
+    """An unload that overtakes a replacement would leave the name there, with the new weights."""
+    directory = tmp_path_factory.getbasetemp() / "serving0"
+    for name in ("one", "two"):
+        (directory / name).mkdir(exist_ok=True)
+    assert type(wire.call(LoadAdapter(1, "twice", str(directory / "one")))).__name__ == "Done"
+    wire.send(LoadAdapter(2, "twice", str(directory / "two"), replace=True))
+    refused = wire.call(UnloadAdapter(3, "twice"))
+    wire.until(lambda: any(getattr(other, "call", None) == 2 for other in wire.others))
+    (replaced,) = wire.others
+    wire.others.clear()
+    assert (refused.code, type(replaced).__name__) == ("adapter_in_use", "Done")
+    assert type(wire.call(UnloadAdapter(4, "twice"))).__name__ == "Done"
+    assert "twice" not in {info.name for info in wire.call(ListAdapters(5)).adapters}
+    (directory / "circle").symlink_to(directory / "circle")
+    assert wire.call(LoadAdapter(6, "circle", str(directory / "circle"))).code == "adapter_error"
 
 
 def test_hello_comes_first_and_the_instance_must_be_right(server):

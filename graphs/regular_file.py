@@ -1,0 +1,51 @@
+"""Opening files that somebody else put there: regular ones only, and only under the directories that are allowed.
+
+A name may be a link to an endless device, a pipe that never answers, or a file of this machine that is none of the
+asker's business. Nothing is opened before its kind and its place are known, and both are looked at again afterwards.
+"""
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class FileRefusedError(ValueError):
+    """A file that is not opened: it is not a regular one, or lies elsewhere. The message has no path."""
+
+
+def open_regular(path: Path, roots: Sequence[Path] | None = None) -> int:
+    """A file descriptor for reading the regular file `path`; never waits.
+
+    `roots`: resolved directories; the file, after all links, must lie under one of them. None: anywhere. Raises
+    FileRefusedError and OSError.
+    """
+    real = os.path.realpath(path)
+    _check_place(real, roots)
+    _check_kind(os.stat(real))
+    handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_kind(os.fstat(handle))
+        if roots is not None:  # a directory on the way may have been exchanged meanwhile
+            _check_place(os.readlink(f"/proc/self/fd/{handle}"), roots)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def read_bounded(path: Path, most: int, roots: Sequence[Path] | None = None) -> bytes | None:
+    """The content of a small regular file; None when it has more than `most` bytes. Raises as `open_regular` does."""
+    with open(open_regular(path, roots), "rb") as file:
+        content = file.read(most + 1)
+    return content if len(content) <= most else None
+
+
+def _check_place(real: str, roots: Sequence[Path] | None) -> None:
+    if roots is not None and not any(Path(real).is_relative_to(root) for root in roots):
+        raise FileRefusedError("leads outside the directories from which adapters may be loaded")
+
+
+def _check_kind(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise FileRefusedError("is not a regular file")
