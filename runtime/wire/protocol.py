@@ -30,13 +30,13 @@ HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 10.0
 """A peer that was silent for so long is gone."""
 
-RequestId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
-AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+RequestId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[!-~]+\Z")]
+AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+\Z")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 CallId = Annotated[int, Meta(ge=0, lt=1 << 53)]
 MAX_SHORT = 256
 Short = Annotated[str, Meta(max_length=MAX_SHORT)]
-Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\\x00]*$")]
+Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 ErrorCode = Literal[

@@ -75,6 +75,17 @@ def test_each_message_of_the_protocol_is_in_the_corpus() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "message",
+    [protocol.UnloadAdapter(1, "a\n"), protocol.Abort(["a\n"]), protocol.LoadAdapter(1, "a", "/x\0\n")],
+    ids=["name", "id", "path"],
+)
+def test_a_name_ends_where_its_text_ends(message: protocol.Message) -> None:
+    """`$` in a pattern would let a last line break pass."""
+    with pytest.raises(protocol.FrameError, match="matching regex"):
+        protocol.decode_from_client(HEAD + msgspec.msgpack.encode(message))
+
+
 @settings(max_examples=max(100, COUNT // 50), deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes(data: bytes) -> None:
