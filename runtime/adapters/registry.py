@@ -98,10 +98,12 @@ class AdapterRegistry:
         """Read and check a PEFT adapter's directory.
 
         `replace_name`: the name may be in use; its former adapter keeps its number until `drop`. Raises RequestError
-        for a bad or used name, a directory that is not allowed or one adapter too many, AdapterError for a directory
-        that cannot be served; then nothing has changed.
+        for a bad or used name, a name that was removed or replaced while the files were read, a directory that is not
+        allowed or one adapter too many, AdapterError for a directory that cannot be served; then nothing has changed.
         """
-        return self._register(name, *self._read(name, path, replace_name), replace_name)
+        former = self.numbers.get(name)
+        read = self._read(name, path, replace_name)
+        return self._register(name, *read, replace_name, former)
 
     def add_all(self, paths: Mapping[str, str | Path]) -> Iterator[KnownAdapter]:
         """Adds several, read on some threads and numbered in the order given; the first that can't be added raises
@@ -116,7 +118,7 @@ class AdapterRegistry:
                     name, path = waiting.popleft()
                     reads.append((name, pool.submit(self._read, name, path, False)))
                 name, read = reads.popleft()
-                yield self._register(name, *read.result(), False)
+                yield self._register(name, *read.result())
 
     def _read(self, name: str, path: str | Path, replace_name: bool) -> tuple[Path, Adapter, Stamp | None]:
         check_name(name)
@@ -140,10 +142,18 @@ class AdapterRegistry:
         return directory, adapter, stamp
 
     def _register(
-        self, name: str, directory: Path, adapter: Adapter, stamp: Stamp | None, replace_name: bool
+        self,
+        name: str,
+        directory: Path,
+        adapter: Adapter,
+        stamp: Stamp | None,
+        replace_name: bool = False,
+        former: int | None = None,
     ) -> KnownAdapter:
         with self._lock:
             self._check_room(name, replace_name)
+            if self.numbers.get(name) != former:
+                raise RequestError(f"adapter {name!r} was removed or replaced meanwhile; load it again")
             known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}), self.allowed_roots)
             self._next += 1
             self._by_number[known.number] = known

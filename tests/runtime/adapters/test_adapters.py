@@ -19,6 +19,7 @@ from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.stack import slot_tensors
+from sidestream.runtime.adapters import registry as adapter_registry
 from sidestream.runtime.adapters.registry import AdapterRegistry
 from sidestream.runtime.adapters.stacks import LEAD_SECONDS, AdapterStacks, Flight
 from sidestream.runtime.llm import LLM
@@ -219,6 +220,30 @@ def test_roots_names_and_counts(config, paths, tmp_path):
     registry.drop(1)
     with pytest.raises(KeyError):
         registry.by_number(1)
+
+
+def test_a_name_that_is_removed_while_it_is_replaced_stays_removed(config, paths, monkeypatch):
+    registry = AdapterRegistry(config, 16)
+    registry.add("a", paths[0])
+    load = adapter_registry.load_adapter
+
+    def meanwhile(change):
+        def slow(*args, **more):
+            change()
+            return load(*args, **more)
+
+        monkeypatch.setattr(adapter_registry, "load_adapter", slow)
+
+    meanwhile(lambda: registry.remove("a"))
+    with pytest.raises(RequestError, match="removed or replaced meanwhile"):
+        registry.add("a", paths[1], replace_name=True)
+    assert not registry.numbers
+    monkeypatch.undo()
+    registry.add("a", paths[0])
+    meanwhile(lambda: (monkeypatch.undo(), registry.add("a", paths[2], replace_name=True)))
+    with pytest.raises(RequestError, match="removed or replaced meanwhile"):
+        registry.add("a", paths[1], replace_name=True)
+    assert registry.adapters[0].rank == 6
 
 
 def test_files_that_lead_out_of_the_roots(config, paths, tmp_path):
