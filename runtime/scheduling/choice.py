@@ -138,11 +138,18 @@ class Choice:
     def _vacate_slot(self) -> None:
         """Put back the sequences of an adapter whose slot another has waited for too long."""
         states = self.states
-        number = states.residency.take_vacated()
-        for sequence in (
-            [sequence for sequence in states.running if sequence.number == number] if number is not None else []
-        ):
-            states.preempt(sequence)
+        number = states.residency.take_vacated(self._got_on)
+        if number is not None:
+            for sequence in [sequence for sequence in states.running if sequence.number == number]:
+                states.preempt(sequence)
+
+    def _got_on(self, number: int) -> bool:
+        """Whether all running sequences of an adapter have sampled since they were admitted: no prompt is under way."""
+        return all(
+            sequence.in_flight or len(sequence.tokens) - sequence.computed <= 1
+            for sequence in self.states.running
+            if sequence.number == number
+        )
 
     def _make_way(self) -> None:
         """Put back running sequences that keep one of higher priority waiting for a row or for pages."""

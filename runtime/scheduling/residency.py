@@ -2,7 +2,7 @@
 what nobody wants.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .slots import AdapterSlots
 from .waiting import WaitingQueues
@@ -108,12 +108,17 @@ class Residency:
         """The copies that the plan itself has to ask for."""
         return [] if self.asynchronous else self.take_loads()
 
-    def take_vacated(self) -> int | None:
-        """The adapter whose sequences are to be put back, if there is one. It waits until the other has its slot."""
+    def take_vacated(self, got_on: Callable[[int], bool]) -> int | None:
+        """The adapter whose sequences are to be put back, if there is one. It waits until the other has its slot.
+
+        `got_on(number)`: whether each of the adapter's running sequences has sampled a token since it was admitted.
+        Until then none is put back, or two adapters could take the slot from each other for ever, each before the
+        other's prompts are computed.
+        """
         vacate, self._vacate = self._vacate, None
-        if vacate is None or vacate[1] not in self._since:
+        if vacate is None or vacate[1] not in self._since or not got_on(vacate[0]):
             return None
-        self._leaving = vacate
+        self._leaving, self._vacated_at = vacate, self._step
         return vacate[0]
 
     def _wait_for_slot(self, number: int) -> None:
@@ -129,7 +134,7 @@ class Residency:
         self._draining.add(victim)
         interval = max(1, self._patience // self.slots.num_slots)
         if self._step - since >= self._patience and self._step - self._vacated_at >= interval and self._vacate is None:
-            self._vacate, self._vacated_at = (victim, number), self._step
+            self._vacate = (victim, number)
 
     # -- what becomes of copies and of adapters --------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ computed again.
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sidestream.ops.core.kv_layout import PAGE_SIZE
@@ -42,6 +42,9 @@ shared_requests = st.lists(
     st.booleans(),
     st.booleans(),
     st.integers(0, 99),
+)
+@example(  # two adapters that took the only slot from each other, each before the other's prompt was computed
+    [(0, 176, 1, 46, 3, 23, 0), (0, 260, 29, 49, 0, 0, 0)], 8, 1, 8, 1, False, False, 0
 )
 def test_outputs_are_those_of_each_request_alone(
     requests, pages, max_num_seqs, budget, slots, overlap, asynchronous, seed
