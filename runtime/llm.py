@@ -4,40 +4,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
 
-from ..compiler.api import CompiledModel
-from ..compiler.options import DEFAULT_PRECISION, Layers, OptionError
-from ..compiler.pipeline import PASSES, Pass, check_disabled
-from ..graphs.config import LlamaConfig
-from ..graphs.lora import RANK_MULTIPLE, LoraShape
-from ..graphs.stack import lora_shape_for
-from .adapters.registry import AdapterRegistry
-from .adapters.slot_cache import SlotCache
 from .demo_model import DEMO_MODEL, demo_adapters
-from .device.model import build_runner
-from .device.quick_start import collections_paused, wake
-from .engine.calibration import Calibration, calibrated
+from .device.model import find_model, load_model
 from .engine.engine import Engine
-from .engine.options import (
-    DEFAULT_MAX_LORAS,
-    MAX_RANK,
-    EngineOptions,
-    check_layers,
-    compile_options,
-    resolve_device,
-    resolve_sizes,
-)
+from .engine.options import load_options
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.request import Request
 from .requests.sampling_params import SamplingParams
-from .scheduling.scheduler import Scheduler, SchedulerLimits
+from .scheduling.scheduler import Scheduler
 from .text.requests import make_requests
-from .text.tokenizer import eos_token_ids, load_tokenizer
-
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+from .text.tokenizer import load_tokenizer
 
 
 class StreamChunk(NamedTuple):
@@ -72,7 +51,7 @@ class LLM:
                      numbers
     rotate_values    rotate V by its weights: True, False or layer numbers
     calibration      what `sidestream calibrate` wrote: decides what kv_dtype="auto", hadamard=None and center_keys=None
-                     mean (None: the file sidestream_calibration.safetensors beside the checkpoint, if there is one)
+                     mean (None: the file sidestream_calibration.safetensors next to the checkpoint, if there is one)
     dtype            `auto`, `bfloat16`, `float32`: vLLM's spelling of the unquantized dtype; must agree with precision
     disable_passes   compiler passes to leave out, by name
     passes           the compiler's pass list, for those who add one with `insert_pass`
@@ -93,147 +72,30 @@ class LLM:
     seconds    where the start-up's time went
     """
 
-    compiled: CompiledModel
-
     def __init__(
         self,
         model: str | Path | Mapping[str, Any] | None = None,
         adapters: Mapping[str, str | Path] | None = None,
-        *,
-        precision: str = DEFAULT_PRECISION,
-        kv_dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
-        hadamard: Layers | None = None,
-        dtype: Any = "auto",
-        disable_passes: Sequence[str] = (),
-        passes: tuple[Pass, ...] = PASSES,
-        center_keys: Layers | None = None,
-        balance_keys: Layers = True,
-        rotate_values: Layers = False,
-        calibration: str | Path | Calibration | None = None,
-        lora_lowering: str = "auto",
-        lora_sm_share: float | None = None,
-        whole_layer: str = "auto",
-        lm_head: str = "auto",
-        load_format: str = "auto",
-        lora_dtype: str = "auto",
-        lora_input: str = "auto",
-        rotate_activations: bool = True,
-        device: str | torch.device | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_loras: int | None = None,
-        max_lora_rank: int | None = None,
-        max_cpu_loras: int = 64,
-        num_kv_pages: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enforce_eager: bool = False,
-        enable_prefix_caching: bool = True,
-        show_progress: bool = True,
-        seed: int = 0,
+        **keywords: Any,
     ) -> None:
-        self.options = EngineOptions(
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_loras=max_loras,
-            max_lora_rank=max_lora_rank,
-            max_cpu_loras=max_cpu_loras,
-            num_kv_pages=num_kv_pages,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            enable_prefix_caching=enable_prefix_caching,
-            show_progress=show_progress,
-            seed=seed,
-        )
-        more = {
-            "lora_lowering": lora_lowering,
-            "lora_sm_share": lora_sm_share,
-            "lm_head": lm_head,
-            "whole_layer": whole_layer,
-            "rotate_values": rotate_values,
-            "lora_dtype": lora_dtype,
-            "lora_input": lora_input,
-            "rotate_activations": rotate_activations,
-            "balance_keys": balance_keys,
-        }
-        compiler_options = compile_options(
-            precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more, center_keys
-        )
-        check_disabled(compiler_options, passes)
-        if load_format not in LOAD_FORMATS:
-            raise OptionError(f"load_format={load_format!r} is not known; choose one of {', '.join(LOAD_FORMATS)}")
-        self.device = resolve_device(device)
-        wake(self.device)
+        options = load_options(**keywords)
+        source = find_model(DEMO_MODEL if model is None else model, options)
+        self.tokenizer = load_tokenizer(source.directory)
         if model is None and adapters is None:
             adapters = demo_adapters()
-        self.config, directory = _model(DEMO_MODEL if model is None else model, load_format)
-        self.calibration, compiler_options = calibrated(
-            calibration,
-            self.config,
-            None if load_format == "dummy" else directory,
-            compiler_options,
-            hadamard is None,
-            center_keys is None,
+        self.model = loaded = load_model(source, adapters or {}, options)
+        self.options, self.device, self.config = options.engine, options.device, source.config
+        self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
+        self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
+        scheduler = Scheduler(loaded.limits, loaded.registry.numbers, loaded.registry.hashes, asynchronous_loads=True)
+        self.engine = Engine(
+            scheduler,
+            loaded.runner,
+            self.tokenizer,
+            loaded.eos_ids,
+            options.engine.seed,
+            overlap=options.device.type == "cuda",
         )
-        check_layers(compiler_options, self.config.num_hidden_layers)
-        sizes = resolve_sizes(self.options, self.config.max_position_embeddings, self.device)
-        self.registry = AdapterRegistry(
-            self.config, max_lora_rank or MAX_RANK, keep=max_cpu_loras, cache=SlotCache.from_environment()
-        )
-        given = dict(adapters or {})
-        for _known in tqdm(
-            self.registry.add_all(given),
-            desc="Reading adapters",
-            unit="adapter",
-            total=len(given),
-            disable=not (show_progress and given),
-            leave=False,
-        ):
-            pass
-        count = len(self.registry.numbers)
-        slots = min(count, DEFAULT_MAX_LORAS) if max_loras is None else max_loras
-        if slots == 0 and count:
-            raise OptionError(
-                f"max_loras=0 leaves no room for the {count} adapters given; raise max_loras or leave adapters out"
-            )
-        if slots and not count and max_lora_rank is None:
-            raise OptionError(
-                f"max_loras={slots} without adapters: the shape of the stacks follows from them; give at least one "
-                f"in adapters={{name: path}}, "
-                "or max_lora_rank"
-            )
-        lora = _lora_shape(self.registry, slots, max_lora_rank) if slots else None
-        self.tokenizer = load_tokenizer(directory)
-        vocabulary = self.config.vocab_size
-        eos_ids = {token for token in eos_token_ids(directory) | set(self.config.eos_token_ids) if token < vocabulary}
-        weights = None if load_format == "dummy" else directory
-        with collections_paused():
-            built = build_runner(
-                self.config,
-                weights,
-                self.options,
-                compiler_options,
-                sizes,
-                self.device,
-                self.registry,
-                lora,
-                passes,
-                {} if self.calibration is None else self.calibration.tensors(),
-            )
-        self.compiled, self.seconds, self.num_pages = built.compiled, built.seconds, built.num_pages
-        self._stacks = built.runner.stacks
-        limits = SchedulerLimits(
-            built.num_pages,
-            sizes.max_model_len,
-            sizes.max_num_seqs,
-            sizes.max_num_batched_tokens,
-            slots,
-            self.options.enable_prefix_caching,
-        )
-        scheduler = Scheduler(limits, self.registry.numbers, self.registry.hashes, asynchronous_loads=True)
-        self.engine = Engine(scheduler, built.runner, self.tokenizer, eos_ids, seed, overlap=self.device.type == "cuda")
         self._requests = 0
         self._busy = False
 
@@ -250,10 +112,9 @@ class LLM:
     def prefetch_adapters(self) -> None:
         """Wait until as many adapters as `max_cpu_loras` allows lie in host memory.
 
-        Without it they get there behind the first requests' backs.
+        Without it they get there while the first requests run.
         """
-        if self._stacks is not None:
-            self._stacks.prefetch(list(self.registry.numbers.values())[: self.options.max_cpu_loras])
+        self.model.prefetch_adapters()
 
     def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
         """Make one more adapter usable, or (`replace`) give a name a new content: requests that are under way finish on
@@ -262,14 +123,8 @@ class LLM:
         Raises RequestError or AdapterError, and changes nothing, for one that does not fit what the engine was started
         with.
         """
-        if self._stacks is None:
-            raise RequestError(
-                "the engine was started without adapters; give LLM at least one in adapters={name: path}, or "
-                "max_loras and max_lora_rank"
-            )
         former = self.registry.numbers.get(name)
-        known = self.registry.add(name, path, replace)
-        self._stacks.fill([known.number])
+        self.model.add_adapter(name, path, replace)
         if former is not None:
             self.engine.scheduler.forget_adapter(former)
 
@@ -362,28 +217,3 @@ class LLM:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()
-
-
-def _lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
-    """Stacks for the adapters that are known, or for any of `max_lora_rank` if none is."""
-    if registry.numbers or max_lora_rank is None:
-        return lora_shape_for(registry.adapters, slots, max_lora_rank)
-    return LoraShape(slots, -(-max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE)
-
-
-def _model(model: str | Path | Mapping[str, Any], load_format: str) -> tuple[LlamaConfig, Path | None]:
-    """(config, directory or None) of what the caller named."""
-    if isinstance(model, Mapping):
-        if load_format != "dummy":
-            raise OptionError(
-                "a model given as config fields has no weights; add load_format='dummy' for random ones, or name a "
-                "model directory"
-            )
-        return LlamaConfig.from_dict(model), None
-    directory = Path(model)
-    if not directory.is_dir():
-        raise OptionError(
-            f"model={str(model)!r} is no directory; download the model first and name the directory that holds its "
-            "config.json"
-        )
-    return LlamaConfig.from_directory(directory), directory

@@ -5,7 +5,7 @@ sampler          from logits to tokens
 step_inputs      a bucket's static inputs
 staging          small arrays to the device in one copy
 buckets          which sizes have a program
-model            from a directory to a runner (quick_start: what makes it quicker)
+model            from a directory to a model that runs: `load_model`
 weights          a program's weights from a checkpoint
 capacity         does it fit, and how many KV pages the rest holds
 """

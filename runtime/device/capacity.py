@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...compiler.program.program import Program
+from ...graphs.config import LlamaConfig
+from ...ops.core.kv_layout import PAGE_SIZE
+from ..engine.options import EngineOptions, EngineSizes
 from ..requests.errors import CapacityError
 from ..scheduling.pages import pages_for
 
@@ -19,6 +23,21 @@ SAMPLING_COPIES = 4  # fp32 copies of the logits while a step with penalties and
 def nbytes(specs: Specs) -> int:
     """Bytes of all tensors of `specs`."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values())
+
+
+def specs_of(program: Program, kind: str) -> Specs:
+    """Shape and dtype of a program's buffers of one kind, by name."""
+    return {buffer.name: (buffer.shape, buffer.dtype) for buffer in program.of_kind(kind)}
+
+
+def kv_specs(program: Program, pages: int) -> Specs:
+    """Shape and dtype of every layer's KV cache and scales, with `pages` pages."""
+    specs = specs_of(program, "input")
+    return {
+        name: ((pages, *shape[1:]), dtype)
+        for name, (shape, dtype) in specs.items()
+        if name.startswith(("kv_caches", "kv_scales"))
+    }
 
 
 @dataclass(frozen=True)
@@ -54,9 +73,9 @@ def plan_pages(demand: Demand, free: int, total: int, utilization: float, max_mo
     need = pages_for(max_model_len)
     if left < need * demand.page:
         missing = need * demand.page - left
-        holds = max(0, left // demand.page) * 64
+        holds = max(0, left // demand.page) * PAGE_SIZE
         remedies = []
-        if holds >= 64:
+        if holds >= PAGE_SIZE:
             remedies.append(f"lower max_model_len to {holds}")
         if utilization < 0.97 and budget == int(total * utilization):
             remedies.append(f"raise gpu_memory_utilization from {utilization:g}")
@@ -82,6 +101,24 @@ def plan_cpu_pages(page: int, max_model_len: int, max_num_seqs: int) -> int:
     """
     need = pages_for(max_model_len)
     return max(need, min(CPU_KV_BYTES // page, need * max_num_seqs))
+
+
+def num_kv_pages(
+    program: Program, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device
+) -> int:
+    """How many KV pages there will be; `program` is the one that needs the most memory. Raises CapacityError."""
+    page = nbytes(kv_specs(program, 1))
+    if options.num_kv_pages is not None:
+        return options.num_kv_pages
+    if device.type == "cpu":
+        return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
+    activations = program.arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size)
+    stacks = specs_of(program, "adapter")
+    slots = next((shape[0] for shape, _ in stacks.values()), 1)
+    # one slot more: `slot_copy`'s buffer
+    demand = Demand(nbytes(specs_of(program, "weight")), nbytes(stacks) * (slots + 1) // slots, activations, page)
+    free, total = torch.cuda.mem_get_info(device)
+    return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
 
 
 def _gib(count: int) -> str:

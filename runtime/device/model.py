@@ -1,92 +1,236 @@
-"""From a model directory to a runner: compile, check the memory, load the weights, bind the programs."""
+"""From a model directory to a model that runs: read its adapters, compile, check the memory, load the weights, bind the
+programs.
+"""
 
+import gc
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from ...compiler.api import CompiledModel, compile_model
 from ...compiler.build import ProgramStore
 from ...compiler.graph.recipe import Recipe
-from ...compiler.options import CompileOptions
-from ...compiler.pipeline import PASSES, Pass, pass_names
+from ...compiler.options import CompileOptions, OptionError
+from ...compiler.pipeline import PASSES, pass_names
 from ...compiler.program.cache import ProgramCache, cache_directory
 from ...compiler.program.program import Program
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
-from ...graphs.lora import LoraShape
-from ..adapters.registry import AdapterRegistry
+from ...graphs.lora import RANK_MULTIPLE, LoraShape
+from ...graphs.stack import lora_shape_for
+from ..adapters.registry import AdapterRegistry, KnownAdapter
+from ..adapters.slot_cache import SlotCache
 from ..adapters.stacks import AdapterStacks
-from ..engine.options import EngineOptions, EngineSizes
+from ..engine.calibration import Calibration, calibrated
+from ..engine.options import (
+    DEFAULT_MAX_LORAS,
+    MAX_RANK,
+    EngineOptions,
+    EngineSizes,
+    LoadOptions,
+    check_layers,
+    resolve_sizes,
+)
+from ..requests.errors import RequestError
+from ..scheduling.limits import SchedulerLimits
+from ..text.tokenizer import eos_token_ids
 from .buckets import Buckets
-from .capacity import Demand, nbytes, plan_cpu_pages, plan_pages, sampling_bytes
+from .capacity import kv_specs, num_kv_pages, specs_of
 from .runner import ModelRunner
 from .weights import checkpoint_lookup, dummy_lookup, load_weights
 
 
-@dataclass
-class Built:
-    """A runner and what it was made from; `seconds` tells where the start-up's time went."""
+class ModelSource(NamedTuple):
+    """A model's config, and the directory with its weights and tokenizer (None: it has none)."""
 
+    config: LlamaConfig
+    directory: Path | None
+
+
+@dataclass
+class Model:
+    """A model on its device with its adapters, ready to execute plans.
+
+    calibration  what is in use, or None
+    limits       what a scheduler may count on
+    compiled     the CompiledModel: its passes' report, programs and dump
+    registry     the adapters by name
+    seconds      where the start-up's time went
+    """
+
+    source: ModelSource
+    options: LoadOptions
+    calibration: Calibration | None
+    limits: SchedulerLimits
+    registry: AdapterRegistry
     runner: ModelRunner
     compiled: CompiledModel
-    num_pages: int
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        config, directory = self.source
+        found = eos_token_ids(directory) | set(config.eos_token_ids)
+        return frozenset(token for token in found if token < config.vocab_size)
 
-def build_runner(
-    config: LlamaConfig,
-    directory: Path | None,
-    options: EngineOptions,
-    compiler_options: CompileOptions,
-    sizes: EngineSizes,
-    device: torch.device,
-    registry: AdapterRegistry,
-    lora: LoraShape | None,
-    passes: tuple[Pass, ...] = PASSES,
-    calibration: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> Built:
-    """Everything on the device, ready to run. `directory` None: random weights. Raises CapacityError when it does not
-    fit.
+    def prefetch_adapters(self) -> None:
+        """Wait until as many adapters as `max_cpu_loras` allows lie in host memory.
 
-    `calibration`: tensors that recipes name and no checkpoint holds. Programs of a pass list other than the compiler's
-    own are not kept between runs: the key of a kept program knows passes by name only.
+        Without it they get there while the first requests run.
+        """
+        if self.runner.stacks is not None:
+            self.runner.stacks.prefetch(list(self.registry.numbers.values())[: self.options.engine.max_cpu_loras])
+
+    def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> KnownAdapter:
+        """Make one more adapter usable, or (`replace`) give a name a new content under a number of its own; the former
+        one stays until `runner.forget_adapter`.
+
+        Raises RequestError or AdapterError, and changes nothing, for one that does not fit what the engine was started
+        with.
+        """
+        if self.runner.stacks is None:
+            raise RequestError(
+                "the engine was started without adapters; give LLM at least one in adapters={name: path}, or "
+                "max_loras and max_lora_rank"
+            )
+        known = self.registry.add(name, path, replace)
+        self.runner.stacks.fill([known.number])
+        return known
+
+
+def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> ModelSource:
+    """What the caller named: a directory in the Hugging Face format, or with random weights also config.json's fields.
+    A GPU begins to wake up meanwhile.
+
+    Raises OptionError or ConfigError.
     """
+    _wake(options.device)
+    if isinstance(model, Mapping):
+        if not options.dummy:
+            raise OptionError(
+                "a model given as config fields has no weights; add load_format='dummy' for random ones, or name a "
+                "model directory"
+            )
+        return ModelSource(LlamaConfig.from_dict(model), None)
+    directory = Path(model)
+    if not directory.is_dir():
+        raise OptionError(
+            f"model={str(model)!r} is no directory; download the model first and name the directory that holds its "
+            "config.json"
+        )
+    return ModelSource(LlamaConfig.from_directory(directory), directory)
+
+
+def load_model(source: ModelSource, adapters: Mapping[str, str | Path], options: LoadOptions) -> Model:
+    """Everything on the device, ready to run.
+
+    Raises OptionError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when it does not
+    fit.
+    """
+    config, engine = source.config, options.engine
+    weights = None if options.dummy else source.directory
+    calibration, compiler_options = calibrated(
+        options.calibration, config, weights, options.compiler, options.hadamard, options.center_keys
+    )
+    check_layers(compiler_options, config.num_hidden_layers)
+    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)
+    registry = AdapterRegistry(
+        config, engine.max_lora_rank or MAX_RANK, keep=engine.max_cpu_loras, cache=SlotCache.from_environment()
+    )
+    progress = tqdm(
+        registry.add_all(adapters),
+        desc="Reading adapters",
+        unit="adapter",
+        total=len(adapters),
+        disable=not (engine.show_progress and adapters),
+        leave=False,
+    )
+    for _known in progress:
+        pass
+    slots = _num_slots(engine, len(registry.numbers))
+    lora = _lora_shape(registry, slots, engine.max_lora_rank) if slots else None
+    with _collections_paused():
+        return _build(source, options, compiler_options, calibration, sizes, registry, slots, lora)
+
+
+def _num_slots(options: EngineOptions, adapters: int) -> int:
+    """How many adapters are resident at once, of so many."""
+    slots = min(adapters, DEFAULT_MAX_LORAS) if options.max_loras is None else options.max_loras
+    if slots == 0 and adapters:
+        raise OptionError(
+            f"max_loras=0 leaves no room for the {adapters} adapters given; raise max_loras or leave adapters out"
+        )
+    if slots and not adapters and options.max_lora_rank is None:
+        raise OptionError(
+            f"max_loras={slots} without adapters: the shape of the stacks follows from them; give at least one "
+            "in adapters={name: path}, or max_lora_rank"
+        )
+    return slots
+
+
+def _lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
+    """Stacks for the adapters that are known, or for any of `max_lora_rank` if none is."""
+    if registry.numbers or max_lora_rank is None:
+        return lora_shape_for(registry.adapters, slots, max_lora_rank)
+    return LoraShape(slots, -(-max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE)
+
+
+def _build(
+    source: ModelSource,
+    options: LoadOptions,
+    compiler_options: CompileOptions,
+    calibration: Calibration | None,
+    sizes: EngineSizes,
+    registry: AdapterRegistry,
+    slots: int,
+    lora: LoraShape | None,
+) -> Model:
+    """Compile, load and bind.
+
+    Programs of a pass list other than the compiler's own are not kept between runs: the key of a kept program knows
+    passes by name only.
+    """
+    config, engine, device = source.config, options.engine, options.device
     seconds: dict[str, float] = {}
     dtype = compiler_options.model_dtype
     with _timed(seconds, "capture_and_passes"):
         model = Llama(config, lora, dtype=dtype, device="meta")
-        cache = _program_cache(config, lora, compiler_options) if passes == PASSES else None
-        compiled = compile_model(model, compiler_options, passes=passes, cache=cache)
+        cache = _program_cache(config, lora, compiler_options) if options.passes == PASSES else None
+        compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache)
         largest = compiled.program(_buckets(sizes, sizes.blocks, lora is not None, device).largest())
-    num_pages = _plan_pages(largest, config, options, sizes, device)
+    num_pages = num_kv_pages(largest, config, engine, sizes, device)
     buckets = _buckets(sizes, num_pages, lora is not None, device)
     with _timed(seconds, "load"):
         expected = model.checkpoint_tensors()
-        if directory is None:
-            lookup, names = dummy_lookup(expected, device, dtype, options.seed)
+        if options.dummy or source.directory is None:
+            lookup, names = dummy_lookup(expected, device, dtype, engine.seed)
         else:
-            lookup, names = checkpoint_lookup(directory, expected, config.tie_word_embeddings, device, dtype)
+            lookup, names = checkpoint_lookup(source.directory, expected, config.tie_word_embeddings, device, dtype)
+        constants = {} if calibration is None else calibration.tensors()
         tensors = load_weights(
             _recipes(largest, "weight"),
             lookup,
             names,
-            {**model.derived_tensors(), **calibration},
+            {**model.derived_tensors(), **constants},
             device,
-            options.show_progress,
+            engine.show_progress,
         )
-    stack_tensors = _zeros(_specs(largest, "adapter"), device)
+    stack_tensors = _zeros(specs_of(largest, "adapter"), device)
     stacks = (
         None
         if lora is None
-        else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, options.max_cpu_loras)
+        else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, engine.max_cpu_loras)
     )
     tensors.update(stack_tensors)
-    tensors.update(_zeros(_kv_specs(largest, num_pages), device))
+    tensors.update(_zeros(kv_specs(largest, num_pages), device))
     runner = ModelRunner(
         compiled,
         tensors,
@@ -94,33 +238,23 @@ def build_runner(
         device,
         stacks=stacks,
         vocabulary=config.vocab_size,
-        enforce_eager=options.enforce_eager,
+        enforce_eager=engine.enforce_eager,
         arena_bytes=largest.arena_bytes,
     )
     if stacks is not None:
         registry.lora = lora
         # on a thread of its own, while graphs are captured
-        stacks.fill(list(registry.numbers.values())[: options.max_cpu_loras])
-    seconds["programs_and_graphs"] = runner.warm_up(options.show_progress)
-    return Built(runner, compiled, num_pages, seconds)
-
-
-def _plan_pages(
-    program: Program, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device
-) -> int:
-    """How many KV pages there will be; `program` is the one that needs the most memory."""
-    page = nbytes(_kv_specs(program, 1))
-    if options.num_kv_pages is not None:
-        return options.num_kv_pages
-    if device.type == "cpu":
-        return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
-    activations = program.arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size)
-    stacks = _specs(program, "adapter")
-    slots = next((shape[0] for shape, _ in stacks.values()), 1)
-    # one slot more: `slot_copy`'s buffer
-    demand = Demand(nbytes(_specs(program, "weight")), nbytes(stacks) * (slots + 1) // slots, activations, page)
-    free, total = torch.cuda.mem_get_info(device)
-    return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
+        stacks.fill(list(registry.numbers.values())[: engine.max_cpu_loras])
+    seconds["programs_and_graphs"] = runner.warm_up(engine.show_progress)
+    limits = SchedulerLimits(
+        num_pages,
+        sizes.max_model_len,
+        sizes.max_num_seqs,
+        sizes.max_num_batched_tokens,
+        slots,
+        engine.enable_prefix_caching,
+    )
+    return Model(source, options, calibration, limits, registry, runner, compiled, seconds)
 
 
 def _program_cache(config: LlamaConfig, lora: LoraShape | None, options: CompileOptions) -> ProgramCache:
@@ -139,20 +273,6 @@ def _recipes(program: Program, kind: str) -> dict[str, Recipe]:
     return {buffer.name: program.recipes[buffer.name] for buffer in program.of_kind(kind)}
 
 
-def _specs(program: Program, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {buffer.name: (buffer.shape, buffer.dtype) for buffer in program.of_kind(kind)}
-
-
-def _kv_specs(program: Program, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every layer's KV cache and scales, with `pages` pages."""
-    specs = _specs(program, "input")
-    return {
-        name: ((pages, *shape[1:]), dtype)
-        for name, (shape, dtype) in specs.items()
-        if name.startswith(("kv_caches", "kv_scales"))
-    }
-
-
 def _zeros(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
     """Zeros, also in eight bits: memory that was never written must not hold a NaN that a masked product could
     spread.
@@ -168,3 +288,26 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     begin = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - begin
+
+
+def _wake(device: torch.device) -> None:
+    """Create a GPU's context on a thread of its own (it takes seconds); the first to need the GPU waits for it."""
+    if device.type == "cuda":
+        threading.Thread(target=torch.cuda.mem_get_info, args=(device,), name="wake-the-gpu", daemon=True).start()
+
+
+@contextmanager
+def _collections_paused() -> Iterator[None]:
+    """No cyclic garbage collection while a start builds some hundred thousand objects, all of which stay: they come
+    to the oldest generation unseen.
+    """
+    enabled, others = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not others:
+            gc.freeze()
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

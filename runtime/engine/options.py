@@ -1,13 +1,16 @@
 """The options of `LLM`, checked before any work, and what they come to for a given model and device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...compiler.options import LAYERED, CompileOptions, Layers, OptionError
+from ...compiler.options import DEFAULT_PRECISION, LAYERED, CompileOptions, Layers, OptionError
+from ...compiler.pipeline import PASSES, Pass, check_disabled
 from ...ops.core.kv_layout import PAGE_SIZE
+from .calibration import Calibration
 
 DEFAULT_MAX_MODEL_LEN = 8192
 MAX_NUM_SEQS = 256
@@ -17,6 +20,7 @@ CPU_BATCHED_TOKENS = 512
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
 MAX_RANK = 512
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _KV_DTYPES = {
     "auto": "auto",
     "fp8": "fp8_e4m3",
@@ -134,6 +138,107 @@ def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.devi
             f"give at least {sizes.blocks}, or lower max_model_len"
         )
     return sizes
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded, checked as far as that goes without the model: what `LLM`'s keywords come to.
+
+    hadamard, center_keys  whether the calibration decides this field of `compiler`
+    """
+
+    engine: EngineOptions
+    compiler: CompileOptions
+    device: torch.device
+    load_format: str
+    passes: tuple[Pass, ...]
+    calibration: str | Path | Calibration | None
+    hadamard: bool
+    center_keys: bool
+
+    @property
+    def dummy(self) -> bool:
+        """Whether the weights are random."""
+        return self.load_format == "dummy"
+
+
+def load_options(
+    *,
+    precision: str = DEFAULT_PRECISION,
+    kv_dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    hadamard: Layers | None = None,
+    dtype: Any = "auto",
+    disable_passes: Sequence[str] = (),
+    passes: tuple[Pass, ...] = PASSES,
+    center_keys: Layers | None = None,
+    balance_keys: Layers = True,
+    rotate_values: Layers = False,
+    calibration: str | Path | Calibration | None = None,
+    lora_lowering: str = "auto",
+    lora_sm_share: float | None = None,
+    whole_layer: str = "auto",
+    lm_head: str = "auto",
+    load_format: str = "auto",
+    lora_dtype: str = "auto",
+    lora_input: str = "auto",
+    rotate_activations: bool = True,
+    device: str | torch.device | None = None,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    max_loras: int | None = None,
+    max_lora_rank: int | None = None,
+    max_cpu_loras: int = 64,
+    num_kv_pages: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    enforce_eager: bool = False,
+    enable_prefix_caching: bool = True,
+    show_progress: bool = True,
+    seed: int = 0,
+) -> LoadOptions:
+    """The options from `LLM`'s keywords, which are described there. Raises OptionError."""
+    engine = EngineOptions(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        max_cpu_loras=max_cpu_loras,
+        num_kv_pages=num_kv_pages,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        enable_prefix_caching=enable_prefix_caching,
+        show_progress=show_progress,
+        seed=seed,
+    )
+    more = {
+        "lora_lowering": lora_lowering,
+        "lora_sm_share": lora_sm_share,
+        "lm_head": lm_head,
+        "whole_layer": whole_layer,
+        "rotate_values": rotate_values,
+        "lora_dtype": lora_dtype,
+        "lora_input": lora_input,
+        "rotate_activations": rotate_activations,
+        "balance_keys": balance_keys,
+    }
+    compiler = compile_options(
+        precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more, center_keys
+    )
+    check_disabled(compiler, passes)
+    if load_format not in LOAD_FORMATS:
+        raise OptionError(f"load_format={load_format!r} is not known; choose one of {', '.join(LOAD_FORMATS)}")
+    return LoadOptions(
+        engine,
+        compiler,
+        resolve_device(device),
+        load_format,
+        passes,
+        calibration,
+        hadamard is None,
+        center_keys is None,
+    )
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -9,7 +9,7 @@ adapter_desk     adapters that clients load, unload and list
 open_requests    requests that are not finished, and their chunks
 connections      the clients, and what has to go out to them
 stepper          plans out, results in, adapters brought in
-gpu_process      the process that drives the GPU (served_llm: what it serves)
+gpu_process      the process that drives the GPU
 gpu_link         plans and results between those two
 settings         what `sidestream serve` is told
 channel          the supervisor's line to its children

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import zmq
 
+from ...ops.core.kv_layout import PAGE_SIZE
 from ..steps.runner import Runner
 from .channel import Channel, ChannelClosed
 from .gpu_link import (
@@ -230,14 +231,53 @@ def without_directories(text: str) -> str:
     return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)*", "", text)
 
 
-def build_llm(settings: ServeSettings) -> Served:
-    """The model of the settings, ready to run."""
-    from .served_llm import ServedLLM
+class ServedModel:
+    """See `Served`. Raises what `load_options`, `find_model` and `load_model` raise."""
 
-    return ServedLLM(settings)
+    def __init__(self, settings: ServeSettings) -> None:
+        # here, because a GPU process that only simulates a model needs no torch
+        from ..device.model import find_model, load_model
+        from ..engine.options import load_options
+
+        options = load_options(**settings.llm)
+        self._model = model = load_model(find_model(settings.model, options), settings.adapters, options)
+        self.runner: Runner = model.runner
+        # for what clients load; the adapters of the start may lie anywhere
+        model.registry.restrict(settings.adapter_roots)
+        limits = model.limits
+        self.ready = Ready(
+            vocabulary=model.source.config.vocab_size,
+            num_pages=limits.num_pages,
+            page_size=PAGE_SIZE,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_slots=limits.num_slots,
+            eos_ids=sorted(model.eos_ids),
+            adapters=[self._loaded(number) for number in model.registry.numbers.values()],
+            device=str(options.device),
+            seconds=dict(model.seconds),
+            prefix_caching=limits.prefix_caching,
+        )
+
+    def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
+        """See `Model.add_adapter`."""
+        return self._loaded(self._model.add_adapter(name, path, replace).number)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget a name; the batcher says when nothing uses the adapter any more."""
+        self._model.registry.remove(name)
+
+    def in_host_memory(self) -> list[int]:
+        """See `ModelRunner.in_host_memory`."""
+        return self._model.runner.in_host_memory()
+
+    def _loaded(self, number: int) -> LoadedAdapter:
+        known = self._model.registry.by_number(number)
+        return LoadedAdapter(known.name, known.number, known.adapter.rank, known.content_hash)
 
 
-def run(fd: int, build: Callable[[ServeSettings], Served] = build_llm) -> int:
+def run(fd: int, build: Callable[[ServeSettings], Served] = ServedModel) -> int:
     """The process: settings from the channel, then serve. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s gpu %(message)s")
     channel = Channel.from_fd(fd)

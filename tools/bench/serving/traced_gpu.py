@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from ....runtime.server import gpu_process
-from ....runtime.server.served_llm import ServedLLM
 from ....runtime.server.settings import ServeSettings
 from ....runtime.steps.plan import StepPlan
 
@@ -198,13 +197,13 @@ def idle_figures(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     }
 
 
-class TracedLLM(ServedLLM):
-    """A `ServedLLM` whose runner is watched."""
+class TracedModel(gpu_process.ServedModel):
+    """A `ServedModel` whose runner is watched."""
 
     def __init__(self, settings: ServeSettings) -> None:
         super().__init__(settings)
-        self.runner = TracedRunner(self.runner, Path(os.environ[FILE_VARIABLE]))  # type: ignore[assignment]
+        self.runner = TracedRunner(self.runner, Path(os.environ[FILE_VARIABLE]))
 
 
 if __name__ == "__main__":
-    sys.exit(gpu_process.run(int(sys.argv[1]), TracedLLM))
+    sys.exit(gpu_process.run(int(sys.argv[1]), TracedModel))
