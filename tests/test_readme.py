@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-WITH_SERVER = re.findall(r"<!-- runnable beside `sidestream serve` -->\n```python\n(.*?)```", README, re.DOTALL)
+WITH_SERVER = re.findall(r"<!-- runnable next to `sidestream serve` -->\n```python\n(.*?)```", README, re.DOTALL)
 EXAMPLES = re.findall(r"<!-- runnable -->\n```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -28,7 +28,7 @@ def test_example_runs(example: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_client_example_runs_beside_a_server(tmp_path: Path) -> None:
+def test_the_client_example_runs_with_a_server(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "sidestream.tools.cli", "serve"]
     with subprocess.Popen(

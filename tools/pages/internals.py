@@ -53,7 +53,7 @@ def source(thing: Any) -> str:
 
 
 def layer_after(name: str, module: str = "", start: bool = False) -> str:
-    """The graph's lines of layer 0 behind pass `name` (`start`: in front of it), those of one module where a part of
+    """The graph's lines of layer 0 after pass `name` (`start`: before it), those of one module where a part of
     its path is given.
     """
     record = next((record for record in compiled().records if record.name == name), None)
