@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sidestream.tools.pages.quality import DOCS, PAGE, main, measured
@@ -11,18 +12,34 @@ def test_the_page_is_what_was_measured() -> None:
     assert PAGE.read_text() == measured(), "run `python -m sidestream.tools.pages.quality --write`"
 
 
+def clean() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The clean round's arms by name, and bf16 at another load."""
+    found = json.loads((DOCS / "measurements" / "quality_h200.json").read_text())["rounds"][0]
+    return {arm["arm"]: arm for arm in found["arms"]}, found["again"]
+
+
+def flips(arm: dict[str, Any]) -> int:
+    return arm["pooled"]["worse"] + arm["pooled"]["better"]
+
+
 def test_the_top_has_the_raw_figures() -> None:
-    clean = json.loads((DOCS / "measurements" / "quality_h200.json").read_text())["rounds"][0]
-    default = next(arm for arm in clean["arms"] if arm["arm"] == "int8")
-    top = PAGE.read_text().partition("\n## ")[0]
-    flips, own = (each["pooled"]["worse"] + each["pooled"]["better"] for each in (default, clean["again"]))
-    assert (
-        f"{flips:,} of {default['pooled']['items']:,} answers change between right and wrong; our limit is {2 * own}"
-        in top
-    )
+    arms, again = clean()
+    default, top = arms["int8"], PAGE.read_text().partition("\n## ")[0]
+    claim = f"{flips(default):,} of {default['pooled']['items']:,} answers change between right and wrong"
+    assert f"{claim}; our limit is {2 * flips(again)}" in top
     missed = [condition["name"] for condition in default["conditions"] if condition["state"] != "met"]
     assert f"It does not meet: {', '.join(missed)}." in top
     assert f"| int8 | {max(one['mean_kl'][0] for one in default['divergences']):.2e} |" in top
+
+
+def test_the_readme_has_the_raw_figures() -> None:
+    arms, again = clean()
+    default, text = arms["int8"], " ".join((DOCS.parent / "README.md").read_text().split())
+    assert f"bf16 answers {default['pooled']['reference']:.1%} right, int8 {default['pooled']['arm']:.1%}" in text
+    assert f"loses at most {max(one['upper'] for one in default['accuracies']) * 100:.2f} points" in text
+    claim = f"{flips(default):,} of {default['pooled']['items']:,} answers change between right and wrong"
+    assert f"{claim}, and our limit is {2 * flips(again)}, twice the {flips(again)} that" in text
+    assert f"bf16 without our fusions changes {flips(arms['bf16-unfused'])}." in text
 
 
 def test_a_changed_figure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
-"""Quality: does FP8 with adapters answer as bf16 does? The models, tasks and texts that are asked, and the tools that
-compare.
+"""Quality: do eight bits with adapters answer as bf16 does? The models, tasks and texts that are asked, and what
+compares the answers.
 
 tasks           `TASKS`: questions with exact answers, one adapter each; seeded, train and test never meet
 task_numbers    how arithmetic, sorting and program questions are made
