@@ -10,4 +10,5 @@ lower            views fold away, every result gets a buffer
 schedule         two streams: waits, and shares of the SMs
 memory           where temporaries lie in the arena
 cache            programs kept on disk between runs
+cache_folder     files of a bounded size together, each with its digest
 """

@@ -5,6 +5,6 @@ store            adapters in host memory
 stacks           their way into the device's stacks
 packing          one adapter's tensors in its slot's layout
 slot_copy        from host memory into a slot
-slot_cache       packed adapters kept on disk (cache_folder: files of a bounded size together)
+slot_cache       packed adapters kept on disk, in a cache_folder of compiler/program
 background       threads that load
 """

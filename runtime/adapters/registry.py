@@ -194,6 +194,8 @@ class AdapterRegistry:
         stamp = _stamp(known.path)
         adapter = load_adapter(known.path, self.config, self.max_rank, roots=known.roots)
         if adapter.content_hash != known.content_hash:
+            if self.cache is not None and adapter.source == known.adapter.source:
+                self.cache.forget(adapter.source)
             raise AdapterError("its files have changed since it was registered; register it again")
         with self._lock:
             if number in self._stamps:

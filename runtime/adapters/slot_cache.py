@@ -1,9 +1,10 @@
 """Adapters that were packed once, kept on disk as their slots' bytes, so that they come back without being read,
 checked and packed again.
 
-Two kinds of files lie beside the kept programs, in `adapters`. `<key>.slot` holds one adapter's slot of every stack: a
-header, with a checksum of each piece, and the bytes. `<key>.hash` holds the content hash of a PEFT adapter whose values
-were found good. The keys cover all that these follow from, the sources of the modules that make them included.
+Two kinds of files lie next to the kept programs, in `adapters`. `<key>.slot` holds one adapter's slot of every stack: a
+header, with the key and a sha256 of each piece, and the bytes. `<key>.hash` holds the content hash of a PEFT adapter
+whose values were found good, and a digest of itself. The keys cover all that these follow from, the sources of the
+modules that make them included.
 $SIDESTREAM_ADAPTER_CACHE_GB bounds their size (32 unless given; 0: nothing is kept). Deleting them is always safe.
 """
 
@@ -12,8 +13,8 @@ import json
 import logging
 import math
 import os
+import re
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -27,33 +28,34 @@ from numpy.typing import NDArray
 from ...compiler.graph.recipe import Recipe
 from ...compiler.options import OptionError
 from ...compiler.program.cache import cache_directory, source_hash
+from ...compiler.program.cache_folder import CacheFolder, write_fully
 from ...graphs.adapter import Adapter
 from ...graphs.adapter_file import read_fully, readers
 from ...graphs.config import LlamaConfig
 from ...graphs.lora import LoraShape
 from .background import Background, Stopped
-from .cache_folder import CacheFolder
 
 VARIABLE = "SIDESTREAM_ADAPTER_CACHE_GB"
 DEFAULT_GB = 32.0
-FORMAT = 1
+FORMAT = 2
 SOURCES = ("packing.py", "store.py", "slot_cache.py")
-PIECES = 4
+PIECES = 8  # as many as there are readers
 LARGEST_PIECE = 32 << 20
 WRITTEN_AT_ONCE = 4 << 20
 WRITE_PAUSE = 0.004
 _PAGE = 4096
+_CONTENT_HASH = re.compile(rb"[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a slot's file says of itself: whose bytes, how many, and the crc32 of each `piece` of them."""
+    """What a slot's file says of itself: whose bytes, how many, and the sha256 of each `piece` of them."""
 
     format: int
     key: str
     size: int
     piece: int
-    sums: list[int]
+    sums: list[str]
 
 
 class SlotCache:
@@ -70,7 +72,7 @@ class SlotCache:
 
     @classmethod
     def from_environment(cls) -> "SlotCache | None":
-        """The cache beside the kept programs; None when it is switched off.
+        """The cache next to the kept programs; None when it is switched off.
 
         Raises OptionError for a size that is no number.
         """
@@ -89,24 +91,22 @@ class SlotCache:
 
     def recall(self, source: str) -> str | None:
         """The content hash that was found for an adapter's `source`."""
-        name = _hash_name(source)
-        with self.folder.reading(name) as handle:
-            if handle is None:
-                return None
-            try:
-                said, _, found = os.pread(handle, 256, 0).decode("ascii").partition(" ")
-                good = said == name and len(bytes.fromhex(found)) == hashlib.sha256().digest_size
-            except (OSError, ValueError):
-                good = False
-        if not good:
-            self._damaged(name, "it holds no content hash")
-        return found if good else None
+        content = self.folder.recall(_hash_name(source))
+        if content is None:
+            return None
+        if not _CONTENT_HASH.fullmatch(content):
+            self.forget(source)
+            return None
+        return content.decode("ascii")
 
     def remember(self, adapter: Adapter) -> None:
         """Keep an adapter's content hash, soon."""
-        name = _hash_name(adapter.source)
-        content = f"{name} {adapter.content_hash}".encode("ascii")
-        self.background.later(lambda stopped: self._keep(name, len(content), lambda handle: _write(handle, content)))
+        name, content = _hash_name(adapter.source), adapter.content_hash.encode("ascii")
+        self.background.later(lambda stopped: self._attempt(lambda: self.folder.keep(name, content)))
+
+    def forget(self, source: str) -> None:
+        """A content hash turned out to be wrong."""
+        self.folder.damaged(_hash_name(source), "it is not the adapter's content hash")
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class SlotCache:
             except (OSError, EOFError, ValueError) as error:  # msgspec's errors are ValueErrors
                 fault = str(error)
         if fault:
-            self._damaged(name, fault)
+            self.folder.damaged(name, fault)
         return not fault
 
     def save(self, key: str, memory: NDArray[np.uint8], stopped: threading.Event | None = None) -> None:
@@ -137,30 +137,26 @@ class SlotCache:
 
         def fill(handle: int) -> None:
             os.lseek(handle, _header_size(size), os.SEEK_SET)
-            sums = [0] * -(-size // piece)
+            sums = [hashlib.sha256() for _ in range(0, size, piece)]
             for first in range(0, size, piece):
                 for begin in range(first, min(first + piece, size), WRITTEN_AT_ONCE):
                     part = memory[begin : min(begin + WRITTEN_AT_ONCE, first + piece)].data
-                    sums[first // piece] = zlib.crc32(part, sums[first // piece])
-                    _write(handle, part)
+                    sums[first // piece].update(part)
+                    write_fully(handle, part)
                     if stopped is not None and stopped.wait(WRITE_PAUSE):
                         raise Stopped
-            header = msgspec.json.encode(Header(FORMAT, key, size, piece, sums))
+            header = msgspec.json.encode(Header(FORMAT, key, size, piece, [digest.hexdigest() for digest in sums]))
             os.pwrite(handle, header.ljust(_header_size(size), b" "), 0)
 
-        self._keep(f"{key}.slot", size + _header_size(size), fill)
+        self._attempt(lambda: self.folder.write(f"{key}.slot", size + _header_size(size), fill))
 
-    def _keep(self, name: str, size: int, fill: Callable[[int], None]) -> None:
+    def _attempt(self, write: Callable[[], None]) -> None:
         try:
-            self.folder.write(name, size, fill)
+            write()
         except OSError as error:
             if not self._warned:
                 _log.warning("packed adapters are not kept for the next start: %s", error)
             self._warned = True
-
-    def _damaged(self, name: str, fault: str) -> None:
-        _log.warning("a kept adapter is left out: %s: %s", name, fault)
-        self.folder.remove(name)
 
 
 def packing_key(
@@ -210,7 +206,7 @@ def _piece(size: int) -> int:
 
 def _header_size(size: int) -> int:
     """Bytes before the slot's own: whole pages, with room for every checksum."""
-    return -(-(512 + 12 * -(-size // _piece(size))) // _PAGE) * _PAGE
+    return -(-(512 + 72 * -(-size // _piece(size))) // _PAGE) * _PAGE
 
 
 def _read_slot(handle: int, key: str, memory: NDArray[np.uint8]) -> str:
@@ -225,12 +221,6 @@ def _read_slot(handle: int, key: str, memory: NDArray[np.uint8]) -> str:
     def read(place: int) -> bool:
         part = memory[place * piece : (place + 1) * piece]
         read_fully(handle, part, start + place * piece)
-        return zlib.crc32(part.data) == header.sums[place]
+        return hashlib.sha256(part.data).hexdigest() == header.sums[place]
 
     return "" if all(list(readers().map(read, range(len(header.sums))))) else "its checksum is wrong"
-
-
-def _write(handle: int, data: bytes | memoryview) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        view = view[os.write(handle, view) :]

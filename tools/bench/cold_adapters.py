@@ -139,7 +139,7 @@ def measure(bench: Bench, names: list[str], repeats: int, cache: Any) -> dict[st
 
 def kept(llm: Any, directory: Path) -> Any:
     """A cache in `directory` that holds every adapter packed. Raises RuntimeError when the disk does not take them."""
-    from ...runtime.adapters.cache_folder import CacheFolder
+    from ...compiler.program.cache_folder import CacheFolder
     from ...runtime.adapters.slot_cache import SlotCache
 
     cache, store = SlotCache(CacheFolder(directory, sys.maxsize)), llm.engine.runner.stacks.store

@@ -20,13 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from sidestream.compiler.graph.recipe import Recipe, cat, item, param, quantize
 from sidestream.compiler.options import OptionError
+from sidestream.compiler.program import cache_folder
+from sidestream.compiler.program.cache_folder import CacheFolder
 from sidestream.graphs.adapter import WEIGHTS, AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime.adapters import cache_folder, slot_cache
 from sidestream.runtime.adapters import registry as adapters
+from sidestream.runtime.adapters import slot_cache
 from sidestream.runtime.adapters.background import Background, Stopped
-from sidestream.runtime.adapters.cache_folder import CacheFolder
 from sidestream.runtime.adapters.registry import AdapterRegistry
 from sidestream.runtime.adapters.slot_cache import SlotCache, packing_key
 from sidestream.runtime.adapters.store import AdapterStore
@@ -230,6 +231,54 @@ def test_a_damaged_content_hash_is_replaced(config, paths, tmp_path, content):
     assert path.read_bytes() == good
 
 
+@pytest.mark.parametrize("attack", ["digit", "rotated", "renamed", "another format"])
+def test_kept_content_hashes_are_believed_as_a_whole(config, paths, tmp_path, attack, caplog):
+    """One changed digit made an adapter unservable for good; exchanged ones served another adapter's weights."""
+    good = [start(config, path, tmp_path)[0] for path in paths]
+    files = kept(tmp_path, "hash")
+    contents = [file.read_bytes() for file in files]
+    damaged = list(contents)
+    if attack == "digit":
+        damaged = [content[:-1] + (b"0" if content[-1:] != b"0" else b"1") for content in contents]
+    elif attack == "rotated":
+        damaged = [
+            content[:-64] + other[-64:] for content, other in zip(contents, contents[1:] + contents[:1], strict=True)
+        ]
+    elif attack == "renamed":
+        damaged = contents[1:] + contents[:1]
+    else:
+        damaged = [content.replace(b"kept-1", b"kept-0") for content in contents]
+    for file, content in zip(files, damaged, strict=True):
+        file.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert [start(config, path, tmp_path)[0] for path in paths] == good
+    assert len(caplog.records) == 3 and all("digest is wrong" in record.message for record in caplog.records)
+    assert [file.read_bytes() for file in files] == contents
+
+
+def test_slots_under_each_other_s_names_are_packed_again(config, paths, tmp_path, caplog):
+    good = [start(config, path, tmp_path)[0] for path in paths]
+    files = kept(tmp_path)
+    contents = [file.read_bytes() for file in files]
+    for file, content in zip(files, contents[1:] + contents[:1], strict=True):
+        file.write_bytes(content)
+    assert [start(config, path, tmp_path)[0] for path in paths] == good and len(caplog.records) == 3
+    assert [file.read_bytes() for file in files] == contents
+
+
+def test_a_wrong_hash_with_a_right_digest_is_wrong_once(config, paths, tmp_path):
+    """The adapter cannot be served with it, and can when it is registered again."""
+    good, _ = start(config, paths[0], tmp_path)
+    (file,) = kept(tmp_path, "hash")
+    folder = CacheFolder(tmp_path / "adapters", 1 << 30)
+    folder.keep(file.name, b"0" * 64)
+    with pytest.raises(AdapterError, match="register it again"):
+        start(config, paths[0], tmp_path)
+    assert start(config, paths[0], tmp_path)[0] == good
+    folder.keep(file.name, b"\xff" * 64)
+    assert start(config, paths[0], tmp_path)[0] == good
+
+
 def test_what_others_could_have_written_is_not_used(config, paths, tmp_path, caplog):
     first, _ = start(config, paths[0], tmp_path)
     (path,) = kept(tmp_path)
@@ -255,7 +304,8 @@ def test_a_disk_that_takes_nothing_costs_only_time(config, paths, tmp_path, faul
         def write(handle: int, data: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(slot_cache, "_write", write)
+        monkeypatch.setattr(slot_cache, "write_fully", write)
+        monkeypatch.setattr(cache_folder, "write_fully", write)
     for _ in range(2):
         assert start(config, paths[0], tmp_path)[1]
     assert "not kept" in caplog.text and (fault == "in the way" or not list((tmp_path / "adapters").iterdir()))
@@ -315,7 +365,7 @@ def test_a_process_that_ends_leaves_no_half_written_file(tmp_path):
 import sys, time, numpy
 from pathlib import Path
 from sidestream.runtime.adapters import slot_cache
-from sidestream.runtime.adapters.cache_folder import CacheFolder
+from sidestream.compiler.program.cache_folder import CacheFolder
 slot_cache.WRITE_PAUSE = 0.05
 cache = slot_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
 cache.background._line.quiet = 0.0

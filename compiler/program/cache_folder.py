@@ -1,8 +1,13 @@
 """Files kept between runs in a folder of this user's own: written whole or not at all, of a bounded size together,
 the longest unused removed first.
+
+What comes back from the disk is believed only with the digest that was stored with it: a changed byte, a file under
+another's name and one of another format count as absent. A digest without a key tells damage, not intent; against
+others there are the folder's permissions.
 """
 
 import errno
+import hashlib
 import logging
 import os
 import stat
@@ -16,6 +21,8 @@ SPARE_BYTES = 1 << 30
 """A disk with less room than this afterwards is left alone."""
 STALE_SECONDS = 3600.0
 _TEMPORARY = ".tmp"
+_MAGIC = b"sidestream-kept-1 "
+_DIGITS = 2 * hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
 
@@ -75,8 +82,38 @@ class CacheFolder:
             raise
         self._trim(name)
 
+    def keep(self, name: str, content: bytes) -> None:
+        """Keep `content` with its digest, for `recall`. Raises OSError."""
+        whole = b"%s%s\n%s" % (_MAGIC, _digest(name, content), content)
+        self.write(name, len(whole), lambda handle: write_fully(handle, whole))
+
+    def recall(self, name: str) -> bytes | None:
+        """What `keep` was given for the file `name`; None when it is absent or damaged. A damaged one is removed
+        (logged).
+        """
+        with self.reading(name) as handle:
+            if handle is None:
+                return None
+            try:
+                with open(handle, "rb", closefd=False) as file:
+                    whole = file.read()
+            except OSError as error:
+                self.damaged(name, error)
+                return None
+        start = len(_MAGIC) + _DIGITS + 1
+        head, content = whole[:start], whole[start:]
+        if head != b"%s%s\n" % (_MAGIC, _digest(name, content)):
+            self.damaged(name, "its digest is wrong")
+            return None
+        return content
+
+    def damaged(self, name: str, fault: object) -> None:
+        """Remove a file that cannot be used, and say so."""
+        _log.warning("a kept file is left out and made again: %s: %s", name, fault)
+        self.remove(name)
+
     def remove(self, name: str) -> None:
-        """Forget a file that is damaged."""
+        """Forget a file."""
         with suppress(OSError):
             (self.directory / name).unlink()
 
@@ -122,3 +159,16 @@ class CacheFolder:
             if name != newest:
                 self.remove(name)
                 total -= size
+
+
+def write_fully(handle: int, data: bytes | memoryview) -> None:
+    """All of `data` to a file descriptor. Raises OSError."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    digest = hashlib.sha256(b"%s%s\n" % (_MAGIC, name.encode()))
+    digest.update(content)
+    return digest.hexdigest().encode()
