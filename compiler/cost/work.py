@@ -12,6 +12,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
+from ...ops.core.kv_layout import PAGE_SIZE
 from ..program.buffers import View, views_in
 from ..program.calls import overload_of, traits_of
 from ..program.program import Program, Step
@@ -36,9 +37,9 @@ class Assumptions:
         bucket = program.bucket
         if bucket is None:
             table = program.by_name.get("block_table")
-            reach = 0 if table is None else 64 * table.shape[1]
+            reach = 0 if table is None else PAGE_SIZE * table.shape[1]
             return reach if self.context is None else min(self.context, reach)
-        reach, own = 64 * bucket.blocks, -(-bucket.tokens // bucket.sequences)
+        reach, own = PAGE_SIZE * bucket.blocks, -(-bucket.tokens // bucket.sequences)
         return min(reach, max(own, reach // 2 if self.context is None else self.context))
 
     def adapters_of(self, program: Program, slots: int) -> int:

@@ -8,6 +8,7 @@ from torch import fx
 from ...ops.attention.paged_attention import paged_attention, paged_attention_quant
 from ...ops.attention.prefill_gluon import takes_heads, tile_tokens
 from ...ops.attention.widen_kv import STEP_TOKENS, widen_kv, widen_plan
+from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.triton_support import cdiv
 from ..graph.nodes import args_of, insert_call, is_call, shape_of
 from .base import Context, PassReport
@@ -44,7 +45,7 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
         q, cache, scales, table, lens, start, *_ = args_of(node)
         sequences, blocks = shape_of(table)
         tile = tile_tokens(int(shape_of(q)[1]), int(shape_of(cache)[1]))
-        steps = min(MOST_STEPS, int(sequences) * cdiv(int(blocks), STEP_TOKENS // 64))
+        steps = min(MOST_STEPS, int(sequences) * cdiv(int(blocks), STEP_TOKENS // PAGE_SIZE))
         with graph.inserting_before(node):
             key = (table, lens, start, tile, steps)
             if key not in plans:

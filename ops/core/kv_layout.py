@@ -13,6 +13,11 @@ KEY, VALUE = 0, 1
 QUANTIZED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
+def pages_for(tokens: int) -> int:
+    """How many pages `tokens` tokens fill."""
+    return -(-tokens // PAGE_SIZE)
+
+
 def kv_cache_shape(pages: int, kv_heads: int, head_dim: int) -> tuple[int, int, int, int, int]:
     """Shape of one layer's cache."""
     return (pages, kv_heads, 2, PAGE_SIZE, head_dim)

@@ -8,10 +8,9 @@ import torch
 
 from ...compiler.program.program import Program
 from ...graphs.config import LlamaConfig
-from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from ..engine.options import EngineOptions, EngineSizes
 from ..requests.errors import CapacityError
-from ..scheduling.pages import pages_for
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 GIB = 1 << 30

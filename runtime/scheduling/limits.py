@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .pages import pages_for
+from ...ops.core.kv_layout import pages_for
 
 
 @dataclass(frozen=True)

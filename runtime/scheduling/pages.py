@@ -1,17 +1,10 @@
 """Which KV pages are free, who refers to the others, and which hold a known prefix.
 
-A page holds `PAGE_SIZE` tokens, in every layer at once.
+A page holds `PAGE_SIZE` tokens (`ops/core/kv_layout.py`), in every layer at once.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-from ...ops.core.kv_layout import PAGE_SIZE
-
-
-def pages_for(tokens: int) -> int:
-    """How many pages `tokens` tokens fill."""
-    return -(-tokens // PAGE_SIZE)
 
 
 class PageAllocator:

@@ -3,9 +3,9 @@
 from bisect import insort
 from collections.abc import Mapping
 
-from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from .limits import SchedulerLimits
-from .pages import PageAllocator, pages_for
+from .pages import PageAllocator
 from .prefix_cache import PrefixCache
 from .residency import Residency
 from .rows import RowTable

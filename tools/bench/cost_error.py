@@ -32,6 +32,7 @@ from ...compiler.run.emit import BoundProgram
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
+from ...ops.core.kv_layout import pages_for
 from ..options.models import LLAMA_8B
 from .gpu_time import elapsed_us
 from .latency import SHORT_OUTPUT
@@ -181,7 +182,7 @@ def whole_steps(
     adapters = LoraShape(asked["num_adapters"], asked["lora_rank"])
     compiled = compile_model(Llama(LlamaConfig.from_dict(fields), adapters, chosen.model_dtype, device="meta"), chosen)
     context = asked["input_len"] + (SHORT_OUTPUT + asked["output_len"]) // 2
-    blocks, found = -(-(asked["input_len"] + asked["output_len"]) // 64), []
+    blocks, found = pages_for(asked["input_len"] + asked["output_len"]), []
     for row in bench["rows"]:
         count, lora = row["concurrency"], row["lora"] != "none"
         program = compiled.program(Bucket(count, count, count * blocks + 1, blocks, decode=True, lora=lora))

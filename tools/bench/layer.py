@@ -107,6 +107,8 @@ class Layers:
         """Every tensor that the programs of `tokens` sequences bind; weights are made once."""
         import torch
 
+        from ...ops.core.kv_layout import PAGE_SIZE
+
         bucket = self.bucket(tokens, True)
         specs = self.models[depth].tensor_specs(bucket)
         table = torch.arange(tokens * bucket.blocks).view(tokens, bucket.blocks)
@@ -114,7 +116,7 @@ class Layers:
         integers = {
             "input_ids": torch.arange(tokens) % VOCABULARY,
             "positions": torch.full((tokens,), last),
-            "slot_mapping": table[:, last // 64] * 64 + last % 64,
+            "slot_mapping": table[:, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE,
             "adapter_index": torch.tensor(adapters),
             "block_table": table,
             "context_lens": torch.full((tokens,), CONTEXT),

@@ -94,6 +94,8 @@ def _input(
 ) -> "torch.Tensor":
     import torch
 
+    from ...ops.core.kv_layout import PAGE_SIZE
+
     context, bucket = assume.context_of(program), program.bucket
     count = shape[0] if shape else 1
     rows = torch.arange(count, device=device)
@@ -101,7 +103,8 @@ def _input(
     if name == "block_table":
         value: torch.Tensor = torch.arange(count * shape[1], device=device).view(shape) + 1
     elif name == "slot_mapping":
-        value = (rows * blocks + (context - 1) // 64 + 1) * 64 + (context - 1) % 64
+        last = context - 1
+        value = (rows * blocks + last // PAGE_SIZE + 1) * PAGE_SIZE + last % PAGE_SIZE
     elif name == "adapter_index":
         slots = max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=1)
         value = rows % max(1, assume.adapters_of(program, slots))

@@ -97,13 +97,14 @@ def run(options: argparse.Namespace) -> int:
     from ...compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
     from ...compiler.options import CompileOptions
     from ...graphs.llama import Llama
+    from ...ops.core.kv_layout import pages_for
 
     gpu, config = gpu_named(options.gpu), _config(options)
     compile_options = CompileOptions(**compile_arguments(options))
     lora = lora_shape(options, config)
     buckets = [as_bucket(kind, count, lora is not None) for kind, count in options.bucket]
     if options.context is not None:
-        buckets = [replace(each, blocks=max(each.blocks, -(-options.context // 64))) for each in buckets]
+        buckets = [replace(each, blocks=max(each.blocks, pages_for(options.context))) for each in buckets]
         buckets = [replace(each, pages=each.sequences * each.blocks + 1) for each in buckets]
     assume = Assumptions(options.context, options.adapters_in_batch)
     compiled = compile_model(Llama(config, lora, compile_options.model_dtype, device="meta"), compile_options)

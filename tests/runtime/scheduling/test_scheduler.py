@@ -5,13 +5,13 @@ would get alone.
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.ops.core.kv_layout import PAGE_SIZE, pages_for
 from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.outputs import RequestOutput
 from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduling.pages import PageAllocator, pages_for
+from sidestream.runtime.scheduling.pages import PageAllocator
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from support.fake_runner import FakeRunner, continuation
 

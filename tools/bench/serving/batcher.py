@@ -175,16 +175,17 @@ def watch(address: str, options: argparse.Namespace) -> dict[str, float]:
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     """Start a server with a simulated GPU, and load it."""
+    from ....ops.core.kv_layout import PAGE_SIZE, pages_for
     from ....runtime.server.supervisor import Supervisor
 
     (directory / "tokenizer.json").write_bytes(options.tokenizer.read_bytes())
-    pages = -(-(options.prompt + options.output + 64) // 64)
+    pages = pages_for(options.prompt + options.output) + 1
     llm = {
         "step_seconds": options.step_ms / 1000,
         "max_num_seqs": options.streams,
         "max_num_batched_tokens": 8192,
         "num_slots": ADAPTERS,
-        "max_model_len": pages * 64,
+        "max_model_len": pages * PAGE_SIZE,
         "num_pages": pages * options.streams + 64,
         "vocabulary": 256,
     }
