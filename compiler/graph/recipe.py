@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ...ops.rows.hadamard import hadamard_reference
-from ...ops.rows.quantize import E4M3, quantize_rowwise_reference
+from ...ops.rows.hadamard import reference as hadamard_reference
+from ...ops.rows.quantize import E4M3
+from ...ops.rows.quantize import reference as quantize_rowwise_reference
 
 LARGEST_BALANCE = 16  # as a power of two
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB

@@ -68,7 +68,7 @@ def centered(k: torch.Tensor, key_center: Optional[torch.Tensor]) -> torch.Tenso
     return k if key_center is None else k.float() - key_center
 
 
-def append_kv_reference(
+def reference(
     k: torch.Tensor,
     v: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -89,7 +89,7 @@ def append_kv_reference(
     store_kv_reference(v, VALUE, kv_cache, kv_scales, slot_mapping)
 
 
-def append_kv_fake(
+def fake(
     k: torch.Tensor,
     v: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -169,7 +169,7 @@ def _append_kernel(
         store_heads(first, second, head, present, which, slot, kv_cache, kv_scales, HEADS, D, PAGE, LIMIT)
 
 
-def append_kv_launch(
+def launch(
     k: torch.Tensor,
     v: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -202,6 +202,4 @@ def append_kv_launch(
     )  # fmt: skip
 
 
-append_kv = register(
-    "append_kv", append_kv_reference, append_kv_fake, append_kv_launch, mutates=("kv_cache", "kv_scales"), family="rope"
-)
+append_kv = register("append_kv", reference, fake, launch, mutates=("kv_cache", "kv_scales"), family="rope")

@@ -19,10 +19,13 @@ from typing import Optional
 import torch
 
 from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
-from ..core.registry import OPS, register
+from ..core.registry import register
 from ..core.triton_support import cdiv
 from ..core.workspace import workspace
-from ..rows.quantize import E4M3, quantize_rowwise_fake, quantize_rowwise_reference
+from ..rows.quantize import E4M3
+from ..rows.quantize import fake as quantize_rowwise_fake
+from ..rows.quantize import launch as quantize_rowwise_launch
+from ..rows.quantize import reference as quantize_rowwise_reference
 from . import decode as attention_decode
 from . import prefill as attention_prefill
 from . import prefill_gluon
@@ -92,7 +95,7 @@ def gather_keys_values(
     return in_order[KEY], in_order[VALUE]
 
 
-def reference(
+def paged_attention_reference(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
@@ -144,7 +147,7 @@ def reference(
     return out.view(tokens, heads * dim)
 
 
-def fake(
+def paged_attention_fake(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
@@ -161,7 +164,7 @@ def fake(
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
-def reference_quant(
+def paged_attention_quant_reference(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
@@ -182,14 +185,14 @@ def reference_quant(
     Returns (o, q, scale): o in q's dtype, [T, HQ * D] or [0, HQ * D] when `keep` is off; q and scale as in
     `quantize_rowwise`.
     """
-    o = reference(
+    o = paged_attention_reference(
         q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan
     )
     quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
 
 
-def fake_quant(
+def paged_attention_quant_fake(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
@@ -210,7 +213,7 @@ def fake_quant(
     return q.new_empty(tokens if keep else 0, width), *quantize_rowwise_fake(q.flatten(1), dtype)
 
 
-def launch(
+def paged_attention_launch(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
@@ -259,7 +262,7 @@ def launch(
         )
 
 
-def launch_quant(
+def paged_attention_quant_launch(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
@@ -287,7 +290,7 @@ def launch_quant(
     if not keep:
         nbytes = tokens * width * q.element_size()
         o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
-    launch(
+    paged_attention_launch(
         q,
         kv_cache,
         kv_scales,
@@ -302,10 +305,22 @@ def launch_quant(
         out=(o,),
         pdl=pdl,
     )
-    OPS["quantize_rowwise"].launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
+    quantize_rowwise_launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 
 
-paged_attention = register("paged_attention", reference, fake, launch, kind="attention", family="attention")
+paged_attention = register(
+    "paged_attention",
+    paged_attention_reference,
+    paged_attention_fake,
+    paged_attention_launch,
+    kind="attention",
+    family="attention",
+)
 paged_attention_quant = register(
-    "paged_attention_quant", reference_quant, fake_quant, launch_quant, kind="attention", family="attention"
+    "paged_attention_quant",
+    paged_attention_quant_reference,
+    paged_attention_quant_fake,
+    paged_attention_quant_launch,
+    kind="attention",
+    family="attention",
 )

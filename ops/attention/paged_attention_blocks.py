@@ -11,11 +11,12 @@ import torch
 from ..core.registry import register
 from ..core.workspace import workspace
 from ..rows.quantize import E4M3
-from ..rows.quantize_blocks import quantize_blocks_fake, quantize_blocks_launch, quantize_blocks_reference
+from ..rows.quantize_blocks import fake as quantize_blocks_fake
+from ..rows.quantize_blocks import launch as quantize_blocks_launch
+from ..rows.quantize_blocks import reference as quantize_blocks_reference
 from . import decode as attention_decode
 from . import decode_gluon
-from .paged_attention import HEAD_DIMS, check_arguments
-from .paged_attention import reference as paged_attention_reference
+from .paged_attention import HEAD_DIMS, check_arguments, paged_attention_reference
 
 
 def reference(

@@ -16,7 +16,8 @@ import triton.language as tl
 from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
 from ..core.registry import register
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
-from ..rows.hadamard import fht_halves, hadamard_reference
+from ..rows.hadamard import fht_halves
+from ..rows.hadamard import reference as hadamard_reference
 from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
 from .rope import rope_reference, rotate_halves
 
@@ -39,7 +40,7 @@ def check_balance(balance: Optional[torch.Tensor], num_heads: int, num_kv_heads:
         )
 
 
-def rope_append_reference(
+def reference(
     qkv: torch.Tensor,
     delta: Optional[torch.Tensor],
     cos: torch.Tensor,
@@ -77,7 +78,7 @@ def rope_append_reference(
     return q.to(qkv.dtype, copy=True).contiguous()
 
 
-def rope_append_fake(
+def fake(
     qkv: torch.Tensor,
     delta: Optional[torch.Tensor],
     cos: torch.Tensor,
@@ -151,7 +152,7 @@ def _rope_append_kernel(
             store_heads(first, second, head, present, 0, slot, kv_cache, kv_scales, KV_HEADS, D, PAGE, LIMIT)
 
 
-def rope_append_launch(
+def launch(
     qkv: torch.Tensor,
     delta: Optional[torch.Tensor],
     cos: torch.Tensor,
@@ -202,9 +203,9 @@ def rope_append_launch(
 
 rope_append = register(
     "rope_append",
-    rope_append_reference,
-    rope_append_fake,
-    rope_append_launch,
+    reference,
+    fake,
+    launch,
     mutates=("kv_cache", "kv_scales"),
     kind="rope_append",
     family="rope",

@@ -29,7 +29,8 @@ from ..core.triton_support import INTERPRETED, next_power_of_2
 from ..core.workspace import workspace
 from ..linear.linear_8bit import matmul_fp32
 from ..rows.quantize import NORM_ROTATES, SILU_ROTATES
-from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales, quantize_blocks_reference
+from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
+from ..rows.quantize_blocks import reference as quantize_blocks_reference
 from .kernel import decoder_block_kernel
 from .streams import COUNTERS
 

@@ -22,7 +22,7 @@ def delta_dtype(b: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if b.dtype in EIGHT_BIT else b.dtype
 
 
-def lora_expand_reference(
+def reference(
     planes: torch.Tensor,
     b: torch.Tensor,
     token_order: torch.Tensor,
@@ -40,7 +40,7 @@ def lora_expand_reference(
     returns      [T, N] in b's dtype (bf16 for an eight-bit one); zeros for tokens without an adapter
     """
     ranks = b.shape[2]
-    delta = lora_expand_fake(planes, b, token_order, tiles, tile, slices).zero_()
+    delta = fake(planes, b, token_order, tiles, tile, slices).zero_()
     shrunk = planes[0]
     for plane in planes[1:]:
         shrunk = shrunk + plane
@@ -58,7 +58,7 @@ def lora_expand_reference(
     return delta
 
 
-def lora_expand_fake(
+def fake(
     planes: torch.Tensor,
     b: torch.Tensor,
     token_order: torch.Tensor,
@@ -246,7 +246,7 @@ def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int
     return max(16, min(limit, (8192 if tile == 32 else 4096) // next_power_of_2(ranks), next_power_of_2(widest))), 4
 
 
-def lora_expand_launch(
+def launch(
     planes: torch.Tensor,
     b: torch.Tensor,
     token_order: torch.Tensor,
@@ -298,6 +298,4 @@ def lora_expand_launch(
     )  # fmt: skip
 
 
-lora_expand = register(
-    "lora_expand", lora_expand_reference, lora_expand_fake, lora_expand_launch, kind="lora", family="lora"
-)
+lora_expand = register("lora_expand", reference, fake, launch, kind="lora", family="lora")

@@ -14,7 +14,7 @@ from . import shrink as lora_shrink
 from .shrink import dequantized
 
 
-def lora_reference(
+def reference(
     x: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -36,7 +36,7 @@ def lora_reference(
                    rounded to that dtype once
     """
     ranks = b.shape[2]
-    delta = lora_fake(x, a, b, adapter_index, slices).zero_()
+    delta = fake(x, a, b, adapter_index, slices).zero_()
     rows = dequantized(x, x_scale)
     for slot in adapter_index.unique().tolist():
         if slot < 0:
@@ -54,7 +54,7 @@ def lora_reference(
     return delta
 
 
-def lora_fake(
+def fake(
     x: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -67,7 +67,7 @@ def lora_fake(
     return b.new_empty((x.shape[0], b.shape[1]), dtype=lora_expand.delta_dtype(b))
 
 
-def lora_launch(
+def launch(
     x: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -86,9 +86,9 @@ def lora_launch(
     splits = lora_plan.lora_splits(x.shape[1], tokens)
     plan = lora_plan.lora_plan_fake(adapter_index, a.shape[0], tile)
     lora_plan.lora_plan_launch(adapter_index, a.shape[0], tile, out=plan, sm_budget=sm_budget, pdl=pdl)
-    planes = lora_shrink.lora_shrink_fake(x, a, *plan, tile, splits)
-    lora_shrink.lora_shrink_launch(x, a, *plan, tile, splits, a_scale, x_scale, out=(planes,), sm_budget=sm_budget)
-    lora_expand.lora_expand_launch(planes, b, *plan, tile, slices, b_scale, out=out, sm_budget=sm_budget, pdl=True)
+    planes = lora_shrink.fake(x, a, *plan, tile, splits)
+    lora_shrink.launch(x, a, *plan, tile, splits, a_scale, x_scale, out=(planes,), sm_budget=sm_budget)
+    lora_expand.launch(planes, b, *plan, tile, slices, b_scale, out=out, sm_budget=sm_budget, pdl=True)
 
 
-lora = register("lora", lora_reference, lora_fake, lora_launch, kind="lora", family="lora")
+lora = register("lora", reference, fake, launch, kind="lora", family="lora")

@@ -29,7 +29,7 @@ def dequantized(values: torch.Tensor, scale: Optional[torch.Tensor]) -> torch.Te
     return values.float() if scale is None else values.float() * scale.unsqueeze(-1)
 
 
-def lora_shrink_reference(
+def reference(
     x: torch.Tensor,
     a: torch.Tensor,
     token_order: torch.Tensor,
@@ -63,7 +63,7 @@ def lora_shrink_reference(
     return planes
 
 
-def lora_shrink_fake(
+def fake(
     x: torch.Tensor,
     a: torch.Tensor,
     token_order: torch.Tensor,
@@ -291,7 +291,7 @@ def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
     return next_power_of_2(cdiv(ranks, cdiv(ranks, 128))), 128 // itemsize
 
 
-def lora_shrink_launch(
+def launch(
     x: torch.Tensor,
     a: torch.Tensor,
     token_order: torch.Tensor,
@@ -388,6 +388,4 @@ def lora_shrink_launch(
     )
 
 
-lora_shrink = register(
-    "lora_shrink", lora_shrink_reference, lora_shrink_fake, lora_shrink_launch, kind="lora", family="lora"
-)
+lora_shrink = register("lora_shrink", reference, fake, launch, kind="lora", family="lora")

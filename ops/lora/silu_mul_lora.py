@@ -20,7 +20,7 @@ from .shrink import dequantized
 BLOCKS = ((128, 4, 1, 1), (1 << 30, 4, 1, 2))  # (most tokens, warps, steps, parts): see `block`
 
 
-def silu_mul_lora_reference(
+def reference(
     gate_up: torch.Tensor,
     ranks: torch.Tensor,
     rank_step: torch.Tensor,
@@ -55,7 +55,7 @@ def silu_mul_lora_reference(
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
-def silu_mul_lora_fake(
+def fake(
     gate_up: torch.Tensor,
     ranks: torch.Tensor,
     rank_step: torch.Tensor,
@@ -72,7 +72,7 @@ def silu_mul_lora_fake(
 def check(
     gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor
 ) -> None:
-    """Raises ValueError for shapes and dtypes that are not those of `silu_mul_lora_reference`."""
+    """Raises ValueError for shapes and dtypes that are not those of `reference`."""
     if (
         gate_up.dim() != 2
         or gate_up.shape[1] % 2
@@ -208,7 +208,7 @@ def block(tokens: int, tile: int, width: int) -> tuple[int, int, int]:
     return warps, min(steps, cdiv(width, 32 * warps)), min(parts, cdiv(tile, 16))
 
 
-def silu_mul_lora_launch(
+def launch(
     gate_up: torch.Tensor,
     ranks: torch.Tensor,
     rank_step: torch.Tensor,
@@ -253,6 +253,4 @@ def silu_mul_lora_launch(
     )  # fmt: skip
 
 
-silu_mul_lora = register(
-    "silu_mul_lora", silu_mul_lora_reference, silu_mul_lora_fake, silu_mul_lora_launch, kind="silu_mul", family="lora"
-)
+silu_mul_lora = register("silu_mul_lora", reference, fake, launch, kind="silu_mul", family="lora")

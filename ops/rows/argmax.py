@@ -18,14 +18,14 @@ MAX_PIECES = 64
 PROGRAMS_PER_SM = 4
 
 
-def argmax_reference(logits: torch.Tensor) -> torch.Tensor:
+def reference(logits: torch.Tensor) -> torch.Tensor:
     """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits. NaN counts as the least."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     known = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     return ids.where(known == known.amax(-1, keepdim=True), logits.shape[1]).amin(-1).to(torch.int32)
 
 
-def argmax_fake(logits: torch.Tensor) -> torch.Tensor:
+def fake(logits: torch.Tensor) -> torch.Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
@@ -75,7 +75,7 @@ def _argmax_kernel(
             tl.store(arrivals + row, 0)
 
 
-def argmax_launch(
+def launch(
     logits: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False
 ) -> None:
     """Enough pieces a row to fill the GPU, a whole number of blocks each. Too short to heed `sm_budget`."""
@@ -106,4 +106,4 @@ def argmax_launch(
     )
 
 
-argmax = register("argmax", argmax_reference, argmax_fake, argmax_launch)
+argmax = register("argmax", reference, fake, launch)

@@ -10,7 +10,7 @@ from ..core.registry import register
 from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
 
-def embedding_reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """input_ids [T] int32 or int64, weight [V, H] -> [T, H].
 
     An id outside 0..V-1 raises here and reads as zeros on the GPU.
@@ -18,7 +18,7 @@ def embedding_reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.
     return torch.nn.functional.embedding(input_ids, weight)
 
 
-def embedding_fake(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def fake(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight.new_empty((*input_ids.shape, weight.shape[1]))
 
 
@@ -34,7 +34,7 @@ def _embedding_kernel(input_ids, weight, out, VOCAB, WIDTH: tl.constexpr, BLOCK:
     tl.store(out + row * WIDTH + column, values, mask=inside)
 
 
-def embedding_launch(
+def launch(
     input_ids: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -52,4 +52,4 @@ def embedding_launch(
     _embedding_kernel[grid](input_ids, weight, out[0], vocab, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(pdl))
 
 
-embedding = register("embedding", embedding_reference, embedding_fake, embedding_launch, gathers="weight")
+embedding = register("embedding", reference, fake, launch, gathers="weight")

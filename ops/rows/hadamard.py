@@ -20,7 +20,7 @@ def check_width(width: int) -> None:
         raise ValueError(f"hadamard needs a power of two as its last dimension, not {width}")
 
 
-def hadamard_reference(x: torch.Tensor) -> torch.Tensor:
+def reference(x: torch.Tensor) -> torch.Tensor:
     """x [..., D], D a power of two -> like x: H x / sqrt(D) in fp32, rounded once."""
     width = x.shape[-1]
     check_width(width)
@@ -34,7 +34,7 @@ def hadamard_reference(x: torch.Tensor) -> torch.Tensor:
     return (values * width**-0.5).to(x.dtype)
 
 
-def hadamard_fake(x: torch.Tensor) -> torch.Tensor:
+def fake(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
@@ -60,7 +60,7 @@ def _hadamard_kernel(x, out, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, NORM
     tl.store(out + at, round_to(values, out.dtype.element_ty), mask=inside)
 
 
-def hadamard_launch(
+def launch(
     x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
 ) -> None:
     """Fill `out` = (transformed,). Too small to heed `sm_budget`."""
@@ -76,4 +76,4 @@ def hadamard_launch(
     )
 
 
-hadamard = register("hadamard", hadamard_reference, hadamard_fake, hadamard_launch)
+hadamard = register("hadamard", reference, fake, launch)

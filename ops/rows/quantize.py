@@ -31,7 +31,7 @@ from ..core.triton_support import (
     row_scale,
     to_eight_bits,
 )
-from .hadamard import hadamard_reference
+from .hadamard import reference as hadamard_reference
 
 E4M3 = torch.float8_e4m3fn
 NORM_ROTATES = 8  # columns of a block, of what a norm makes
@@ -59,18 +59,14 @@ def rotate_blocks(x: torch.Tensor, rotate: int) -> torch.Tensor:
     return x.float() if block == 1 else hadamard_reference(x.float().unflatten(-1, (-1, block))).flatten(-2)
 
 
-def quantize_rowwise_reference(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K], any float dtype -> (q [..., K] e4m3 or int8, scale [...] fp32)."""
     values = rotate_blocks(x, rotate)
     scale = values.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
     return to_steps(values, scale.unsqueeze(-1), dtype), scale
 
 
-def quantize_rowwise_fake(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Unfilled (q, scale) for x [..., K]."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
@@ -169,7 +165,7 @@ def row_block(width: int) -> tuple[int, int]:
     return block, min(max(block // 256, 1), 16)
 
 
-def quantize_rowwise_launch(
+def launch(
     x: torch.Tensor,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
@@ -193,6 +189,4 @@ def quantize_rowwise_launch(
     )
 
 
-quantize_rowwise = register(
-    "quantize_rowwise", quantize_rowwise_reference, quantize_rowwise_fake, quantize_rowwise_launch, family="quantize"
-)
+quantize_rowwise = register("quantize_rowwise", reference, fake, launch, family="quantize")

@@ -34,9 +34,7 @@ def padded_scales(tokens: int) -> int:
     return max(LEAST_SCALES, next_power_of_2(tokens))
 
 
-def quantize_blocks_reference(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T); the rest as in
     `quantize_rowwise`.
     """
@@ -47,9 +45,7 @@ def quantize_blocks_reference(
     return q, torch.nn.functional.pad(scale.t(), (0, padded_scales(tokens) - tokens)).contiguous()
 
 
-def quantize_blocks_fake(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(f"quantize_blocks: x {tuple(x.shape)} must be [T, K] with K a multiple of {BLOCK}")
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(
@@ -115,7 +111,7 @@ def _quantize_blocks_kernel(
     store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH, PADDED, BLOCKS, ROTATE)
 
 
-def quantize_blocks_launch(
+def launch(
     x: torch.Tensor,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
@@ -142,6 +138,4 @@ def quantize_blocks_launch(
     _quantize_blocks_kernel[grid](x, *out, tokens, **form)
 
 
-quantize_blocks = register(
-    "quantize_blocks", quantize_blocks_reference, quantize_blocks_fake, quantize_blocks_launch, family="quantize"
-)
+quantize_blocks = register("quantize_blocks", reference, fake, launch, family="quantize")

@@ -16,11 +16,15 @@ from ..core.registry import register
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 from .quantize import (
     E4M3,
-    quantize_rowwise_fake,
-    quantize_rowwise_reference,
     rotated_width,
     row_block,
     store_quantized_row,
+)
+from .quantize import (
+    fake as quantize_rowwise_fake,
+)
+from .quantize import (
+    reference as quantize_rowwise_reference,
 )
 
 

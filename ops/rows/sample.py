@@ -78,7 +78,7 @@ def perturbed_scores(
     return torch.where(greedy, logits, scores.where(keep, -torch.inf))
 
 
-def sample_reference(
+def reference(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -102,7 +102,7 @@ def sample_reference(
     return ids.where(scores == scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
 
 
-def sample_fake(
+def fake(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -305,7 +305,7 @@ def sample_kernel(
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
-def sample_launch(
+def launch(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -343,4 +343,4 @@ def sample_launch(
     )
 
 
-sample = register("sample", sample_reference, sample_fake, sample_launch)
+sample = register("sample", reference, fake, launch)

@@ -29,12 +29,14 @@ from ..core.triton_support import (
 from ..core.workspace import workspace
 from .quantize import (
     E4M3,
-    quantize_rowwise_reference,
     quarter_columns,
     rotated_width,
     row_block,
     store_quantized_quarters,
     store_quantized_row,
+)
+from .quantize import (
+    reference as quantize_rowwise_reference,
 )
 
 SHARED_ROWS = 64

@@ -13,14 +13,18 @@ from .quantize_blocks import (
     BLOCK,
     BLOCKS_PER_CTA,
     padded_scales,
-    quantize_blocks_fake,
-    quantize_blocks_reference,
     store_quantized_blocks,
+)
+from .quantize_blocks import (
+    fake as quantize_blocks_fake,
+)
+from .quantize_blocks import (
+    reference as quantize_blocks_reference,
 )
 from .silu_mul import _silu_mul_values, silu_mul_fake, silu_mul_reference
 
 
-def silu_mul_blocks_reference(
+def reference(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up and delta [T, 2I], I a multiple of 128 -> (q [T, I] e4m3 or int8, scale [I / 128, P] fp32):
@@ -30,7 +34,7 @@ def silu_mul_blocks_reference(
     return quantize_blocks_reference(silu_mul_reference(gate_up, delta), dtype, rotate)
 
 
-def silu_mul_blocks_fake(
+def fake(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Unfilled (q, scale).
@@ -67,7 +71,7 @@ def _silu_mul_blocks_kernel(
     store_quantized_blocks(values, q, scale, token, tokens, first, WIDTH, PADDED, BLOCKS, ROTATE)
 
 
-def silu_mul_blocks_launch(
+def launch(
     gate_up: torch.Tensor,
     delta: Optional[torch.Tensor],
     dtype: torch.dtype = E4M3,
@@ -77,7 +81,7 @@ def silu_mul_blocks_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q, scale); shapes as `silu_mul_blocks_fake` wants them. Too small to heed `sm_budget`."""
+    """Fill `out` = (q, scale); shapes as `fake` wants them. Too small to heed `sm_budget`."""
     require_contiguous("silu_mul_blocks", gate_up=gate_up, delta=delta)
     if gate_up.numel() == 0:
         return
@@ -100,9 +104,9 @@ def silu_mul_blocks_launch(
 
 silu_mul_blocks = register(
     "silu_mul_blocks",
-    silu_mul_blocks_reference,
-    silu_mul_blocks_fake,
-    silu_mul_blocks_launch,
+    reference,
+    fake,
+    launch,
     kind="silu_mul",
     family="silu",
 )

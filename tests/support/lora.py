@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from sidestream.ops.lora.plan import lora_plan_reference, lora_splits, lora_tile
-from sidestream.ops.rows.quantize import quantize_rowwise_reference
+from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
 
 
 @dataclass(frozen=True)

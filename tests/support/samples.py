@@ -11,8 +11,8 @@ import torch
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.lora.plan import lora_active_reference
 from sidestream.ops.lora.rounded import lora_round_reference
-from sidestream.ops.lora.shrink import lora_shrink_reference
-from sidestream.ops.rows.quantize_blocks import quantize_blocks_reference
+from sidestream.ops.lora.shrink import reference as lora_shrink_reference
+from sidestream.ops.rows.quantize_blocks import reference as quantize_blocks_reference
 
 from support.lora import LoraCase, lora_case
 

@@ -15,13 +15,13 @@ from ...compiler.graph.nodes import args_of, is_call
 from ...compiler.graph.recipe import Recipe, materialize
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
-from ...ops.attention.paged_attention import check_arguments, gather_keys_values, paged_attention
-from ...ops.attention.paged_attention import fake as attention_fake
+from ...ops.attention.paged_attention import check_arguments, gather_keys_values, paged_attention, paged_attention_fake
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
 from ...ops.core.triton_support import cdiv
 from ...ops.rows.hadamard import hadamard
-from ...ops.rows.quantize import quantize_rowwise, quantize_rowwise_fake
+from ...ops.rows.quantize import fake as quantize_rowwise_fake
+from ...ops.rows.quantize import quantize_rowwise
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 KEPT_BITS = -1 << 10  # of fp32's 23 mantissa bits the FP8 tensor cores of Hopper keep 13 in their sums
@@ -133,7 +133,7 @@ quantize_tensorwise = register(
 attention_fp8_pv = register(
     "emulated_attention_fp8_pv",
     attention_fp8_pv_reference,
-    attention_fake,
+    paged_attention_fake,
     _launcher(attention_fp8_pv_reference),
     family="attention",
 )

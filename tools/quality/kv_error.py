@@ -10,7 +10,7 @@ import torch
 
 from ...ops.attention.append_kv import store_kv_reference
 from ...ops.core.kv_layout import KEY, PAGE_SIZE, kv_cache_shape, kv_scales_shape
-from ...ops.rows.hadamard import hadamard_reference
+from ...ops.rows.hadamard import reference as hadamard_reference
 
 CACHES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 

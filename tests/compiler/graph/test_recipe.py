@@ -18,7 +18,7 @@ from sidestream.compiler.graph.recipe import (
     transpose,
     unsqueeze,
 )
-from sidestream.ops.rows.quantize import quantize_rowwise_reference
+from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
 
 
 def packed() -> Recipe:

@@ -16,7 +16,7 @@ from sidestream.ops.attention.paged_attention import (
 )
 from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
-from sidestream.ops.rows.quantize import quantize_rowwise_reference
+from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
 from support.attention import Batch, make_batch, relative_error, spills_in_main_loop, tolerance
 from support.sm90 import MachineCode, compile_launch
 

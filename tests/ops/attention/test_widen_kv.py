@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from sidestream.ops.attention import prefill_gluon, prefill_gluon_pieces, prefill_wide_gluon
-from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, reference
+from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, paged_attention_reference
 from sidestream.ops.attention.widen_kv import FEWEST_TILES, widen_kv, widen_plan
 from sidestream.ops.core import gluon_support
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
@@ -241,7 +241,7 @@ def test_kernels_in_threads(name: str, heads: int, kv_heads: int, steps: int, pr
         prefill_wide_gluon.launch(q, wide, plan, lens, starts, scale, out, False)
         prefill_gluon.launch(q, cache, scales, table, lens, starts, scale, False, out, False, plan)
     assert not out.isnan().any()
-    assert relative_error(out, reference(*batch.args())) < tolerance(batch) or not out.any()
+    assert relative_error(out, paged_attention_reference(*batch.args())) < tolerance(batch) or not out.any()
 
 
 def test_each_kernel_writes_its_own_rows() -> None:
@@ -347,7 +347,7 @@ def check_same_bits(batch: Batch, steps: int) -> None:
             (bits(out).view(out.shape[0], -1) != bits(want).view(out.shape[0], -1)).any(1).nonzero().flatten().tolist()
         )
         assert not wrong, f"{len(wrong)} rows have other bits, the first is {wrong[0]}"
-    expected = reference(*args)
+    expected = paged_attention_reference(*args)
     assert relative_error(out, expected) < 2 * tolerance(batch) or not expected.any()
 
 

@@ -7,7 +7,7 @@ import torch
 from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.lora.plan import lora_plan_fake, lora_tile
 from sidestream.ops.lora.rounded import lora_expand_rounded, lora_round
-from sidestream.ops.lora.shrink import lora_shrink_reference
+from sidestream.ops.lora.shrink import reference as lora_shrink_reference
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.lora import LoraCase, lora_case
 from support.samples import lora_expand_rounded_inputs

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from sidestream.ops.rows.sample import sample_reference
+from sidestream.ops.rows.sample import reference as sample_reference
 from sidestream.runtime.device.sampler import Sampler, edited_logits
 from sidestream.runtime.steps.plan import SamplingPlan, StepPlan
 
