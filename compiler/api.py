@@ -1,7 +1,6 @@
 """`sidestream.compile`: a module in, a CompiledModel out, which makes a Program for each bucket and runs it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,18 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .accounting import Expectation, model_shape
 from .build import build_program
 from .cost.timings import Timings
 from .graph.capture import Captured, capture_module
 from .graph.recipe import Recipe, materialize
 from .options import CompileOptions
-from .pipeline import PASSES, Pass, check_disabled, run_passes
+from .pipeline import PASSES, Optimized, Pass, check_disabled, optimize
 from .program.cache import ProgramCache
 from .program.layers import HEAD, TAIL
 from .program.program import Bucket, Program
 from .program.sizes import bucket_inputs
 from .records import PassRecord, pass_table
 from .run.emit import BoundProgram
-
-ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 
 
 def compile_model(
@@ -67,32 +63,6 @@ def compile_model(
         return optimize(capture_module(module, inputs, symbols), options, names, passes)
 
     return CompiledModel(make, options, module, cache)
-
-
-@dataclass(frozen=True)
-class Optimized:
-    """A captured graph after the passes, and what each pass did."""
-
-    captured: Captured
-    records: list[PassRecord]
-
-
-def optimize(
-    captured: Captured,
-    options: CompileOptions,
-    names: Sequence[str],
-    passes: tuple[Pass, ...] = PASSES,
-    text: bool = True,
-) -> Optimized:
-    """Run the passes over a captured graph; `names` (of parameters and buffers) tell how often each must match.
-
-    Without `text` the records hold no graphs.
-    """
-    paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in captured.graph_module.graph.nodes)
-    shape = model_shape(names, paged)
-    expectation = None if shape is None else Expectation(shape, options)
-    records = run_passes(captured.graph_module, options, expectation, passes, text=text)
-    return Optimized(captured, records)
 
 
 class CompiledModel:
@@ -210,11 +180,12 @@ class CompiledModel:
 
     def explain(self, buckets: Sequence[Bucket] = ()) -> str:
         """Where the time of a step goes in each program (those made so far, or `buckets`), estimated;
-        `compiler.explain` has the same as values.
+        `compiler.inspect.explain` has the same as values.
         """
         from .inspect.explain import as_text, explain
 
-        return as_text(explain(self, buckets or list(self.programs)), self.records)
+        programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
+        return as_text(explain(self.options, self.records, programs), self.records)
 
     def dump(
         self,

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .api import CompiledModel, materialize_all, optimize
+from .api import CompiledModel, materialize_all
 from .build import build_program
 from .graph.capture import capture_callable
 from .options import CompileOptions, OptionError
+from .pipeline import optimize
 from .run.emit import BoundProgram
 
 

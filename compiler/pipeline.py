@@ -5,12 +5,13 @@ before and after.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
-from .accounting import Expectation
+from .accounting import Expectation, model_shape
+from .graph.capture import Captured
 from .options import CompileOptions, OptionError
 from .passes.balance_keys import balance_keys
 from .passes.base import Context, PassReport
@@ -37,6 +38,7 @@ from .passes.quantize_lora import quantize_lora
 from .passes.rotate_values import rotate_values
 from .passes.round_lora_ranks import round_lora_ranks
 from .passes.widen_kv_once import widen_kv_once
+from .program.program import Bucket
 from .records import PassRecord, graph_lines, op_counts, text_of
 
 
@@ -100,6 +102,12 @@ PROMPT_PASSES: tuple[Pass, ...] = (
 )
 STATIC_PASSES = (*DECODE_PASSES, *PROMPT_PASSES)
 ALWAYS_ON = frozenset({"normalize"})
+ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
+
+
+def static_passes(bucket: Bucket | None) -> tuple[Pass, ...]:
+    """The passes that run on the static graph of a bucket's program; none where only sizes are known, not a bucket."""
+    return () if bucket is None else DECODE_PASSES if bucket.decode else PROMPT_PASSES
 
 
 def pass_names() -> tuple[str, ...]:
@@ -144,6 +152,34 @@ def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -
             raise OptionError(f"disable names {name!r}, which is no pass; passes: {', '.join(names)}")
         if name in ALWAYS_ON:
             raise OptionError(f"pass {name!r} can't be switched off: every later pattern builds on it")
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """A captured graph after the passes, and what each pass did."""
+
+    captured: Captured
+    records: list[PassRecord]
+
+
+def optimize(
+    captured: Captured,
+    options: CompileOptions,
+    names: Iterable[str],
+    passes: tuple[Pass, ...] = PASSES,
+    observe: Callable[[PassRecord], None] | None = None,
+    text: bool = True,
+) -> Optimized:
+    """Run the passes over a captured graph, in place; `names` (of parameters and buffers) tell how often each must
+    match. Raises PassCountError when one matches another number of times.
+
+    `observe` is called after each pass, while the graph is as that pass left it. Without `text` the records hold no
+    graphs: writing them takes longer than the passes.
+    """
+    paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in captured.graph_module.graph.nodes)
+    shape = model_shape(names, paged)
+    expectation = None if shape is None else Expectation(shape, options)
+    return Optimized(captured, run_passes(captured.graph_module, options, expectation, passes, observe, text))
 
 
 def run_passes(

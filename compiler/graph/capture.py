@@ -14,6 +14,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .nodes import last_placeholder
 from .recipe import param
 
 ADAPTER_SUFFIXES = (".lora_a", ".lora_b")
@@ -128,8 +129,7 @@ def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torc
             )
         name = f"constant.{node.target}"
         constants[name] = value.detach()
-        last = [other for other in graph.nodes if other.op == "placeholder"][-1]
-        with graph.inserting_after(last):
+        with graph.inserting_after(last_placeholder(graph)):
             new = graph.placeholder(node.name + "_constant")
         new.meta.update(node.meta, kind="weight", recipe=param(name))
         if "val" not in new.meta:

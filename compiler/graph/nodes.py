@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ops.core.registry import NAMESPACE, Op
+from ...ops.lora.lora import lora
 
 aten = torch.ops.aten
 
@@ -150,6 +151,18 @@ def through_views(node: Any) -> Any:
     while isinstance(node, fx.Node) and node.op == "call_function" and node.target in RESHAPES:
         node = args_of(node)[0]
     return node
+
+
+def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """`linear + lora` as (linear, lora); any other node as (node, None).
+
+    Consumers take the pair, so that a base GEMM never waits for the side stream.
+    """
+    if is_call(value, aten.add.Tensor):
+        for base, delta in (args_of(value), args_of(value)[::-1]):
+            if is_call(through_views(delta), lora):
+                return base, delta
+    return value, None
 
 
 def slice_arguments(node: fx.Node) -> tuple[fx.Node, int, Any, Any, int]:

@@ -12,14 +12,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from torch import fx
 
 from ..accounting import PassCountError
-from ..api import CompiledModel, optimize
 from ..build import build_program
 from ..cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from ..cost.hardware import H200, Gpu
 from ..cost.work import DEFAULT, Assumptions
 from ..graph.capture import Captured
 from ..options import CompileOptions, OptionError
-from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass
+from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass, optimize
 from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
 from ..records import PassRecord, columns, pass_table
@@ -102,15 +101,19 @@ def _ops(program: Program, path: set[int], costs: Sequence[Any], seconds: Sequen
 
 
 def explain(
-    compiled: CompiledModel, buckets: Sequence[Bucket], assume: Assumptions = DEFAULT, gpu: Gpu = H200
+    options: CompileOptions,
+    records: Sequence[PassRecord],
+    programs: Sequence[Program],
+    assume: Assumptions = DEFAULT,
+    gpu: Gpu = H200,
 ) -> dict[str, Any]:
-    """A compilation and its programs for `buckets`."""
+    """A compilation by its options, what its passes did, and the programs made from it, as values for JSON."""
     return {
         "gpu": {"name": gpu.name, "source": gpu.source},
         "error": KNOWN_ERROR,
-        "options": compiled.options.to_dict(),
-        "passes": [describe_pass(record) for record in compiled.records],
-        "programs": [explain_program(compiled.program(bucket), assume, gpu) for bucket in buckets],
+        "options": options.to_dict(),
+        "passes": [describe_pass(record) for record in records],
+        "programs": [explain_program(program, assume, gpu) for program in programs],
     }
 
 

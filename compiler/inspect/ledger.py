@@ -19,15 +19,12 @@ from torch.utils import _pytree as pytree
 from ...ops.core.device import H200_SMS
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from ..accounting import Expectation, model_shape
-from ..api import ATTENTION_OPS
 from ..build import build_program
 from ..graph.capture import Captured
 from ..graph.nodes import CASTS, args_of, aten, is_call, is_check
 from ..graph.recipe import Recipe, materialize
 from ..options import CompileOptions
-from ..passes.base import Context
-from ..pipeline import DECODE_PASSES, PASSES, Pass, run_passes
+from ..pipeline import DECODE_PASSES, PASSES, Pass, optimize, run_static_passes
 from ..program.layers import HEAD, TAIL, graph_layers, layer_name
 from ..program.program import Bucket
 from ..program.sizes import dimensions_of, placeholders
@@ -111,9 +108,7 @@ def ledger(
         rows.append(_row(record.name, record.tier, record.matches, before, after, truth, places))
         before = after
 
-    paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in copy.graph_module.graph.nodes)
-    shape = model_shape(state, paged)
-    run_passes(copy.graph_module, options, None if shape is None else Expectation(shape, options), passes, observe)
+    optimize(copy, options, state, passes, observe)
     tensors = runner.tensors(copy.graph_module)
     program = _Run(
         _logits(BoundProgram(build_program(copy.graph_module, tensors, options), tensors, poison=True).run())
@@ -192,17 +187,8 @@ def _decode_rows(
 
 def _decode_matches(graph_module: fx.GraphModule, bucket: Bucket, options: CompileOptions) -> dict[str, int]:
     """How often each pass of a decode program matches."""
-    found: dict[str, int] = {}
-
-    def rewrite(graph: fx.Graph) -> bool:
-        for each in DECODE_PASSES:
-            if each.name not in options.disable:
-                found[each.name] = each.run(graph, Context(options, H200_SMS)).matches
-                graph.eliminate_dead_code()
-        return any(found.values())
-
-    specialize(graph_module, bucket, rewrite=rewrite)
-    return found
+    records = run_static_passes(specialize(graph_module, bucket), options, H200_SMS, DECODE_PASSES)
+    return {record.name: record.matches for record in records}
 
 
 def largest(rows: Sequence[LedgerRow]) -> LedgerRow:

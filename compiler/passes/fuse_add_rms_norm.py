@@ -5,9 +5,8 @@ import operator
 from torch import fx
 
 from ...ops.rows.rms_norm import add_rms_norm, rms_norm
-from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of
+from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of, split_delta
 from .base import Context, PassReport
-from .joins import split_delta
 
 
 def fuse_add_rms_norm(graph: fx.Graph, context: Context) -> PassReport:

@@ -9,9 +9,8 @@ from ...ops.attention.paged_attention import paged_attention
 from ...ops.attention.rope import rope
 from ...ops.attention.rope_append import rope_append
 from ...ops.rows.hadamard import hadamard
-from ..graph.nodes import args_of, insert_call, is_call, shape_of, slice_range, through_views
+from ..graph.nodes import args_of, insert_call, is_call, shape_of, slice_range, split_delta, through_views
 from .base import Context, PassReport
-from .joins import split_delta
 
 
 @dataclass

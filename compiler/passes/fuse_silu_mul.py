@@ -13,9 +13,8 @@ from ...ops.linear.tuning import activation_config
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
 from ..graph.matcher import Match, any_, call, find
-from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of, slice_range
+from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of, slice_range, split_delta
 from .base import Context, PassReport
-from .joins import split_delta
 
 GATED = call(aten.silu.default, any_("gate")) * any_("up")
 

@@ -7,8 +7,10 @@ safe.
 """
 
 import hashlib
+import json
 import logging
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -18,9 +20,9 @@ from typing import Any
 import torch
 import triton
 
-from ..build import ProgramStore, program_key
 from ..options import CompileOptions
-from .program import Bucket, Program, Step, View
+from .buffers import ProgramError
+from .program import VERSION, Bucket, Edit, Program, Step, View
 from .sizes import dimensions_of
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,61 @@ def source_hash() -> str:
                 digest.update(str(path.relative_to(PACKAGE)).encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def program_key(
+    versions: Mapping[str, str],
+    config: Mapping[str, Any],
+    options: CompileOptions,
+    passes: Sequence[str],
+    bucket: Bucket | None,
+) -> str:
+    """The sha256 (hex) under which a program is kept: it changes with every one of these."""
+    content = {
+        "program_version": VERSION,
+        "versions": dict(versions),
+        "config": dict(config),
+        "options": options.to_dict(),
+        "passes": list(passes),
+        "bucket": None if bucket is None else vars(bucket),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class ProgramStore:
+    """Programs in a directory, one JSON file a key. What can't be read counts as absent."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def path(self, key: str) -> Path:
+        """Where the program of `key` lies."""
+        return self.directory / f"{key}.json"
+
+    def load(self, key: str, edit: Edit | None = None) -> Program | None:
+        """The program kept under `key`, its fields changed by `edit`; None when there is none, or only a damaged or
+        outdated one (logged).
+        """
+        try:
+            return Program.load(self.path(key), edit)
+        except FileNotFoundError:
+            return None
+        except (ProgramError, OSError) as error:
+            log.warning("a kept program is left out: %s", error)
+            return None
+
+    def save(self, key: str, program: Program) -> Path:
+        """Keep `program` under `key`; readers see the old file or the whole new one."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
+        os.close(handle)
+        try:
+            program.save(temporary)
+            os.replace(temporary, self.path(key))
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return self.path(key)
 
 
 @dataclass(frozen=True)

@@ -94,25 +94,6 @@ def bucket_inputs(graph_module: fx.GraphModule, bucket: Bucket) -> dict[str, Spe
     return specs
 
 
-def static_inputs(graph_module: fx.GraphModule) -> dict[str, Spec]:
-    """placeholder name -> its own fake tensor or integer, for a graph captured at concrete sizes.
-
-    Raises SpecializeError for a symbolic one.
-    """
-    specs: dict[str, Spec] = {}
-    for node in placeholders(graph_module.graph):
-        value = node.meta.get("val")
-        if not isinstance(value, (int, torch.Tensor)) or (
-            isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
-        ):
-            raise SpecializeError(
-                f"input {node.name} has no concrete size ({getattr(value, 'shape', value)}); give a bucket or "
-                "example inputs"
-            )
-        specs[node.name] = value
-    return specs
-
-
 def _static(size: int | torch.SymInt, sizes: Mapping[Any, int], name: str) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)

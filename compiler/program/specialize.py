@@ -6,7 +6,7 @@ second or two. Views share their storage with what they view, which is how `lowe
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,14 +34,13 @@ def specialize(
     *,
     decode: bool | None = None,
     lora: bool | None = None,
-    rewrite: Callable[[fx.Graph], bool] | None = None,
 ) -> fx.Graph:
     """A copy of the graph with static shapes; `meta["val"]` holds meta tensors, and only inputs that are used are left.
 
     `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer. `decode`: row
     b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the
     bucket's). `lora=False`: LoRA ops vanish, and what consumed their delta goes without (default: the bucket's, else
-    True). `rewrite`: called with the static graph; says whether it changed anything.
+    True).
     Raises SpecializeError naming the node that can't be made static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -56,15 +55,21 @@ def specialize(
         mark_decode(graph)
     sweep(graph)
     fit_lora_tiles(graph, specs)
-    _propagate(graph, graph_module, specs)
-    while sweep(graph):
-        _propagate(graph, graph_module, specs)
-    if rewrite is not None and rewrite(graph):
-        sweep(graph)
-        _propagate(graph, graph_module, specs)
-        while sweep(graph):
-            _propagate(graph, graph_module, specs)
+    _set_inputs(graph, graph_module, specs)
+    propagate(graph)
     return graph
+
+
+def propagate(graph: fx.Graph) -> None:
+    """Give every node the value that follows from the inputs' (shapes; integers are folded), and leave out what nobody
+    uses; for a graph that passes have changed too.
+
+    Raises SpecializeError naming the node that fails at these sizes.
+    """
+    sweep(graph)
+    _compute(graph)
+    while sweep(graph):
+        _compute(graph)
 
 
 def argument_index(node: fx.Node, name: str) -> int | None:
@@ -206,17 +211,21 @@ def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _propagate(graph: fx.Graph, module: fx.GraphModule, specs: Mapping[str, Spec]) -> None:
+def _set_inputs(graph: fx.Graph, module: fx.GraphModule, specs: Mapping[str, Spec]) -> None:
     for node in placeholders(graph):
         if node.name not in specs:
             raise SpecializeError(f"no size is given for input {node.name}; given: {', '.join(specs) or 'none'}")
+        node.meta["val"] = _placeholder_value(specs[node.name])
+    for node in graph.find_nodes(op="get_attr"):
+        node.meta["val"] = operator.attrgetter(str(node.target))(module).to(META)
+
+
+def _compute(graph: fx.Graph) -> None:
     folded: dict[fx.Node, Any] = {}
     with torch.no_grad():
         for node in graph.nodes:
-            if node.op == "placeholder":
-                value = _placeholder_value(specs[node.name])
-            elif node.op == "get_attr":
-                value = operator.attrgetter(str(node.target))(module).to(META)
+            if node.op in ("placeholder", "get_attr"):
+                value = node.meta["val"]
             elif node.op == "call_function":
                 if folded and any(source in folded for source in node.all_input_nodes):
                     node.args = fx.map_arg(node.args, lambda source: folded.get(source, source))

@@ -15,11 +15,10 @@ import torch
 from tqdm import tqdm
 
 from ...compiler.api import CompiledModel, compile_model
-from ...compiler.build import ProgramStore
 from ...compiler.graph.recipe import Recipe
 from ...compiler.options import CompileOptions, OptionError
 from ...compiler.pipeline import PASSES, pass_names
-from ...compiler.program.cache import ProgramCache, cache_directory
+from ...compiler.program.cache import ProgramCache, ProgramStore, cache_directory
 from ...compiler.program.program import Program
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama

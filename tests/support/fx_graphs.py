@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from sidestream.compiler.graph.recipe import param
+from sidestream.compiler.program.sizes import Spec, placeholders
 from sidestream.ops.core.registry import Op
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,3 +87,8 @@ def random_tensors(graph_module: fx.GraphModule, buffers: Any) -> dict[str, torc
             values = torch.randn(buffer.shape) if buffer.dtype.is_floating_point else torch.zeros(buffer.shape)
             result[buffer.name] = values.to(buffer.dtype)
     return result
+
+
+def static_inputs(graph_module: fx.GraphModule) -> dict[str, Spec]:
+    """Placeholder name -> its own fake tensor or integer, for a graph captured at concrete sizes."""
+    return {node.name: node.meta["val"] for node in placeholders(graph_module.graph)}

@@ -108,7 +108,8 @@ def run(options: argparse.Namespace) -> int:
         buckets = [replace(each, pages=each.sequences * each.blocks + 1) for each in buckets]
     assume = Assumptions(options.context, options.adapters_in_batch)
     compiled = compile_model(Llama(config, lora, compile_options.model_dtype, device="meta"), compile_options)
-    facts = explain(compiled, buckets, assume, gpu)
+    programs = [compiled.program(bucket) for bucket in buckets]
+    facts = explain(compile_options, compiled.records, programs, assume, gpu)
     seconds = {} if options.no_changes else changes_of(config, lora, compile_options, buckets[0], assume, gpu)
     changes = compare_changes(seconds) if seconds else []
     if options.json:

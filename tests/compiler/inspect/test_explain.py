@@ -55,7 +55,8 @@ def test_a_programs_figures_agree_with_its_steps() -> None:
 
 
 def test_values_are_json_and_the_text_names_what_matters() -> None:
-    facts = explain(compiled_llama(), [DECODE, MIXED], gpu=H100)
+    llama = compiled_llama()
+    facts = explain(llama.options, llama.records, [llama.program(DECODE), llama.program(MIXED)], gpu=H100)
     assert json.loads(json.dumps(facts))["gpu"]["name"] == "H100"
     text = as_text(facts, compiled_llama().records)
     for wanted in (

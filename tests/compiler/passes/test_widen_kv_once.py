@@ -9,11 +9,11 @@ import torch
 from sidestream.compiler.cost.work import Assumptions, argument_bytes, step_bytes, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import widen_kv_once
-from sidestream.compiler.program.memory import find_races
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from support.races import find_races
 from support.three_tokens import PROMPTS_LORA, STEP_LORA, logits
 
 FIELDS: dict[str, Any] = {

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.compiler.api import CompiledModel, compile_model
-from sidestream.compiler.build import ProgramStore
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.pipeline import pass_names
-from sidestream.compiler.program.cache import ProgramCache, cache_directory, with_pages
+from sidestream.compiler.program.cache import ProgramCache, ProgramStore, cache_directory, with_pages
 from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 from sidestream.compiler.program.buffers import Buffer
-from sidestream.compiler.program.memory import ALIGNMENT, accesses, find_races, plan_memory, unshared_bytes
+from sidestream.compiler.program.memory import ALIGNMENT, accesses, plan_memory, unshared_bytes
 from sidestream.compiler.program.program import Program, Step
+from support.races import find_races
 from support.two_lanes import build, mutations, reachable, view
 
 

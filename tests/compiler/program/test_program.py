@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.build import ProgramStore, build_program, program_key
+from sidestream.compiler.build import build_program
 from sidestream.compiler.graph.recipe import cat, item, param, quantize
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.buffers import Buffer, ProgramError, View
+from sidestream.compiler.program.cache import ProgramStore, program_key
 from sidestream.compiler.program.program import Bucket, Program, Step
 from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder

@@ -7,12 +7,12 @@ import pytest
 import torch
 from sidestream.compiler.graph.nodes import op_name
 from sidestream.compiler.program.program import Bucket
-from sidestream.compiler.program.sizes import SpecializeError, bucket_inputs, static_inputs
+from sidestream.compiler.program.sizes import SpecializeError, bucket_inputs
 from sidestream.compiler.program.specialize import specialize
 from sidestream.compiler.records import graph_text
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.linear import linear_8bit
-from support.fx_graphs import GraphBuilder
+from support.fx_graphs import GraphBuilder, static_inputs
 from torch import fx
 
 aten = torch.ops.aten
@@ -186,12 +186,10 @@ def test_foreign_graphs_take_example_inputs() -> None:
     assert node_of(graph, "aten.view.default").args[1] == [6, 3]
 
 
-def test_concrete_graphs_describe_themselves() -> None:
+def test_graphs_of_concrete_sizes_need_no_bucket() -> None:
     build = GraphBuilder(dynamic=False)
     module = build.finish(build.call(aten.relu.default, build.input("anything", (3, 5))))
     assert specialize(module, static_inputs(module)).find_nodes(op="output")
-    with pytest.raises(SpecializeError, match="no concrete size"):
-        static_inputs(lora_model())
 
 
 def test_devices_in_the_graph_do_not_matter() -> None:

@@ -9,12 +9,11 @@ from sidestream.compiler.build import build_program
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.buffers import ProgramError
 from sidestream.compiler.program.calls import out_overload
-from sidestream.compiler.program.memory import find_races
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.program.sizes import static_inputs
 from sidestream.compiler.run.emit import BoundProgram
 from sidestream.ops.core.registry import OPS
-from support.fx_graphs import GraphBuilder, random_tensors
+from support.fx_graphs import GraphBuilder, random_tensors, static_inputs
+from support.races import find_races
 from support.two_lanes import reachable
 from torch import fx
 
