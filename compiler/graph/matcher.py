@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from .nodes import CASTS, VIEWS, args_of, aten
+from .nodes import CASTS, VIEWS, aten
 
 ADDITIONS = (aten.add.Tensor, operator.add)
 PRODUCTS = (aten.mul.Tensor, operator.mul)
@@ -112,8 +112,8 @@ class Call(Pattern):
             wanted = " or ".join(str(target) for target in self.targets)
             miss.note(state, f"expected {wanted}, found {describe(value)}")
             return
-        if len(args_of(value)) < len(self.args):
-            miss.note(state, f"{value} has {len(args_of(value))} arguments, not {len(self.args)}")
+        if len(_args(value)) < len(self.args):
+            miss.note(state, f"{value} has {len(_args(value))} arguments, not {len(self.args)}")
             return
         found = state._copy()
         found.nodes.append(value)
@@ -121,7 +121,7 @@ class Call(Pattern):
             found.bound[self.name] = value
         orders = [self.args, self.args[::-1]] if self.commutative else [self.args]
         for order in orders:
-            yield from _match_all(order, args_of(value), found, miss)
+            yield from _match_all(order, _args(value), found, miss)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Through(Pattern):
         if isinstance(value, fx.Node) and value.op == "call_function" and value.target in self.targets:
             found = state._copy()
             found.nodes.append(value)
-            yield from self.match(args_of(value)[0], found, miss)
+            yield from self.match(_args(value)[0], found, miss)
         yield from self.inner.match(value, state, miss)
 
 
@@ -185,6 +185,11 @@ def describe(value: Any) -> str:
     if not isinstance(value, fx.Node):
         return repr(value)
     return f"{value.op} {value.name}" if value.op != "call_function" else f"{value.target} ({value.name})"
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments by position, as a pattern has them; FX's own type for them is too wide to work with."""
+    return node.args
 
 
 def _match_all(patterns: Any, values: Any, state: Match, miss: Mismatch) -> Iterator[Match]:

@@ -3,14 +3,17 @@ gets its shape.
 """
 
 import operator
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...ops.core.registry import NAMESPACE, Op
+from ...ops.core.registry import NAMESPACE, OPS, Op
 from ...ops.lora.lora import lora
 
 aten = torch.ops.aten
@@ -53,9 +56,85 @@ def is_check(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in CHECKS
 
 
-def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """A node's arguments; FX's own type for them is too wide to work with."""
-    return node.args
+_REQUIRED = object()  # the default of an argument that has none
+
+
+@cache
+def _parameters(target: Any) -> dict[str, Any]:
+    """Argument name -> default of an overload; of a pick of a result, its `source` and `place`."""
+    if target is operator.getitem:
+        return {"source": _REQUIRED, "place": _REQUIRED}
+    if not isinstance(target, torch._ops.OpOverload):
+        return {}
+    if target.namespace == NAMESPACE:  # the schema writes a dtype as a number, the signature as a dtype
+        own = signature(OPS[target._opname].reference).parameters
+        return {name: _REQUIRED if each.default is each.empty else each.default for name, each in own.items()}
+    return {
+        each.name: each.default_value if each.has_default_value() else _REQUIRED for each in target._schema.arguments
+    }
+
+
+class Bound:
+    """A call's arguments by the names of its op's schema, as attributes: `bind(norm).residual`; what is not given is
+    the schema's default.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self._node, self._known = node, _parameters(node.target)
+        self._given = {**dict(zip(self._known, node.args, strict=False)), **node.kwargs}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._known:
+            raise self.lacks(name)
+        value = self._given.get(name, self._known[name])
+        if value is _REQUIRED:
+            raise AttributeError(f"{op_name(self._node)} ({self._node.name}) lacks its argument {name!r}")
+        return value
+
+    def lacks(self, name: str) -> AttributeError:
+        """The error for a name that the op does not know."""
+        known = ", ".join(self._known) or "none that is known"
+        return AttributeError(f"{op_name(self._node)} ({self._node.name}) has no argument {name!r}; it has {known}")
+
+    def names_of(self, operand: fx.Node) -> list[str]:
+        """The arguments that are `operand`."""
+        return [name for name, value in self._given.items() if value is operand]
+
+
+def bind(node: fx.Node) -> Bound:
+    """The arguments of a call by name."""
+    return Bound(node)
+
+
+def has_operand(node: fx.Node, name: str) -> bool:
+    """Whether a node calls an op with an argument of this name."""
+    return node.op == "call_function" and name in _parameters(node.target)
+
+
+def set_operands(node: fx.Node, **values: Any) -> None:
+    """Replace arguments of a call by name; positions in between that are not given get their defaults.
+
+    Raises AttributeError for a name that the op lacks.
+    """
+    bound, names = bind(node), list(_parameters(node.target))
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for name, value in values.items():
+        if name not in names:
+            raise bound.lacks(name)
+        if name in kwargs or _is_keyword(node.target, name):
+            kwargs[name] = value
+            continue
+        for between in names[len(args) : names.index(name) + 1]:
+            args.append(value if between == name else getattr(bound, between))
+            kwargs.pop(between, None)
+        args[names.index(name)] = value
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _is_keyword(target: Any, name: str) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and any(
+        each.kwarg_only for each in target._schema.arguments if each.name == name
+    )
 
 
 def is_call(node: Any, *targets: Any) -> bool:
@@ -126,6 +205,34 @@ def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.No
     return node
 
 
+def insert_picks(graph: fx.Graph, node: fx.Node, places: Iterable[int], like: fx.Node | None = None) -> list[fx.Node]:
+    """A pick of each of these results of a call, at the graph's insertion point."""
+    return [insert_call(graph, operator.getitem, (node, place), like=like or node) for place in places]
+
+
+def is_pick(node: Any, source: fx.Node, place: int) -> bool:
+    """Whether `node` picks result `place` of `source`."""
+    return is_call(node, operator.getitem) and bind(node).source is source and bind(node).place == place
+
+
+def picks_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """(place, pick) of every pick of a call's results."""
+    return [(bind(user).place, user) for user in node.users if is_call(user, operator.getitem)]
+
+
+def replace_picks(node: fx.Node, values: Mapping[int, fx.Node]) -> None:
+    """Who reads result `place` of a call reads `values[place]` instead; other results stay."""
+    for place, pick in picks_of(node):
+        if place in values:
+            pick.replace_all_uses_with(values[place])
+
+
+def copy_marks(source: fx.Node, *nodes: fx.Node) -> None:
+    """The lane and the SM share of `source` for new nodes."""
+    for node in nodes:
+        node.meta.update({key: source.meta[key] for key in ("stream", "sm_share") if key in source.meta})
+
+
 def insert_placeholder(
     graph: fx.Graph, name: str, kind: str, shape: tuple[Any, ...], dtype: torch.dtype, after: fx.Node, **meta: Any
 ) -> fx.Node:
@@ -147,9 +254,9 @@ def last_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def through_views(node: Any) -> Any:
-    """The node behind any number of pure reshapes."""
+    """The node that any number of pure reshapes start from."""
     while isinstance(node, fx.Node) and node.op == "call_function" and node.target in RESHAPES:
-        node = args_of(node)[0]
+        node = bind(node).self
     return node
 
 
@@ -159,17 +266,11 @@ def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     Consumers take the pair, so that a base GEMM never waits for the side stream.
     """
     if is_call(value, aten.add.Tensor):
-        for base, delta in (args_of(value), args_of(value)[::-1]):
+        first, second = bind(value).self, bind(value).other
+        for base, delta in ((first, second), (second, first)):
             if is_call(through_views(delta), lora):
                 return base, delta
     return value, None
-
-
-def slice_arguments(node: fx.Node) -> tuple[fx.Node, int, Any, Any, int]:
-    """(source, dim, start, end, step) of an aten.slice, defaults filled in."""
-    given = list(args_of(node))
-    source, dim, start, end, step = given + [None, 0, None, None, 1][len(given) :]
-    return source, dim, start, end, step
 
 
 def slice_range(node: Any) -> tuple[fx.Node, int, int] | None:
@@ -178,8 +279,8 @@ def slice_range(node: Any) -> tuple[fx.Node, int, int] | None:
     """
     if not is_call(node, aten.slice.Tensor):
         return None
-    source, dim, start, end, step = slice_arguments(node)
-    width = shape_of(source)[-1]
-    if dim not in (-1, len(shape_of(source)) - 1) or step != 1:
+    cut = bind(node)
+    source, width = cut.self, shape_of(cut.self)[-1]
+    if cut.dim not in (-1, len(shape_of(source)) - 1) or cut.step != 1:
         return None
-    return source, int(start or 0), min(int(width if end is None else end), int(width))
+    return source, int(cut.start or 0), min(int(width if cut.end is None else cut.end), int(width))

@@ -21,7 +21,7 @@ from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ..build import build_program
 from ..graph.capture import Captured
-from ..graph.nodes import CASTS, args_of, aten, is_call, is_check
+from ..graph.nodes import CASTS, aten, bind, is_call, is_check
 from ..graph.recipe import Recipe, materialize
 from ..options import CompileOptions
 from ..pipeline import DECODE_PASSES, PASSES, Pass, optimize, run_static_passes
@@ -253,11 +253,11 @@ def _norms(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, int | None]]:
     found: list[tuple[fx.Node, fx.Node, int | None]] = []
     for node in graph.nodes:
         if is_call(node, rms_norm, rms_norm_quant):
-            found.append((node, args_of(node)[0], None))
-        elif is_call(node, aten.pow.Tensor_Scalar) and args_of(node)[1] == 2:  # a norm that isn't lifted (yet)
-            source = args_of(node)[0]
+            found.append((node, bind(node).x, None))
+        elif is_call(node, aten.pow.Tensor_Scalar) and bind(node).exponent == 2:  # a norm that isn't lifted (yet)
+            source = bind(node).self
             while source.target in CASTS:
-                source = args_of(source)[0]
+                source = bind(source).self
             found.append((node, source, None))
         else:
             found.extend((node, node, place) for op, place in _STREAM_RESULT if is_call(node, op))

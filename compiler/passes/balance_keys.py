@@ -8,7 +8,7 @@ from torch import fx
 from ...ops.attention.rope_append import rope_append
 from ...ops.core.kv_layout import QUANTIZED_MAX
 from ...ops.rows.rms_norm import add_rms_norm, rms_norm
-from ..graph.nodes import args_of, aten, insert_placeholder, is_call, shape_of, through_views
+from ..graph.nodes import aten, bind, insert_placeholder, is_call, set_operands, shape_of, through_views
 from ..graph.recipe import Recipe, cat, key_balance, multiply
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
@@ -36,7 +36,7 @@ def balance_keys(graph: fx.Graph, context: Context) -> PassReport:
     report = PassReport(0)
     for node in list(graph.nodes):
         if not is_call(node, rope_append) or not context.options.applies(
-            "balance_keys", layer_of_name(args_of(node)[4].name)
+            "balance_keys", layer_of_name(bind(node).kv_cache.name)
         ):
             continue
         try:
@@ -48,36 +48,39 @@ def balance_keys(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _balance(graph: fx.Graph, append: fx.Node) -> None:
-    packed, _delta, _cos, _sin, cache, scales, _slots, _heads, kv_heads, _transformed, *center = args_of(append)
+    bound = bind(append)
+    packed, cache, center, kv_heads = bound.qkv, bound.kv_cache, bound.key_center, bound.num_kv_heads
     if cache.meta["val"].dtype not in QUANTIZED_MAX:
         raise _Refused(f"{cache.name} is not quantized: there is nothing to gain")
     width = int(shape_of(cache)[-1])
     query, key = _rows(packed)
     balance = key_balance(query, key, _gain(packed), kv_heads, width)
     layer = layer_of_name(cache.name)
+    shape = (kv_heads, width // 2)
     factors = insert_placeholder(
-        graph, f"key_balance_{layer}", "weight", (kv_heads, width // 2), torch.float32, after=scales, recipe=balance
+        graph, f"key_balance_{layer}", "weight", shape, torch.float32, after=bound.kv_scales, recipe=balance
     )
-    if center and center[0] is not None:
-        center[0].meta["recipe"] = _scaled(center[0].meta["recipe"], cat(1, (balance, balance)))
-    append.args = (*args_of(append)[:10], center[0] if center else None, factors)
+    if center is not None:
+        center.meta["recipe"] = _scaled(center.meta["recipe"], cat(1, (balance, balance)))
+    set_operands(append, key_balance=factors)
 
 
 def _rows(packed: fx.Node) -> tuple[Recipe, Recipe]:
     """The recipes of W_q and W_k."""
     if not is_call(packed, aten.linear.default):
         raise _Refused(f"{packed.name} is no linear")
-    recipe = args_of(packed)[1].meta.get("recipe")
+    weight = bind(packed).weight
+    recipe = weight.meta.get("recipe")
     if recipe is None or recipe.op != "cat" or len(recipe.args) != 3:
-        raise _Refused(f"{args_of(packed)[1].name} is not packed from the weights of q, k and v")
+        raise _Refused(f"{weight.name} is not packed from the weights of q, k and v")
     return recipe.args[0], recipe.args[1]
 
 
 def _gain(packed: fx.Node) -> Recipe:
     """The recipe of the norm's weight in front of the projection."""
-    x = through_views(args_of(packed)[0])
-    norm = args_of(x)[0] if is_call(x, operator.getitem) else x
-    gain = args_of(norm)[1] if is_call(norm, rms_norm) else args_of(norm)[3] if is_call(norm, add_rms_norm) else None
+    x = through_views(bind(packed).input)
+    norm = bind(x).source if is_call(x, operator.getitem) else x
+    gain = bind(norm).weight if is_call(norm, rms_norm, add_rms_norm) else None
     if gain is None or "recipe" not in gain.meta:
         raise _Refused(f"{packed.name} does not follow a norm with a loaded weight")
     recipe: Recipe = gain.meta["recipe"]

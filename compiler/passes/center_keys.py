@@ -5,7 +5,7 @@ from torch import fx
 
 from ...ops.attention.append_kv import append_kv
 from ...ops.core.kv_layout import QUANTIZED_MAX
-from ..graph.nodes import args_of, insert_placeholder, is_call, shape_of
+from ..graph.nodes import bind, insert_placeholder, is_call, set_operands, shape_of
 from ..graph.recipe import calibrated, hadamard
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
@@ -37,7 +37,7 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
     for append in list(graph.nodes):
         if not is_call(append, append_kv):
             continue
-        key, value, cache, scales, slots = args_of(append)[:5]
+        key, cache = bind(append).k, bind(append).kv_cache
         layer = layer_of_name(cache.name)
         if not context.options.applies("center_keys", layer):
             continue
@@ -54,8 +54,8 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
         if is_rotated(key):
             recipe = hadamard(recipe, 1, shape[1])
         center = insert_placeholder(
-            graph, f"key_center_{layer}", "weight", shape, torch.float32, after=scales, recipe=recipe
+            graph, f"key_center_{layer}", "weight", shape, torch.float32, after=bind(append).kv_scales, recipe=recipe
         )
-        append.args = (key, value, cache, scales, slots, center)
+        set_operands(append, key_center=center)
         report.matches += 1
     return report

@@ -1,11 +1,9 @@
 """Residual addition + RMS norm -> `sidestream.add_rms_norm`."""
 
-import operator
-
 from torch import fx
 
 from ...ops.rows.rms_norm import add_rms_norm, rms_norm
-from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of, split_delta
+from ..graph.nodes import aten, bind, insert_call, insert_picks, is_call, shape_of, split_delta
 from .base import Context, PassReport
 
 
@@ -22,15 +20,11 @@ def fuse_add_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
     for norm in list(graph.nodes):
         if not is_call(norm, rms_norm):
             continue
-        total, weight, eps = args_of(norm)
-        if (
-            not is_call(total, aten.add.Tensor)
-            or total.kwargs
-            or not all(isinstance(arg, fx.Node) for arg in args_of(total)[:2])
-        ):
+        total, weight, eps = bind(norm).x, bind(norm).weight, bind(norm).eps
+        if not is_call(total, aten.add.Tensor) or bind(total).alpha != 1 or not isinstance(bind(total).other, fx.Node):
             report.rejected.append(f"{norm.name}: {total.name} is not a sum")
             continue
-        residual, update = args_of(total)
+        residual, update = bind(total).self, bind(total).other
         if shape_of(residual) != shape_of(update):
             report.rejected.append(f"{norm.name}: {residual.name} and {update.name} have different shapes")
             continue
@@ -39,7 +33,7 @@ def fuse_add_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
             residual, (x, delta) = update, split_delta(residual)
         with graph.inserting_before(total):
             new = insert_call(graph, add_rms_norm, (x, residual, delta, weight, eps), like=norm)
-            picked = [insert_call(graph, operator.getitem, (new, place), like=norm) for place in (0, 1)]
+            picked = insert_picks(graph, new, (0, 1), like=norm)
         norm.replace_all_uses_with(picked[0])
         total.replace_all_uses_with(picked[1], delete_user_cb=lambda user, new=new: user is not new)
         report.matches += 1

@@ -1,6 +1,6 @@
 """The linears between two attentions -> `sidestream.decoder_block`, one launch."""
 
-import operator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,13 +9,15 @@ from torch import fx
 from ...ops.attention.paged_attention import paged_attention_quant
 from ...ops.attention.paged_attention_blocks import paged_attention_blocks
 from ...ops.attention.rope_append import rope_append
+from ...ops.core.registry import Op
 from ...ops.decoder_block.decoder_block import decoder_block, fits
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rows.silu_mul import silu_mul_quant
-from ..graph.nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import bind, has_operand, insert_call, insert_picks, is_call, is_pick, replace_picks, shape_of
 from .base import Context, PassReport
+from .quantize_in_blocks import blocks_arguments
 
 MOST_TOKENS = 32  # from 33 on separate launches are faster on an H200
 FEWEST_CTAS = 0.75  # share of the SMs that the kernel must occupy to be worth it: fewer can't saturate the memory
@@ -44,83 +46,120 @@ def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
         if not is_call(node, paged_attention_quant):
             continue
         try:
-            _replace(graph, node, context)
+            layer = _layer(node, context)
+            objection = _objection(layer, context)
+            if objection is not None:
+                raise _Refused(objection)
+            _replace(graph, layer)
             report.matches += 1
         except _Refused as refusal:
             report.rejected.append(f"{node.name}: {refusal}")
     return report
 
 
-def _replace(graph: fx.Graph, attention: fx.Node, context: Context) -> None:
+@dataclass(frozen=True)
+class _Layer:
+    """The calls between one attention and the next; `qkv`: the next layer's projection, None where it stays apart."""
+
+    attention: fx.Node
+    o: fx.Node
+    norm: fx.Node
+    gate_up: fx.Node
+    silu: fx.Node
+    down: fx.Node
+    end: fx.Node
+    qkv: fx.Node | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Tokens, columns of attention's output, of the residual stream, of the MLP."""
+        attention, stream, mlp = _weight(self.o)[1], _weight(self.o)[0], _weight(self.down)[1]
+        return int(shape_of(bind(self.norm).residual)[0]), int(attention), int(stream), int(mlp)
+
+    def fits(self, context: Context, with_qkv: bool) -> str | None:
+        """Why the kernel doesn't take these sizes; None where it does."""
+        last = int(_weight(self.qkv)[0]) if with_qkv and self.qkv is not None else 0
+        return fits(*self.sizes, last, context.sm_count)
+
+
+def _layer(attention: fx.Node, context: Context) -> _Layer:
+    """Follows a layer from its attention on. Raises _Refused where it is not what the kernel computes."""
     o = _linear(attention)
-    norm = _only(o, add_rms_norm_quant)
+    norm = _only(o, "x", add_rms_norm_quant)
     gate_up = _linear(norm)
-    silu = _only(gate_up, silu_mul_quant)
+    silu = _only(gate_up, "gate_up", silu_mul_quant)
     down = _linear(silu)
-    end = _only(down, add_rms_norm_quant, add_rms_norm)
-    residual, gain, eps = args_of(norm)[1], args_of(norm)[3], args_of(norm)[4]
-    for delta in (args_of(norm)[2], args_of(silu)[1], args_of(end)[2]):
-        _without_lora(delta)
+    end = _only(down, "x", add_rms_norm_quant, add_rms_norm)
+    for joining in (norm, silu, end):
+        _without_lora(bind(joining).delta)
     for producer, linear in ((attention, o), (norm, gate_up), (silu, down)):
         _alone(producer, linear)
-    if not _is_pick(args_of(end)[1], norm, 3) or args_of(end)[4] != eps:
+    if not is_pick(bind(end).residual, norm, 3) or bind(end).eps != bind(norm).eps:
         raise _Refused(f"{end.name} does not go on from the residual of {norm.name}")
-    *inputs, _query_start, scale, _quantize_q, decode, _keep, dtype, rotate = args_of(attention)
-    rotated = (rotate, args_of(norm)[7], args_of(silu)[4], *args_of(end)[7:])  # what the kernel rotates, per dtype
-    wanted = (0, NORM_ROTATES, SILU_ROTATES, NORM_ROTATES) if dtype == torch.int8 else (0,) * 4
-    if rotated != wanted[: len(rotated)]:
-        raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
-    if not decode:
+    _check_rotations(attention, norm, silu, end)
+    if not bind(attention).decode:
         raise _Refused("more than one token a sequence")
     qkv, delta = _projection(end)
-    sizes = (int(shape_of(residual)[0]), int(_weight(o)[1]), int(_weight(o)[0]), int(_weight(down)[1]))
-    if qkv is not None and fits(*sizes, int(_weight(qkv)[0]), context.sm_count):
-        qkv = None
-    if qkv is not None:
+    layer = _Layer(attention, o, norm, gate_up, silu, down, end, qkv)
+    if qkv is not None and layer.fits(context, with_qkv=True):
+        layer = replace(layer, qkv=None)
+    if layer.qkv is not None:
         _without_lora(delta)
-        _alone(end, qkv)
-    objection = fits(*sizes, 0 if qkv is None else int(_weight(qkv)[0]), context.sm_count)
-    if objection is None and context.options.whole_layer == "auto" and sizes[2] // 32 < FEWEST_CTAS * context.sm_count:
-        objection = f"{sizes[2] // 32} CTAs on {context.sm_count} SMs would be slower"
-    if objection is None and context.options.whole_layer == "auto" and sizes[0] > MOST_TOKENS:
-        objection = f"{sizes[0]} tokens: from {MOST_TOKENS + 1} on separate launches are faster"
-    if objection is not None:
-        raise _Refused(objection)
-    with graph.inserting_before(end):
-        rows = insert_call(graph, paged_attention_blocks, (*inputs, scale, dtype), like=attention)
-        picked = [insert_call(graph, operator.getitem, (rows, place), like=attention) for place in (0, 1)]
-        projection = args_of(qkv)[2:4] if qkv is not None else (None, None)
-        arguments = (
-            *picked,
-            residual,
-            *args_of(o)[2:4],
-            gain,
-            *args_of(gate_up)[2:4],
-            *args_of(down)[2:4],
-            args_of(end)[3],
-            *projection,
+        _alone(end, layer.qkv)
+    return layer
+
+
+def _check_rotations(attention: fx.Node, norm: fx.Node, silu: fx.Node, end: fx.Node) -> None:
+    """Raises unless activations are rotated as the kernel does it for their dtype."""
+    rotated = [bind(node).rotate for node in (attention, norm, silu, end) if has_operand(node, "rotate")]
+    whole = bind(attention).dtype == torch.int8
+    wanted = [0, NORM_ROTATES, SILU_ROTATES, NORM_ROTATES] if whole else [0] * 4
+    if rotated != wanted[: len(rotated)]:
+        raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
+
+
+def _objection(layer: _Layer, context: Context) -> str | None:
+    """Why a layer that the kernel could compute is left alone: its sizes, or that it would gain nothing."""
+    objection = layer.fits(context, with_qkv=True)
+    if objection is not None or context.options.whole_layer != "auto":
+        return objection
+    tokens, _, stream, _ = layer.sizes
+    if stream // 32 < FEWEST_CTAS * context.sm_count:
+        return f"{stream // 32} CTAs on {context.sm_count} SMs would be slower"
+    if tokens > MOST_TOKENS:
+        return f"{tokens} tokens: from {MOST_TOKENS + 1} on separate launches are faster"
+    return None
+
+
+def _replace(graph: fx.Graph, layer: _Layer) -> None:
+    """The block in place of the layer's calls; what read the norm at its end reads the block."""
+    end, norm = bind(layer.end), bind(layer.norm)
+    with graph.inserting_before(layer.end):
+        rows = insert_call(graph, paged_attention_blocks, blocks_arguments(layer.attention), like=layer.attention)
+        operands = (
+            *insert_picks(graph, rows, (0, 1), like=layer.attention),
+            norm.residual,
+            *_weights(layer.o),
+            norm.weight,
+            *_weights(layer.gate_up),
+            *_weights(layer.down),
+            end.weight,
+            *(_weights(layer.qkv) if layer.qkv is not None else (None, None)),
+            norm.eps,
         )
-        block = insert_call(graph, decoder_block, (*arguments, eps), like=down)
-        new_residual = insert_call(graph, operator.getitem, (block, 1), like=down)
-        if qkv is not None:
-            qkv.replace_all_uses_with(insert_call(graph, operator.getitem, (block, 0), like=qkv))
-            _replace_picks(end, {3: new_residual})
+        block = insert_call(graph, decoder_block, operands, like=layer.down)
+        (residual,) = insert_picks(graph, block, (1,), like=layer.down)
+        if layer.qkv is not None:
+            layer.qkv.replace_all_uses_with(insert_picks(graph, block, (0,), like=layer.qkv)[0])
+            replace_picks(layer.end, {3: residual})
+        elif is_call(layer.end, add_rms_norm_quant):
+            form = (end.keep, end.dtype, end.rotate)
+            final = insert_call(graph, rms_norm_quant, (residual, end.weight, norm.eps, *form), like=layer.end)
+            picks = insert_picks(graph, final, range(3), like=layer.end)
+            replace_picks(layer.end, {**dict(enumerate(picks)), 3: residual})
         else:
-            quantized = is_call(end, add_rms_norm_quant)
-            keep = args_of(end)[5:]  # empty for add_rms_norm
-            final = insert_call(
-                graph, rms_norm_quant if quantized else rms_norm, (new_residual, args_of(end)[3], eps, *keep), like=end
-            )
-            if quantized:
-                _replace_picks(
-                    end,
-                    {
-                        **{place: insert_call(graph, operator.getitem, (final, place), like=end) for place in range(3)},
-                        3: new_residual,
-                    },
-                )
-            else:
-                _replace_picks(end, {0: final, 1: new_residual})
+            final = insert_call(graph, rms_norm, (residual, end.weight, norm.eps), like=layer.end)
+            replace_picks(layer.end, {0: final, 1: residual})
 
 
 def _without_lora(delta: fx.Node | None) -> None:
@@ -139,7 +178,7 @@ def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     append = next((user for user in found[0].users if is_call(user, rope_append)), None)
     if len(_users(end, 1)) > 1 and append is None:  # its LoRA branch ends where this pass does not know it
         return None, None
-    return found[0], None if append is None else args_of(append)[1]
+    return found[0], None if append is None else bind(append).delta
 
 
 def _linear(producer: fx.Node) -> fx.Node:
@@ -147,8 +186,7 @@ def _linear(producer: fx.Node) -> fx.Node:
     found = [user for user in _users(producer, 1) if is_call(user, linear_8bit)]
     if len(found) != 1:
         raise _Refused(f"{producer.name} is read by {len(found)} linears")
-    if any(addend is not None for addend in args_of(found[0])[4:6]):
-        raise _Refused(f"{found[0].name} adds something to its product")
+    _adds_nothing(found[0])
     return found[0]
 
 
@@ -159,31 +197,30 @@ def _alone(producer: fx.Node, linear: fx.Node) -> None:
             f"{producer.name} is read by something else than one linear (LoRA that joins elsewhere, if the program "
             "has it)"
         )
-    if any(addend is not None for addend in args_of(linear)[4:6]):
+    _adds_nothing(linear)
+
+
+def _adds_nothing(linear: fx.Node) -> None:
+    if bind(linear).delta is not None or bind(linear).residual is not None:
         raise _Refused(f"{linear.name} adds something to its product")
 
 
-def _only(node: fx.Node, *ops: Any) -> fx.Node:
+def _only(node: fx.Node, operand: str, *ops: Op) -> fx.Node:
+    """The one reader of a linear's product, one of `ops` that takes it as `operand`."""
     users = list(node.users)
-    if len(users) != 1 or not is_call(users[0], *ops) or args_of(users[0])[0] is not node:
+    if len(users) != 1 or not is_call(users[0], *ops) or getattr(bind(users[0]), operand) is not node:
         raise _Refused(f"{node.name} is read by something else than {' or '.join(op.name for op in ops)}")
     return users[0]
 
 
 def _users(node: fx.Node, place: int) -> list[fx.Node]:
     """Who reads result `place` of a node."""
-    return [user for pick in node.users if _is_pick(pick, node, place) for user in pick.users]
-
-
-def _is_pick(node: Any, source: fx.Node, place: int) -> bool:
-    return is_call(node, operator.getitem) and args_of(node) == (source, place)
+    return [user for pick in node.users if is_pick(pick, node, place) for user in pick.users]
 
 
 def _weight(linear: fx.Node) -> Any:
-    return shape_of(args_of(linear)[2])
+    return shape_of(bind(linear).weight)
 
 
-def _replace_picks(node: fx.Node, values: dict[int, fx.Node]) -> None:
-    for pick in list(node.users):
-        if is_call(pick, operator.getitem):
-            pick.replace_all_uses_with(values.get(args_of(pick)[1], pick))
+def _weights(linear: fx.Node) -> tuple[fx.Node, fx.Node]:
+    return bind(linear).weight, bind(linear).weight_scale

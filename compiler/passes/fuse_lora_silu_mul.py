@@ -1,7 +1,5 @@
 """A decode step's SiLU * mul makes the LoRA delta of gate and up itself, where that delta is megabytes."""
 
-import operator
-
 import torch
 from torch import fx
 
@@ -10,7 +8,7 @@ from ...ops.lora.rounded import fits
 from ...ops.lora.silu_mul_lora import silu_mul_lora
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul_quant
-from ..graph.nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import bind, insert_call, insert_picks, is_call, replace_picks, shape_of
 from .base import Context, PassReport
 from .round_lora_ranks import insert_rounded
 
@@ -36,27 +34,28 @@ def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, silu_mul_quant):
             continue
-        gate_up, delta, _keep, *form = args_of(node)
+        silu = bind(node)
+        gate_up, delta = silu.gate_up, silu.delta
         if not is_call(delta, lora_expand):
             continue
         reason = _stays(gate_up, delta, context.options.lora_lowering)
         if reason is not None:
             report.rejected.append(f"{node.name}: {reason}")
             continue
-        _planes, b, order, tiles, tile, _slices, b_scale = args_of(delta)
+        expand = bind(delta)
         ranks, step = insert_rounded(graph, delta)
         with graph.inserting_before(node):
-            h = insert_call(graph, silu_mul_lora, (gate_up, ranks, step, b, b_scale, order, tiles, tile), like=node)
-            quantized = insert_call(graph, quantize_rowwise, (h, *form), like=node)
-            results = (h, *(insert_call(graph, operator.getitem, (quantized, place), like=node) for place in (0, 1)))
-        for pick in list(node.users):
-            pick.replace_all_uses_with(results[args_of(pick)[1]])
+            tiling = (expand.token_order, expand.tiles, expand.tile)
+            h = insert_call(graph, silu_mul_lora, (gate_up, ranks, step, expand.b, expand.b_scale, *tiling), like=node)
+            quantized = insert_call(graph, quantize_rowwise, (h, silu.dtype, silu.rotate), like=node)
+            results = (h, *insert_picks(graph, quantized, (0, 1), like=node))
+        replace_picks(node, dict(enumerate(results)))
         report.matches += 1
     return report
 
 
 def _stays(gate_up: fx.Node, delta: fx.Node, lowering: str) -> str | None:
-    _planes, b, _order, _tiles, _tile, slices, _b_scale = args_of(delta)
+    b, slices = bind(delta).b, bind(delta).slices
     if lowering != "auto":
         return f"lora_lowering is {lowering}"
     if len(delta.users) != 1:

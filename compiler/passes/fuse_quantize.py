@@ -9,7 +9,7 @@ from ...ops.core.registry import Op
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
-from ..graph.nodes import args_of, insert_call, is_call
+from ..graph.nodes import bind, insert_call, insert_picks, is_call, picks_of, replace_picks
 from .base import Context, PassReport
 
 # producer -> its quantizing form, whose results are (y, q, scale) and then whatever else the producer returned
@@ -35,24 +35,24 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, quantize_rowwise):
             continue
-        value = args_of(node)[0]
-        producer = args_of(value)[0] if value.target is operator.getitem and args_of(value)[1] == 0 else value
+        quantized = bind(node)
+        value = quantized.x
+        producer = bind(value).source if is_call(value, operator.getitem) and bind(value).place == 0 else value
         forms = next((pair for pair in FORMS.values() if is_call(producer, pair[0])), None)
         if forms is None:
             report.rejected.append(f"{node.name}: {producer.name} has no quantizing form")
             continue
         keep = any(user is not node for user in value.users)
         with graph.inserting_before(producer):
-            new = insert_call(graph, forms[1], (*args_of(producer), keep, *args_of(node)[1:]), like=producer)
-            y, q, scale = (insert_call(graph, operator.getitem, (new, place), like=producer) for place in (0, 1, 2))
-        for user in list(producer.users) if producer is not value else ():
-            if user is not value:
-                with graph.inserting_before(user):
-                    user.replace_all_uses_with(
-                        insert_call(graph, operator.getitem, (new, args_of(user)[1] + 2), like=producer)
-                    )
-        for user in list(node.users):
-            user.replace_all_uses_with((q, scale)[args_of(user)[1]])
+            operands = (*producer.args, keep, quantized.dtype, quantized.rotate)
+            new = insert_call(graph, forms[1], operands, like=producer)
+            y, q, scale = insert_picks(graph, new, (0, 1, 2), like=producer)
+        for place, pick in picks_of(producer):
+            if place > 0:
+                with graph.inserting_before(pick):
+                    (moved,) = insert_picks(graph, new, (place + 2,), like=producer)
+                pick.replace_all_uses_with(moved)
+        replace_picks(node, {0: q, 1: scale})
         value.replace_all_uses_with(y)
         report.matches += 1
     return report

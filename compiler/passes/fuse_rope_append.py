@@ -9,7 +9,7 @@ from ...ops.attention.paged_attention import paged_attention
 from ...ops.attention.rope import rope
 from ...ops.attention.rope_append import rope_append
 from ...ops.rows.hadamard import hadamard
-from ..graph.nodes import args_of, insert_call, is_call, shape_of, slice_range, split_delta, through_views
+from ..graph.nodes import bind, insert_call, is_call, shape_of, slice_range, split_delta, through_views
 from .base import Context, PassReport
 
 
@@ -42,13 +42,14 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
     for append in list(graph.nodes):
         if not is_call(append, append_kv):
             continue
-        key, value, cache, scales, slots, *center = args_of(append)
+        bound = bind(append)
+        key, cache = bound.k, bound.kv_cache
         attention = next((user for user in cache.users if is_call(user, paged_attention)), None)
         if attention is None:
             report.rejected.append(f"{append.name}: no paged_attention reads {cache.name}")
             continue
-        query = args_of(attention)[0]
-        q, k, v = (_heads(node) for node in (query, key, value))
+        query = bind(attention).q
+        q, k, v = (_heads(node) for node in (query, key, bound.v))
         reason = _refusal(q, k, v)
         if reason is not None or q is None or q.angles is None:
             report.rejected.append(f"{append.name}: {reason}")
@@ -59,7 +60,11 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
             new = insert_call(
                 graph,
                 rope_append,
-                (qkv, delta, *q.angles, cache, scales, slots, heads, kv_heads, q.transformed, *center),
+                (
+                    *(qkv, delta, *q.angles, cache, bound.kv_scales, bound.slot_mapping),
+                    *(heads, kv_heads, q.transformed),
+                    *(() if bound.key_center is None else (bound.key_center,)),
+                ),
                 like=append,
             )
         attention.replace_input_with(query, new)
@@ -72,11 +77,11 @@ def _heads(node: fx.Node) -> _Heads | None:
     """Follows a head tensor back to its slice of the packed projection, or None where it comes from elsewhere."""
     transformed = is_call(node, hadamard)
     if transformed:
-        node = args_of(node)[0]
+        node = bind(node).x
     angles = None
     if is_call(node, rope):
-        angles = (args_of(node)[1], args_of(node)[2])
-        node = args_of(node)[0]
+        angles = (bind(node).cos, bind(node).sin)
+        node = bind(node).x
     found = slice_range(through_views(node))
     return None if found is None else _Heads(*found, angles, transformed)
 

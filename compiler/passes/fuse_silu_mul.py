@@ -2,8 +2,6 @@
 projection's own launch.
 """
 
-import operator
-
 import torch
 from torch import fx
 
@@ -13,7 +11,17 @@ from ...ops.linear.tuning import activation_config
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
 from ..graph.matcher import Match, any_, call, find
-from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of, slice_range, split_delta
+from ..graph.nodes import (
+    aten,
+    bind,
+    insert_call,
+    insert_picks,
+    is_call,
+    replace_picks,
+    shape_of,
+    slice_range,
+    split_delta,
+)
 from .base import Context, PassReport
 
 GATED = call(aten.silu.default, any_("gate")) * any_("up")
@@ -41,7 +49,7 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 
     matches, rejected = find(graph, GATED, anchor=aten.silu.default, where=where)
     for match in matches:
-        packed, delta = split_delta(args_of(match["gate"])[0])
+        packed, delta = split_delta(bind(match["gate"]).self)
         with graph.inserting_before(match.root):
             new = insert_call(graph, silu_mul, (packed, delta), like=match.root)
         match.root.replace_all_uses_with(new)
@@ -62,27 +70,29 @@ def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, silu_mul_quant):
             continue
-        linear, delta, _keep, *form = args_of(node)
+        silu = bind(node)
+        linear, delta = silu.gate_up, silu.delta
         if not is_call(linear, linear_8bit):
             continue
         reason = _stays(linear, delta)
         if reason is not None:
             report.rejected.append(f"{node.name}: {reason}")
             continue
-        q, scale, weight, weight_scale, _delta, _residual, out_dtype = args_of(linear)
+        product = bind(linear)
+        operands = (product.q, product.scale, product.weight, product.weight_scale, None, product.out_dtype)
         with graph.inserting_before(node):
-            h = insert_call(graph, linear_8bit_silu_mul, (q, scale, weight, weight_scale, None, out_dtype), like=linear)
-            rounded = insert_call(graph, quantize_rowwise, (h, *form), like=node)
-            results = (h, *(insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)))
-        for pick in list(node.users):
-            pick.replace_all_uses_with(results[args_of(pick)[1]])
+            h = insert_call(graph, linear_8bit_silu_mul, operands, like=linear)
+            rounded = insert_call(graph, quantize_rowwise, (h, silu.dtype, silu.rotate), like=node)
+            results = (h, *insert_picks(graph, rounded, (0, 1), like=node))
+        replace_picks(node, dict(enumerate(results)))
         report.matches += 1
     return report
 
 
 def _stays(linear: fx.Node, delta: fx.Node | None) -> str | None:
-    q, _scale, weight, _weight_scale, added, residual, _dtype = args_of(linear)
-    if any(addend is not None for addend in (delta, added, residual)):
+    product = bind(linear)
+    q, weight = product.q, product.weight
+    if any(addend is not None for addend in (delta, product.delta, product.residual)):
         return f"something is added to {linear.name} first"
     if len(linear.users) > 1:
         return f"{linear.name} has other readers"

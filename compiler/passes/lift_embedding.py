@@ -3,7 +3,7 @@
 from torch import fx
 
 from ...ops.rows.embedding import embedding
-from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of
+from ..graph.nodes import aten, bind, insert_call, is_call, shape_of
 from .base import Context, PassReport
 
 
@@ -20,7 +20,7 @@ def lift_embedding(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, aten.embedding.default):
             continue
-        weight, ids = args_of(node)[:2]
+        weight, ids = bind(node).weight, bind(node).indices
         if len(shape_of(ids)) != 1:
             report.rejected.append(f"{node.name}: {ids.name} has {len(shape_of(ids))} dimensions, not one")
             continue

@@ -1,12 +1,10 @@
 """cos and sin of the rotary angles -> `sidestream.rope_angles`."""
 
-import operator
-
 from torch import fx
 
 from ...ops.attention.rope import rope_angles
 from ..graph.matcher import Match, any_, call, cast, find
-from ..graph.nodes import args_of, aten, insert_call, is_call, shape_of
+from ..graph.nodes import aten, bind, insert_call, insert_picks, is_call, shape_of
 from .base import Context, PassReport
 
 _angle = call(aten.unsqueeze.default, cast(any_("positions")), -1) * any_("inv_freq")
@@ -33,7 +31,7 @@ def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
         cosine, sine = match.root, _sine(match.root)
         with graph.inserting_before(cosine):
             table = insert_call(graph, rope_angles, (match["positions"], match["inv_freq"]), like=cosine)
-            picked = [insert_call(graph, operator.getitem, (table, place), like=cosine) for place in (0, 1)]
+            picked = insert_picks(graph, table, (0, 1), like=cosine)
         cosine.replace_all_uses_with(picked[0])
         if sine is not None:
             sine.replace_all_uses_with(picked[1])
@@ -42,4 +40,4 @@ def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
 
 def _sine(cosine: fx.Node) -> fx.Node | None:
     """The sine of the same angles."""
-    return next((user for user in args_of(cosine)[0].users if is_call(user, aten.sin.default)), None)
+    return next((user for user in bind(cosine).self.users if is_call(user, aten.sin.default)), None)

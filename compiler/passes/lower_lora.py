@@ -1,14 +1,12 @@
 """LoRA -> plan, shrink, expand, marked for the side stream."""
 
-import operator
-
 from torch import fx
 
 from ...ops.lora.expand import lora_expand
 from ...ops.lora.lora import lora
 from ...ops.lora.plan import lora_plan, lora_splits, lora_tile
 from ...ops.lora.shrink import lora_shrink
-from ..graph.nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import bind, insert_call, insert_picks, is_call, shape_of
 from .base import Context, PassReport
 
 REPRESENTATIVE_TOKENS = 64
@@ -31,9 +29,9 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, lora):
             continue
-        x, a, b, index, slices, *scales = args_of(node)
-        a_scale, b_scale, x_scale = [*scales, None, None, None][:3]
-        key = (index, int(shape_of(a)[0]))
+        branch = bind(node)
+        x, index = branch.x, branch.adapter_index
+        key = (index, int(shape_of(branch.a)[0]))
         tokens = shape_of(x)[0]
         tokens = tokens if isinstance(tokens, int) else REPRESENTATIVE_TOKENS
         tile = lora_tile(tokens)
@@ -46,14 +44,15 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
                 ):
                     plan = insert_call(graph, lora_plan, (index, key[1], tile), like=node)
                 with graph.inserting_after(plan):
-                    tiles = insert_call(graph, operator.getitem, (plan, 1), like=node)
-                    order = insert_call(graph, operator.getitem, (plan, 0), like=node)
+                    tiles, order = insert_picks(graph, plan, (1, 0), like=node)
                 plans[key] = (order, tiles)
                 _mark(context, plan, order, tiles)
             order, tiles = plans[key]
             splits = lora_splits(int(shape_of(x)[-1]), tokens)
-            planes = insert_call(graph, lora_shrink, (x, a, order, tiles, tile, splits, a_scale, x_scale), like=node)
-            delta = insert_call(graph, lora_expand, (planes, b, order, tiles, tile, list(slices), b_scale), like=node)
+            shrink = (x, branch.a, order, tiles, tile, splits, branch.a_scale, branch.x_scale)
+            planes = insert_call(graph, lora_shrink, shrink, like=node)
+            expand = (planes, branch.b, order, tiles, tile, list(branch.slices), branch.b_scale)
+            delta = insert_call(graph, lora_expand, expand, like=node)
         _mark(context, planes, delta)
         node.replace_all_uses_with(delta)
         matches += 1

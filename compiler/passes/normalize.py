@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import CASTS, args_of, aten, is_call, is_check, slice_arguments
+from ..graph.nodes import CASTS, aten, bind, is_call, is_check
 from .base import Context, PassReport
 
 _IDENTITIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default)
@@ -40,9 +40,9 @@ def normalize(graph: fx.Graph, context: Context) -> PassReport:
 
 def _same_as(node: fx.Node) -> fx.Node | None:
     """The argument that `node` merely repeats, if it does."""
-    if not args_of(node) or not isinstance(args_of(node)[0], fx.Node):
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
         return None
-    source = args_of(node)[0]
     old, new = source.meta.get("val"), node.meta.get("val")
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return None
@@ -53,9 +53,10 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     elif is_call(node, aten.contiguous.default):
         same = old.is_contiguous()
     elif is_call(node, aten.dropout.default):
-        same = args_of(node)[2] is False or args_of(node)[1] == 0
+        same = bind(node).train is False or bind(node).p == 0
     elif is_call(node, aten.add.Tensor):
-        same = isinstance(args_of(node)[1], int | float) and args_of(node)[1] == 0 and old.dtype == new.dtype
+        addend = bind(node).other
+        same = isinstance(addend, int | float) and addend == 0 and old.dtype == new.dtype
     elif is_call(node, aten.slice.Tensor):
         same = _is_full_slice(node)
     else:
@@ -64,8 +65,8 @@ def _same_as(node: fx.Node) -> fx.Node | None:
 
 
 def _is_full_slice(node: fx.Node) -> bool:
-    _, _, start, end, step = slice_arguments(node)
-    return start in (0, None) and step == 1 and (end is None or end == 2**63 - 1)
+    cut = bind(node)
+    return cut.start in (0, None) and cut.step == 1 and (cut.end is None or cut.end == 2**63 - 1)
 
 
 def _drop_defaults(node: fx.Node) -> None:
@@ -80,7 +81,7 @@ def _drop_defaults(node: fx.Node) -> None:
         for name, value in node.kwargs.items()
         if not _is_default(next(a for a in arguments if a.name == name), value)
     }
-    args = list(args_of(node))
+    args = list(node.args)
     while args and arguments[len(args) - 1].has_default_value() and _is_default(arguments[len(args) - 1], args[-1]):
         args.pop()
     node.args = tuple(args)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...ops.lora.lora import lora
-from ..graph.nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
+from ..graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of, through_views
 from ..graph.recipe import cat, pad, zeros
 from .base import Context, PassReport
 
@@ -23,7 +23,8 @@ class _Branch:
 
     @property
     def weight(self) -> fx.Node:
-        return args_of(self.linear)[1]
+        weight: fx.Node = bind(self.linear).weight
+        return weight
 
     @property
     def width(self) -> int:
@@ -45,8 +46,8 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if is_call(node, aten.linear.default) and args_of(node)[1].meta.get("kind") == "weight":
-            groups[args_of(node)[0]].append(node)
+        if is_call(node, aten.linear.default) and bind(node).weight.meta.get("kind") == "weight":
+            groups[bind(node).input].append(node)
     for x, linears in groups.items():
         if len(linears) < 2:
             continue
@@ -63,19 +64,19 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
 def _branch(linear: fx.Node) -> _Branch:
     users = list(linear.users)
     if len(users) == 1 and is_call(users[0], aten.add.Tensor):
-        other = next((arg for arg in args_of(users[0]) if arg is not linear), None)
-        delta = through_views(other)
-        if is_call(delta, lora) and through_views(args_of(delta)[0]) is through_views(args_of(linear)[0]):
+        total = bind(users[0])
+        delta = through_views(total.other if total.self is linear else total.self)
+        if is_call(delta, lora) and through_views(bind(delta).x) is through_views(bind(linear).input):
             return _Branch(linear, delta, users[0])
     return _Branch(linear, None, linear)
 
 
 def _refusal(branches: list[_Branch]) -> str | None:
     for branch in branches:
-        if len(args_of(branch.linear)) > 2 and args_of(branch.linear)[2] is not None:
+        if bind(branch.linear).bias is not None:
             return f"{branch.linear.name} has a bias"
-    indices = {args_of(branch.lora)[3] for branch in branches if branch.lora is not None}
-    slots = {shape_of(args_of(branch.lora)[1])[0] for branch in branches if branch.lora is not None}
+    deltas = [bind(branch.lora) for branch in branches if branch.lora is not None]
+    indices, slots = {delta.adapter_index for delta in deltas}, {shape_of(delta.a)[0] for delta in deltas}
     if len(slots) > 1 or len(indices) > 1:
         return "their LoRA branches read different adapter stacks or indices"
     return None
@@ -107,28 +108,35 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[_Branch]) -> None:
 
 def _packed_lora(graph: fx.Graph, branches: list[_Branch], linear: fx.Node) -> fx.Node:
     """One LoRA branch over the stacked A and B of all members, in the shape of the packed linear."""
-    deltas = [branch.lora for branch in branches if branch.lora is not None]
-    x, a, b, index, _ = args_of(deltas[0])
-    slots, _, width_in = (int(size) for size in shape_of(a))
-    dtype = a.meta["val"].dtype
-    rank = max(int(shape_of(args_of(delta)[1])[1]) for delta in deltas)
+    nodes = [branch.lora for branch in branches if branch.lora is not None]
+    deltas = [bind(node) for node in nodes]
+    first = deltas[0]
+    slots, _, width_in = (int(size) for size in shape_of(first.a))
+    dtype = first.a.meta["val"].dtype
+    rank = max(int(shape_of(delta.a)[1]) for delta in deltas)
     parts_a, parts_b = [], []
     for branch in branches:
         if branch.lora is None:
             parts_a.append(zeros((1, rank, width_in), dtype))
             parts_b.append(zeros((1, branch.width, rank), dtype))
         else:
-            parts_a.append(pad(args_of(branch.lora)[1].meta["recipe"], 1, rank))
-            parts_b.append(pad(args_of(branch.lora)[2].meta["recipe"], 2, rank))
+            parts_a.append(pad(bind(branch.lora).a.meta["recipe"], 1, rank))
+            parts_b.append(pad(bind(branch.lora).b.meta["recipe"], 2, rank))
     widths = [branch.width for branch in branches]
-    names = [_joined_name([args_of(delta)[place] for delta in deltas]) for place in (1, 2)]
+    names = _joined_name([delta.a for delta in deltas]), _joined_name([delta.b for delta in deltas])
     packed_a = insert_placeholder(
-        graph, names[0], "adapter", (slots, rank * len(branches), width_in), dtype, after=a, recipe=cat(1, parts_a)
+        graph,
+        names[0],
+        "adapter",
+        (slots, rank * len(branches), width_in),
+        dtype,
+        after=first.a,
+        recipe=cat(1, parts_a),
     )
     packed_b = insert_placeholder(
-        graph, names[1], "adapter", (slots, sum(widths), rank), dtype, after=b, recipe=cat(1, parts_b)
+        graph, names[1], "adapter", (slots, sum(widths), rank), dtype, after=first.b, recipe=cat(1, parts_b)
     )
-    delta = insert_call(graph, lora, (x, packed_a, packed_b, index, widths), like=deltas[0])
+    delta = insert_call(graph, lora, (first.x, packed_a, packed_b, first.adapter_index, widths), like=nodes[0])
     return delta if len(shape_of(linear)) == 2 else insert_call(graph, aten.view.default, (delta, [*shape_of(linear)]))
 
 

@@ -1,7 +1,5 @@
 """Activations of some decode steps with one scale per token and 128 columns instead of one per token."""
 
-import operator
-
 from torch import fx
 
 from ...ops.attention.paged_attention import paged_attention_quant
@@ -12,12 +10,12 @@ from ...ops.lora.shrink import lora_shrink
 from ...ops.rows.quantize_blocks import BLOCK
 from ...ops.rows.silu_mul import silu_mul_quant
 from ...ops.rows.silu_mul_blocks import silu_mul_blocks
-from ..graph.nodes import args_of, insert_call, is_call
+from ..graph.nodes import bind, insert_call, insert_picks, is_call, picks_of, replace_picks
 from .base import Context, PassReport
 
 # elsewhere the launches that are saved do not make up for what linears and shrinks take longer (H200)
 FEWEST_TOKENS, MOST_TOKENS = 17, 32
-READERS = ((linear_8bit, 1), (lora_shrink, 7))  # who takes scales by block, and as which argument
+READERS = ((linear_8bit, "q", "scale"), (lora_shrink, "x", "x_scale"))  # who takes scales by block, as which arguments
 
 
 def quantize_in_blocks(graph: fx.Graph, context: Context) -> PassReport:
@@ -42,38 +40,43 @@ def quantize_in_blocks(graph: fx.Graph, context: Context) -> PassReport:
         op, arguments = _in_blocks(node)
         with graph.inserting_before(node):
             new = insert_call(graph, op, arguments, like=node)
-            results = tuple(insert_call(graph, operator.getitem, (new, place), like=node) for place in (0, 1))
-        for pick in list(node.users):
-            pick.replace_all_uses_with(results[args_of(pick)[1] - 1])
+            q, scale = insert_picks(graph, new, (0, 1), like=node)
+        replace_picks(node, {1: q, 2: scale})
         report.matches += 1
     return report
 
 
 def _in_blocks(node: fx.Node) -> tuple[Op, tuple[object, ...]]:
     """The op that quantizes in blocks, and its arguments."""
+    made = bind(node)
     if is_call(node, silu_mul_quant):
-        gate_up, delta, _keep, *form = args_of(node)
-        return silu_mul_blocks, (gate_up, delta, *form)
-    *inputs, _query_start, scale, _quantize_q, _decode, _keep, dtype, _rotate = args_of(node)
-    return paged_attention_blocks, (*inputs, scale, dtype)
+        return silu_mul_blocks, (made.gate_up, made.delta, made.dtype, made.rotate)
+    return paged_attention_blocks, blocks_arguments(node)
+
+
+def blocks_arguments(attention: fx.Node) -> tuple[object, ...]:
+    """What `paged_attention_blocks` takes in place of a `paged_attention_quant` of one token a sequence."""
+    made = bind(attention)
+    cache = (made.kv_cache, made.kv_scales, made.block_table, made.context_lens)
+    return (made.q, *cache, made.softmax_scale, made.dtype)
 
 
 def _stays(node: fx.Node) -> str | None:
     """Why a producer keeps its row scales."""
     if is_call(node, paged_attention_quant):
-        *_, decode, _keep, _dtype, rotate = args_of(node)
-        if not decode or rotate:
-            return "its rows are rotated" if rotate else "more than one token a sequence"
+        if bind(node).rotate:
+            return "its rows are rotated"
+        if not bind(node).decode:
+            return "more than one token a sequence"
     q = node.meta["val"][1]
     tokens, width = q.numel() // q.shape[-1], int(q.shape[-1])
     if not FEWEST_TOKENS <= tokens <= MOST_TOKENS or q.dim() != 2:
         return f"{tokens} tokens: a scale a row is as fast outside of {FEWEST_TOKENS} to {MOST_TOKENS}"
     if width % BLOCK:
         return f"rows of {width} are no whole blocks of {BLOCK}"
-    for pick in node.users:
-        place = args_of(pick)[1]
+    for place, pick in picks_of(node):
         for user in pick.users:
-            takes = next((argument for op, argument in READERS if is_call(user, op)), None)
-            if takes is None or args_of(user)[0 if place == 1 else takes] is not pick:
+            takes = next((names for op, *names in READERS if is_call(user, op)), None)
+            if takes is None or getattr(bind(user), takes[0 if place == 1 else 1]) is not pick:
                 return f"{user.name} reads it and takes no scales by block"
     return None

@@ -7,7 +7,7 @@ from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import paged_attention
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.rows.hadamard import hadamard
-from ..graph.nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
+from ..graph.nodes import bind, insert_call, insert_placeholder, is_call, set_operands, shape_of
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
 
@@ -33,7 +33,7 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
     for append in list(graph.nodes):
         if not is_call(append, append_kv):
             continue
-        key, value, cache, _, slots = args_of(append)[:5]
+        key, cache = bind(append).k, bind(append).kv_cache
         readers = [user for user in cache.users if user is not append]
         if cache.op != "placeholder" or len(readers) != 1 or not is_call(readers[0], paged_attention):
             report.rejected.append(f"{append.name}: {cache.name} is not an input that one paged_attention reads")
@@ -49,14 +49,14 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
             after=cache,
         )
         cache.meta["val"] = cache.meta["val"].to(options.cache_dtype)
-        query = args_of(attention)[0]
+        query = bind(attention).q
         if options.applies("hadamard", layer_of_name(cache.name)):
             with graph.inserting_before(append):
                 key = insert_call(graph, hadamard, (key,), like=append)
             with graph.inserting_before(attention):
                 query = insert_call(graph, hadamard, (query,), like=attention)
-        append.args = (key, value, cache, scales, slots)
-        attention.args = (query, cache, scales, *args_of(attention)[3:7], True, *args_of(attention)[8:])
+        set_operands(append, k=key, kv_scales=scales)
+        set_operands(attention, q=query, kv_scales=scales, quantize_q=True)
         report.matches += 1
     return report
 

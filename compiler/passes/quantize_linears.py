@@ -1,7 +1,5 @@
 """Rowwise int8 or e4m3 on every linear."""
 
-import operator
-
 import torch
 from torch import fx
 
@@ -9,7 +7,7 @@ from ...ops.attention.paged_attention import paged_attention
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul
-from ..graph.nodes import args_of, aten, insert_call, insert_placeholder, is_call, shape_of, through_views
+from ..graph.nodes import aten, bind, insert_call, insert_picks, insert_placeholder, is_call, shape_of, through_views
 from ..graph.recipe import item, quantize
 from ..options import EIGHT_BITS
 from .base import Context, PassReport
@@ -41,7 +39,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
         if reason is not None:
             report.rejected.append(f"{node.name}: {reason}")
             continue
-        x, weight = args_of(node)[:2]
+        x, weight = bind(node).input, bind(node).weight
         rotate = _rotation(x) if dtype == torch.int8 and context.options.rotate_activations else 0
         recipe = quantize(weight.meta["recipe"], dtype, rotate)
         shape = tuple(int(size) for size in shape_of(weight))
@@ -60,9 +58,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
         with graph.inserting_before(node):
             if x not in quantized:
                 rounded = insert_call(graph, quantize_rowwise, (x, dtype, rotate), like=node)
-                quantized[x] = tuple(
-                    insert_call(graph, operator.getitem, (rounded, place), like=node) for place in (0, 1)
-                )
+                quantized[x] = tuple(insert_picks(graph, rounded, (0, 1), like=node))
             new = insert_call(
                 graph, linear_8bit, (*quantized[x], stored, scales, None, None, node.meta["val"].dtype), like=node
             )
@@ -78,10 +74,10 @@ def _rotation(x: fx.Node) -> int:
 
 
 def _refusal(node: fx.Node, last: bool, context: Context) -> str | None:
-    weight = args_of(node)[1]
+    weight = bind(node).weight
     if weight.meta.get("kind") != "weight":
         return f"{weight.name} is computed in the graph, not loaded"
-    if len(args_of(node)) > 2 and args_of(node)[2] is not None:
+    if bind(node).bias is not None:
         return "it has a bias"
     if any(int(size) % ALIGNMENT for size in shape_of(weight)):
         return f"{weight.name} is {tuple(shape_of(weight))}: eight bits need multiples of {ALIGNMENT}"

@@ -1,6 +1,5 @@
 """Eight-bit adapters, and eight-bit activations for them."""
 
-import operator
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import fx
 
 from ...ops.lora.lora import lora
 from ...ops.rows.quantize import quantize_rowwise
-from ..graph.nodes import args_of, insert_call, insert_placeholder, is_call, shape_of
+from ..graph.nodes import bind, insert_call, insert_placeholder, is_call, picks_of, shape_of
 from ..graph.recipe import item, quantize
 from ..options import EIGHT_BITS
 from .base import Context, PassReport
@@ -33,9 +32,10 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if not is_call(node, lora):
             continue
-        x, a, b, index, slices, *scales = args_of(node)
+        branch = bind(node)
+        x, a, b = branch.x, branch.a, branch.b
         computed = next((stack.name for stack in (a, b) if stack.meta.get("kind") != "adapter"), None)
-        if computed is not None or any(scale is not None for scale in scales):
+        if computed is not None or any(scale is not None for scale in (branch.a_scale, branch.b_scale, branch.x_scale)):
             report.rejected.append(
                 f"{node.name}: {computed} is computed in the graph, not loaded"
                 if computed
@@ -45,15 +45,14 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
         rounded = _rounded(x) if context.options.quantizes_lora_input else None
         rows = None if rounded is None else _results(rounded)
         dtype = EIGHT_BITS[context.options.precision]
-        for stack, rotate in ((a, 0 if rounded is None else _rotation(rounded)), (b, 0)):
+        for stack, rotate in ((a, 0 if rounded is None else bind(rounded).rotate), (b, 0)):
             if stack not in stacks:
                 stacks[stack] = _quantized_stack(graph, stack, dtype, rotate)
         (a_values, a_scale), (b_values, b_scale) = stacks[a], stacks[b]
         with graph.inserting_before(node if rows is None else _later(graph, node, *rows)):
-            inputs = (x, None) if rows is None else rows
-            new = insert_call(
-                graph, lora, (inputs[0], a_values, b_values, index, slices, a_scale, b_scale, inputs[1]), like=node
-            )
+            read, read_scale = (x, None) if rows is None else rows
+            stacks_of = (a_values, b_values, branch.adapter_index, branch.slices, a_scale, b_scale)
+            new = insert_call(graph, lora, (read, *stacks_of, read_scale), like=node)
         node.replace_all_uses_with(new)
         report.matches += 1
     return report
@@ -78,13 +77,9 @@ def _rounded(x: Any) -> fx.Node | None:
     return found if found is not None and _results(found) is not None else None
 
 
-def _rotation(rounded: fx.Node) -> int:
-    return int(args_of(rounded)[2]) if len(args_of(rounded)) > 2 else 0
-
-
 def _results(rounded: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The rows and the scales of a quantization."""
-    picked = {args_of(user)[1]: user for user in rounded.users if is_call(user, operator.getitem)}
+    picked = dict(picks_of(rounded))
     return (picked[0], picked[1]) if len(picked) == 2 else None
 
 

@@ -7,7 +7,7 @@ from torch import fx
 from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import paged_attention
 from ...ops.lora.lora import lora
-from ..graph.nodes import args_of, aten, is_call, shape_of, through_views
+from ..graph.nodes import aten, bind, is_call, shape_of, through_views
 from ..graph.recipe import hadamard
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
@@ -35,7 +35,7 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
     for append in list(graph.nodes):
         if not is_call(append, append_kv):
             continue
-        value, cache = args_of(append)[1:3]
+        value, cache = bind(append).v, bind(append).kv_cache
         if not context.options.applies("rotate_values", layer_of_name(cache.name)):
             continue
         try:
@@ -56,12 +56,12 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
 def _made_by(value: Any) -> list[tuple[fx.Node, int]]:
     """The weights whose rows are V's channels, each with the dimension of the rows: v_proj's, and B of its adapters."""
     if is_call(value, aten.add.Tensor):
-        parts = [through_views(part) for part in args_of(value)[:2]]
+        parts = [through_views(part) for part in (bind(value).self, bind(value).other)]
         return [rotation for part in sorted(parts, key=lambda part: is_call(part, lora)) for rotation in _made_by(part)]
     if is_call(value, lora):
-        return [(_loaded(args_of(value)[2]), 1)]
-    if is_call(value, aten.linear.default) and not _has_bias(value):
-        return [(_loaded(args_of(value)[1]), 0)]
+        return [(_loaded(bind(value).b), 1)]
+    if is_call(value, aten.linear.default) and bind(value).bias is None:
+        return [(_loaded(bind(value).weight), 0)]
     raise _Refused(
         f"{getattr(value, 'name', value)} is neither a linear without bias nor a LoRA branch (is lift_lora off?)"
     )
@@ -75,9 +75,9 @@ def _read_by(attention: fx.Node) -> list[tuple[fx.Node, int]]:
             if through_views(user) is not user:
                 waiting.append(user)
             elif is_call(user, lora):
-                found.append((_loaded(args_of(user)[1]), 2))
+                found.append((_loaded(bind(user).a), 2))
             elif is_call(user, aten.linear.default):
-                found.append((_loaded(args_of(user)[1]), 1))
+                found.append((_loaded(bind(user).weight), 1))
             else:
                 raise _Refused(
                     f"{user.name} reads attention's output and is neither a linear nor a LoRA branch (is lift_lora "
@@ -93,10 +93,6 @@ def _loaded(weight: fx.Node) -> fx.Node:
     if len(weight.users) != 1:
         raise _Refused(f"{weight.name} is read by {len(weight.users)} nodes")
     return weight
-
-
-def _has_bias(linear: fx.Node) -> bool:
-    return len(args_of(linear)) > 2 and args_of(linear)[2] is not None
 
 
 def _only(nodes: Any) -> fx.Node:

@@ -1,7 +1,5 @@
 """A decode step's LoRA branches add up and round their ranks once, not in every program of the expand."""
 
-import operator
-
 import torch
 from torch import fx
 
@@ -9,7 +7,7 @@ from ...ops.lora.expand import lora_expand
 from ...ops.lora.plan import rounded_splits
 from ...ops.lora.rounded import fits, lora_expand_rounded, lora_round
 from ...ops.lora.shrink import lora_shrink
-from ..graph.nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import bind, copy_marks, insert_call, insert_picks, is_call, shape_of
 from .base import Context, PassReport
 
 WIDE = 8192  # a branch of more input or output features than this is a wide one
@@ -38,12 +36,12 @@ def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
         if reason is not None:
             report.rejected.append(f"{node.name}: {reason}")
             continue
-        _planes, b, order, tiles, tile, slices, b_scale = args_of(node)
+        expand = bind(node)
         ranks, step = insert_rounded(graph, node)
         with graph.inserting_before(node):
-            delta = insert_call(
-                graph, lora_expand_rounded, (ranks, step, b, b_scale, order, tiles, tile, slices), like=node
-            )
+            tiling = (expand.token_order, expand.tiles, expand.tile)
+            operands = (ranks, step, expand.b, expand.b_scale, *tiling, expand.slices)
+            delta = insert_call(graph, lora_expand_rounded, operands, like=node)
         copy_marks(node, delta)
         node.replace_all_uses_with(delta)
         report.matches += 1
@@ -55,38 +53,34 @@ def insert_rounded(graph: fx.Graph, expand: fx.Node) -> tuple[fx.Node, fx.Node]:
     then.
     """
     _split_for_rounding(graph, expand)
-    planes, *_, slices, _b_scale = args_of(expand)
     with graph.inserting_before(expand):
-        rounded = insert_call(graph, lora_round, (planes, len(slices)), like=expand)
-        ranks, step = (insert_call(graph, operator.getitem, (rounded, place), like=expand) for place in (0, 1))
+        rounded = insert_call(graph, lora_round, (bind(expand).planes, len(bind(expand).slices)), like=expand)
+        ranks, step = insert_picks(graph, rounded, (0, 1), like=expand)
     copy_marks(expand, rounded, ranks, step)
     return ranks, step
 
 
-def copy_marks(source: fx.Node, *nodes: fx.Node) -> None:
-    """The lane and the SM share of `source` for new nodes."""
-    for node in nodes:
-        node.meta.update({key: source.meta[key] for key in ("stream", "sm_share") if key in source.meta})
-
-
 def _split_for_rounding(graph: fx.Graph, expand: fx.Node) -> None:
     """As many planes as are best when an op of its own adds them up."""
-    shrink = args_of(expand)[0]
+    shrink = bind(expand).planes
     if not is_call(shrink, lora_shrink) or len(shrink.users) != 1:
         return
-    x, a, order, tiles, tile, splits, *scales = args_of(shrink)
-    best = rounded_splits(int(shape_of(x)[1]), int(shape_of(expand)[1]), int(shape_of(x)[0]))
-    if best != splits:
+    made = bind(shrink)
+    tokens, features = shape_of(made.x)
+    best = rounded_splits(int(features), int(shape_of(expand)[1]), int(tokens))
+    if best != made.splits:
         with graph.inserting_before(shrink):
-            planes = insert_call(graph, lora_shrink, (x, a, order, tiles, tile, best, *scales), like=shrink)
+            tiling = (made.token_order, made.tiles, made.tile)
+            operands = (made.x, made.a, *tiling, best, made.a_scale, made.x_scale)
+            planes = insert_call(graph, lora_shrink, operands, like=shrink)
         copy_marks(shrink, planes)
         shrink.replace_all_uses_with(planes)
 
 
 def _stays(expand: fx.Node, lowering: str) -> str | None:
-    planes, b, *_ = args_of(expand)
+    planes, b = bind(expand).planes, bind(expand).b
     tokens, columns = shape_of(expand)
-    features = shape_of(args_of(planes)[0])[1] if is_call(planes, lora_shrink) else 0
+    features = shape_of(bind(planes).x)[1] if is_call(planes, lora_shrink) else 0
     if lowering != "auto":
         return f"lora_lowering is {lowering}"
     if b.meta["val"].dtype != torch.int8:

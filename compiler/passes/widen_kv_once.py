@@ -1,7 +1,5 @@
 """A prompt step's keys and values become fp16 once, not in every tile of queries that reads them."""
 
-import operator
-
 import torch
 from torch import fx
 
@@ -10,14 +8,12 @@ from ...ops.attention.prefill_gluon import takes_heads, tile_tokens
 from ...ops.attention.widen_kv import STEP_TOKENS, widen_kv, widen_plan
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.triton_support import cdiv
-from ..graph.nodes import args_of, insert_call, is_call, shape_of
+from ..graph.nodes import bind, insert_call, insert_picks, is_call, set_operands, shape_of
 from .base import Context, PassReport
 
 FEWEST_TOKENS = 257  # of fewer no sequence has many tiles
 # 256 MB with 8 KV heads, and no memory of its own where the linears' activations take as much
 MOST_STEPS = 65536 // STEP_TOKENS
-ARGUMENTS = {paged_attention: 9, paged_attention_quant: 12}  # in front of `wide`
-DEFAULTS = (torch.float8_e4m3fn, 0)  # paged_attention_quant's dtype and rotate
 
 
 def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
@@ -34,7 +30,7 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
     paged_attention_quant alike. Leaves caches other than int8, and heads for which chunks have no Gluon kernel.
     """
     report = PassReport(0)
-    plans: dict[tuple[object, ...], tuple[fx.Node, fx.Node]] = {}
+    plans: dict[tuple[object, ...], tuple[fx.Node, ...]] = {}
     for node in list(graph.nodes):
         if not is_call(node, paged_attention, paged_attention_quant):
             continue
@@ -42,37 +38,28 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
         if reason is not None:
             report.rejected.append(f"{node.name}: {reason}")
             continue
-        q, cache, scales, table, lens, start, *_ = args_of(node)
-        sequences, blocks = shape_of(table)
-        tile = tile_tokens(int(shape_of(q)[1]), int(shape_of(cache)[1]))
+        attention = bind(node)
+        sequences, blocks = shape_of(attention.block_table)
+        tile = tile_tokens(int(shape_of(attention.q)[1]), int(shape_of(attention.kv_cache)[1]))
         steps = min(MOST_STEPS, int(sequences) * cdiv(int(blocks), STEP_TOKENS // PAGE_SIZE))
         with graph.inserting_before(node):
-            key = (table, lens, start, tile, steps)
+            key = (attention.block_table, attention.context_lens, attention.query_start, tile, steps)
             if key not in plans:
                 both = insert_call(graph, widen_plan, key, like=node)
-                plans[key] = (
-                    insert_call(graph, operator.getitem, (both, 0), like=node),
-                    insert_call(graph, operator.getitem, (both, 1), like=node),
-                )
+                plans[key] = tuple(insert_picks(graph, both, (0, 1), like=node))
             plan, pages = plans[key]
-            wide = insert_call(graph, widen_kv, (cache, scales, pages), like=node)
-        node.args = (*_own_arguments(node), wide, plan)
+            wide = insert_call(graph, widen_kv, (attention.kv_cache, attention.kv_scales, pages), like=node)
+        set_operands(node, wide=wide, plan=plan)
         report.matches += 1
     return report
 
 
-def _own_arguments(node: fx.Node) -> tuple[object, ...]:
-    """All arguments in front of `wide`, with the defaults of those that are not given."""
-    given = args_of(node)
-    wanted = next(count for op, count in ARGUMENTS.items() if is_call(node, op))
-    return (*given, *DEFAULTS[len(DEFAULTS) - (wanted - len(given)) :]) if len(given) < wanted else given
-
-
 def _stays(node: fx.Node) -> str | None:
     """Why an attention reads its cache alone."""
-    q, cache, _scales, _table, _lens, _start, _scale, _quantize_q, decode, *_ = args_of(node)
-    tokens, heads, dim = shape_of(q)
-    if decode:
+    attention = bind(node)
+    cache = attention.kv_cache
+    tokens, heads, dim = shape_of(attention.q)
+    if attention.decode:
         return "one token a sequence"
     if cache.meta["val"].dtype != torch.int8:
         return f"its cache is {cache.meta['val'].dtype}"

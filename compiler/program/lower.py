@@ -3,16 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..graph.nodes import op_name
+from ..graph.nodes import bind, op_name
 from ..graph.recipe import Recipe, param
 from .buffers import KINDS, Buffer, ProgramError, View, contiguous_strides
-from .calls import own_op
 
 
 @dataclass
@@ -180,10 +178,9 @@ def _written_arguments(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     written: list[fx.Node] = []
-    for index, argument in enumerate(node.target._schema.arguments):
+    for argument in node.target._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(value, written.append)
+            fx.map_arg(getattr(bind(node), argument.name), written.append)
     return written
 
 
@@ -194,17 +191,10 @@ def _by_schema(node: fx.Node) -> tuple[list[Any], Mapping[str, Any]]:
     args, kwargs = list(node.args), dict(node.kwargs)
     own = op_name(node).startswith("sidestream.")
     while len(args) < len(positional) and (own or any(argument.name in kwargs for argument in positional[len(args) :])):
-        argument = positional[len(args)]
-        if argument.name not in kwargs and not argument.has_default_value():
-            raise ProgramError(f"{node.name} = {op_name(node)}(...) lacks its argument {argument.name!r}")
-        args.append(kwargs.pop(argument.name) if argument.name in kwargs else _default(node, argument))
+        name = positional[len(args)].name
+        try:
+            args.append(getattr(bind(node), name))
+        except AttributeError as error:
+            raise ProgramError(f"{node.name} can't be lowered: {error}") from error
+        kwargs.pop(name, None)
     return args, kwargs
-
-
-def _default(node: fx.Node, argument: Any) -> Any:
-    """What an argument is when it is not given.
-
-    The schema writes a dtype as a number, so our own ops' signatures are asked instead.
-    """
-    own = own_op(op_name(node))
-    return argument.default_value if own is None else signature(own.reference).parameters[argument.name].default

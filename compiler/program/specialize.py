@@ -14,7 +14,7 @@ from torch import fx
 
 from ...ops.core.registry import NAMESPACE, OPS
 from ...ops.lora.plan import lora_splits, lora_tile
-from ..graph.nodes import CASTS, VIEWS, aten, is_call, op_name
+from ..graph.nodes import CASTS, VIEWS, aten, bind, has_operand, is_call, op_name, picks_of, set_operands, shape_of
 from .buffers import contiguous_strides
 from .program import Bucket
 from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
@@ -72,14 +72,6 @@ def propagate(graph: fx.Graph) -> None:
         _compute(graph)
 
 
-def argument_index(node: fx.Node, name: str) -> int | None:
-    """The position of the argument `name` in the op's schema; None when there is no such argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    names = [argument.name for argument in node.target._schema.arguments]
-    return names.index(name) if name in names else None
-
-
 def is_own(node: fx.Node) -> bool:
     """Whether a node calls one of Sidestream's ops."""
     return (
@@ -106,7 +98,7 @@ def erase_lora(graph: fx.Graph) -> None:
         if not gone or node.target is aten.sym_size.int:
             continue
         if node.target in SUMS:
-            kept = [operand for operand in node.args[:2] if operand not in erased]
+            kept = [operand for operand in node.args if operand not in erased]
             if kept:
                 node.replace_all_uses_with(kept[0])
             erased.add(node)
@@ -125,18 +117,16 @@ def erase_lora(graph: fx.Graph) -> None:
 
 
 def _drop_optional(node: fx.Node, erased: set[fx.Node]) -> None:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    for index, value in enumerate(node.args):
+    bound = bind(node)
+    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+        value = getattr(bound, argument.name)
         if isinstance(value, fx.Node) and value in erased:
-            if not isinstance(arguments[index].type, torch.OptionalType):
+            if not isinstance(argument.type, torch.OptionalType):
                 raise SpecializeError(
-                    f"{op_name(node)} ({node.name}) needs its argument {arguments[index].name!r}, a LoRA delta; use "
-                    "a bucket with lora=True"
+                    f"{op_name(node)} ({node.name}) needs its argument {argument.name!r}, a LoRA delta; use a bucket "
+                    "with lora=True"
                 )
-            node.update_arg(index, None)
-    for name, value in node.kwargs.items():
-        if isinstance(value, fx.Node) and value in erased:
-            node.update_kwarg(name, None)
+            set_operands(node, **{argument.name: None})
 
 
 def mark_decode(graph: fx.Graph) -> None:
@@ -144,27 +134,12 @@ def mark_decode(graph: fx.Graph) -> None:
     token).
     """
     for node in list(graph.nodes):
-        index = argument_index(node, "decode") if is_own(node) else None
-        if index is not None:
-            _set_argument(node, index, True)
-        elif (
-            is_call(node, aten.index_select.default)
-            and node.args[1] in (0, -2)
-            and getattr(node.args[2], "name", "") == "logits_indices"
-        ):
-            node.replace_all_uses_with(node.args[0])
-
-
-def _set_argument(node: fx.Node, index: int, value: Any) -> None:
-    name = node.target._schema.arguments[index].name  # type: ignore[union-attr]
-    if name in node.kwargs or index >= len(node.args):
-        node.update_kwarg(name, value)
-    else:
-        node.update_arg(index, value)
-
-
-def _get_argument(node: fx.Node, index: int) -> Any:
-    return node.args[index] if index < len(node.args) else node.kwargs.get(node.target._schema.arguments[index].name)  # type: ignore[union-attr]
+        if is_own(node) and has_operand(node, "decode"):
+            set_operands(node, decode=True)
+        elif is_call(node, aten.index_select.default):
+            selection = bind(node)
+            if selection.dim in (0, -2) and getattr(selection.index, "name", "") == "logits_indices":
+                node.replace_all_uses_with(selection.self)
 
 
 def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec]) -> None:
@@ -178,11 +153,10 @@ def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec]) -> None:
     for node in graph.nodes:
         if own_name(node) not in LORA_OPS:
             continue
-        tile, splits = argument_index(node, "tile"), argument_index(node, "splits")
-        if tile is not None:
-            _set_argument(node, tile, lora_tile(tokens))
-        if splits is not None and isinstance(node.args[0], fx.Node):
-            _set_argument(node, splits, lora_splits(int(node.args[0].meta["val"].shape[-1]), tokens))
+        if has_operand(node, "tile"):
+            set_operands(node, tile=lora_tile(tokens))
+        if has_operand(node, "splits"):
+            set_operands(node, splits=lora_splits(int(shape_of(bind(node).x)[-1]), tokens))
 
 
 def sweep(graph: fx.Graph) -> bool:
@@ -196,13 +170,9 @@ def sweep(graph: fx.Graph) -> bool:
         if not node.users and not _mutates(node):
             graph.erase_node(node)
             continue
-        index = argument_index(node, "keep") if is_own(node) else None
-        if (
-            index is not None
-            and _get_argument(node, index)
-            and not any(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
-        ):
-            _set_argument(node, index, False)
+        keeps = is_own(node) and has_operand(node, "keep") and bind(node).keep
+        if keeps and not any(place == 0 for place, _ in picks_of(node)):
+            set_operands(node, keep=False)
             cleared = True
     return cleared
 
@@ -278,6 +248,5 @@ def _place(node: fx.Node) -> None:
     if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
         node.args = tuple(META if isinstance(value, torch.device) else value for value in node.args)
         node.kwargs = {name: META if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}
-    index = argument_index(node, "device")
-    if index is not None and not node.all_input_nodes and _get_argument(node, index) is None:
-        _set_argument(node, index, META)
+    if has_operand(node, "device") and not node.all_input_nodes and bind(node).device is None:
+        set_operands(node, device=META)

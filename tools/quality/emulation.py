@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
-from ...compiler.graph.nodes import args_of, is_call
+from ...compiler.graph.nodes import bind, is_call, set_operands
 from ...compiler.graph.recipe import Recipe, materialize
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
@@ -155,9 +155,8 @@ def plant_one_sided_hadamard(graph: fx.Graph, context: Context) -> PassReport:
     """A fault: K is transformed, Q is not (with fuse_rope_append off)."""
     report = PassReport(0)
     for node in list(graph.nodes):
-        if is_call(node, paged_attention) and is_call(args_of(node)[0], hadamard):
-            query = args_of(node)[0]
-            node.replace_input_with(query, args_of(query)[0])
+        if is_call(node, paged_attention) and is_call(bind(node).q, hadamard):
+            set_operands(node, q=bind(bind(node).q).x)
             report.matches += 1
     return report
 

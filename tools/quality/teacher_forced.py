@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...compiler.build import build_program
-from ...compiler.graph.nodes import args_of, aten, is_call
+from ...compiler.graph.nodes import aten, bind, is_call
 from ...compiler.program.program import Bucket
 from ...compiler.run.emit import BoundProgram
 from ...ops.core.kv_layout import PAGE_SIZE
@@ -215,7 +215,7 @@ def _all_rows(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in list(graph.nodes):
-        if is_call(node, aten.index_select.default) and getattr(args_of(node)[2], "name", "") == "logits_indices":
-            node.replace_all_uses_with(args_of(node)[0])
+        if is_call(node, aten.index_select.default) and getattr(bind(node).index, "name", "") == "logits_indices":
+            node.replace_all_uses_with(bind(node).self)
             graph.erase_node(node)
     return fx.GraphModule(graph_module, graph)

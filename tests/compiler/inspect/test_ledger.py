@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.compiler.graph.capture import Captured, capture_module
-from sidestream.compiler.graph.nodes import args_of, aten, insert_call, is_call
+from sidestream.compiler.graph.nodes import aten, bind, insert_call, is_call, set_operands
 from sidestream.compiler.graph.recipe import scale
 from sidestream.compiler.inspect.ledger import CAPTURE, DECODE, DECODE_LORA, PROGRAM, as_json, as_text, largest, ledger
 from sidestream.compiler.options import CompileOptions
@@ -101,7 +101,7 @@ def halve_a_scale(graph: fx.Graph, context: Context) -> PassReport:
 def poison(graph: fx.Graph, context: Context) -> PassReport:
     """NaN in the second norm of layer 1."""
     node = [node for node in graph.nodes if is_call(node, add_rms_norm)][2]
-    node.args = (*args_of(node)[:4], float("nan"))
+    set_operands(node, eps=float("nan"))
     return PassReport(1)
 
 
@@ -109,7 +109,7 @@ def spoiled(graph: fx.Graph, context: Context) -> PassReport:
     """pack_projections, which also halves the softmax scale of layer 1."""
     report = pack_projections(graph, context)
     node = [node for node in graph.nodes if is_call(node, paged_attention)][1]
-    node.args = (*args_of(node)[:6], args_of(node)[6] * 0.5, *args_of(node)[7:])
+    set_operands(node, softmax_scale=bind(node).softmax_scale * 0.5)
     return report
 
 
@@ -140,7 +140,7 @@ def test_a_scale_that_a_pass_of_the_list_spoils_is_named(models: dict[torch.dtyp
 def wrong_residual(graph: fx.Graph, context: Context) -> PassReport:
     """Half of the last norm's gain, in decode programs only."""
     node = [node for node in graph.nodes if is_call(node, add_rms_norm_quant)][-1]
-    node.args = (*args_of(node)[:4], args_of(node)[4] + 1.0, *args_of(node)[5:])
+    set_operands(node, eps=bind(node).eps + 1.0)
     return PassReport(1)
 
 
@@ -170,7 +170,8 @@ def wrong_adapters(graph: fx.Graph, context: Context) -> PassReport:
     for node in list(graph.nodes):
         if is_call(node, lora_expand):
             with graph.inserting_before(node):
-                node.update_arg(6, insert_call(graph, aten.mul.Tensor, (args_of(node)[6], 3.0), like=node))
+                scale = insert_call(graph, aten.mul.Tensor, (bind(node).b_scale, 3.0), like=node)
+                set_operands(node, b_scale=scale)
             report.matches += 1
     return report
 

@@ -71,6 +71,12 @@ def test_what_is_left_alone() -> None:
     assert not ops(program(Bucket(300, 3, 12, 2, decode=False, lora=False)))["linear_8bit_lora"]
 
 
+def test_a_delta_in_a_plain_sum_stays() -> None:
+    apart = program(MANY, disable=("fuse_silu_mul",), check_counts=False)
+    assert ops(apart)["linear_8bit_lora"] == 6 and ops(apart)["lora_expand"] == 2
+    assert "is a sum, which can't go without it" in apart.passes
+
+
 def test_it_computes_what_separate_launches_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse_lora_expand, "FEWEST_TOKENS", 1)
     fused, apart = program(PROMPTS_LORA), program(PROMPTS_LORA, disable=("fuse_lora_expand",))

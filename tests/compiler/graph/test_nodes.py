@@ -1,0 +1,68 @@
+"""Operands by name: what is given, defaults, replacement in place, and names that an op lacks."""
+
+import operator
+
+import pytest
+import torch
+from sidestream.compiler.graph.nodes import aten, bind, has_operand, is_pick, picks_of, replace_picks, set_operands
+from sidestream.ops.rows.quantize import quantize_rowwise
+from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant
+from torch import fx
+
+
+def add_norm(graph: fx.Graph) -> fx.Node:
+    x, residual, weight = (graph.placeholder(name) for name in ("x", "residual", "weight"))
+    return graph.call_function(add_rms_norm.overload, (x, residual, None, weight), {"eps": 1e-5})
+
+
+def test_operands_have_the_names_of_the_schema() -> None:
+    norm = add_norm(fx.Graph())
+    bound = bind(norm)
+    assert (bound.residual.name, bound.delta, bound.weight.name, bound.eps) == ("residual", None, "weight", 1e-5)
+    assert bound.names_of(norm.args[1]) == ["residual"]  # type: ignore[arg-type]
+    assert has_operand(norm, "delta") and not has_operand(norm, "keep")
+
+
+def test_what_is_not_given_is_the_default() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert bind(graph.call_function(quantize_rowwise.overload, (x,))).dtype == torch.float8_e4m3fn
+    cut = bind(graph.call_function(aten.slice.Tensor, (x, -1)))
+    assert (cut.self, cut.dim, cut.start, cut.end, cut.step) == (x, -1, None, None, 1)
+
+
+def test_operands_are_replaced_where_they_stand() -> None:
+    graph = fx.Graph()
+    norm = add_norm(graph)
+    other = graph.placeholder("other")
+    set_operands(norm, residual=other, eps=1e-6)
+    assert norm.args[1] is other and dict(norm.kwargs) == {"eps": 1e-6} and norm in other.users
+    rounded = graph.call_function(quantize_rowwise.overload, (other,))
+    set_operands(rounded, rotate=8)
+    assert rounded.args == (other, torch.float8_e4m3fn, 8)
+    total = graph.call_function(aten.add.Tensor, (other, other))
+    set_operands(total, alpha=2)
+    assert len(total.args) == 2 and dict(total.kwargs) == {"alpha": 2}
+
+
+def test_a_name_that_the_op_lacks_is_told_with_those_it_has() -> None:
+    norm = add_norm(fx.Graph())
+    with pytest.raises(
+        AttributeError, match=r"add_rms_norm \(add_rms_norm.*no argument 'keep'; it has x, residual, delta"
+    ):
+        _ = bind(norm).keep
+    with pytest.raises(AttributeError, match="no argument 'keep'"):
+        set_operands(norm, keep=True)
+    with pytest.raises(AttributeError, match="lacks its argument 'eps'"):
+        _ = bind(norm.graph.call_function(add_rms_norm.overload, norm.args)).eps
+
+
+def test_picks_of_results() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    norm = graph.call_function(add_rms_norm_quant.overload, (x, x, None, x, 1e-5, False))
+    first, last = (graph.call_function(operator.getitem, (norm, place)) for place in (0, 3))
+    reader = graph.call_function(aten.add.Tensor, (first, last))
+    assert picks_of(norm) == [(0, first), (3, last)] and is_pick(last, norm, 3) and not is_pick(last, norm, 0)
+    replace_picks(norm, {3: x})
+    assert reader.args == (first, x)
