@@ -7,6 +7,7 @@ scheduling    which tokens of which sequences the next step computes; pure bookk
 engine        the loop scheduler -> runner -> text, and its options
 adapters      adapters from disk to host memory to a slot on the device
 device        tensors, CUDA graphs, sampling: executes plans
+demo_model    where the model is that comes with the package
 llm           `LLM`: all of these in the caller's process
 wire          the protocol between a server and its clients
 server        supervisor, batcher process, GPU process

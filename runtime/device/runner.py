@@ -83,7 +83,7 @@ class ModelRunner:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Every weight, adapter stack and KV buffer by name, for programs beside the engine's own."""
+        """Every weight, adapter stack and KV buffer by name, for programs other than the engine's own."""
         return self._tensors
 
     def warm_up(self, show_progress: bool = False) -> float:

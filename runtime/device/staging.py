@@ -62,7 +62,7 @@ class Staging:
 
 
 class _Crossing:
-    """One generation's way to the device: pinned memory -> `landed`, beside earlier steps, -> where the current
+    """One generation's way to the device: pinned memory -> `landed`, while earlier steps run, -> where the current
     stream's next step reads it.
     """
 
@@ -70,7 +70,7 @@ class _Crossing:
         self._landed = torch.empty_like(flat)
         self._stream = copy_stream(flat.device, "in")
         self._arrived, self._taken = torch.cuda.Event(), torch.cuda.Event()
-        self._taken.record(torch.cuda.current_stream(flat.device))  # whoever had this memory before is done with it
+        self._taken.record(torch.cuda.current_stream(flat.device))  # what used this memory before is done with it
 
     def send(self, host: torch.Tensor, flat: torch.Tensor) -> None:
         """Copy pinned `host` to `flat`; work queued on the current stream from now on finds it there."""

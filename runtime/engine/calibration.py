@@ -78,7 +78,7 @@ class Calibration:
     fingerprint   which model it is of (`fingerprint`)
     key_centers   by layer, the mean key [kv heads, head dim] fp32, after RoPE, before any Hadamard transform
     tokens        how many tokens were looked at
-    adapters      names of the adapters that ran, beside the base
+    adapters      names of the adapters that ran, next to the base
     """
 
     fingerprint: str
@@ -224,7 +224,7 @@ def _shape(config: LlamaConfig) -> dict[str, Any]:
 def find_calibration(
     given: "str | Path | Calibration | None", config: LlamaConfig, directory: Path | None
 ) -> Calibration | None:
-    """The calibration that was given, else the one beside the checkpoint, else None; `directory` None: the weights are
+    """The calibration that was given, else the one next to the checkpoint, else None; `directory` None: the weights are
     random, nothing is looked for.
 
     Raises CalibrationError for a file that cannot be read or is of another model.

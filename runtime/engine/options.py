@@ -9,7 +9,7 @@ import torch
 
 from ...compiler.options import DEFAULT_PRECISION, LAYERED, CompileOptions, Layers, OptionError
 from ...compiler.pipeline import PASSES, Pass, check_disabled
-from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import pages_for
 from .calibration import Calibration
 
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -115,7 +115,7 @@ class EngineSizes:
     @property
     def blocks(self) -> int:
         """Pages of the longest sequence: columns of the block table."""
-        return -(-self.max_model_len // PAGE_SIZE)
+        return pages_for(self.max_model_len)
 
 
 def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.device) -> EngineSizes:

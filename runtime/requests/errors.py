@@ -26,7 +26,7 @@ class ServerError(RuntimeError):
 class EngineDeadError(ServerError):
     """The engine died, was restarted, or cannot be reached: what was open is lost.
 
-    The same client may be used again; it connects anew.
+    The same client may be used again; it connects again.
     """
 
 

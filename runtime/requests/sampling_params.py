@@ -41,7 +41,7 @@ class SamplingParams:
     max_tokens           None = as many as max_model_len leaves room for
     min_tokens           no end-of-sequence or stop token before this many tokens
     stop                 strings that end the text; cut off unless include_stop_str_in_output
-    stop_token_ids       token ids that end the text, beside the model's own (ignore_eos switches only those off)
+    stop_token_ids       token ids that end the text, next to the model's own (ignore_eos switches only those off)
     logprobs             report this many likeliest tokens and the chosen one, at each position, from the raw logits (0
                          = only the chosen one)
     presence_penalty, frequency_penalty   subtracted from the logits of tokens in the output (once; once per

@@ -4,8 +4,7 @@ scheduler        continuous batching: schedule, commit, abort
 choice           how many tokens of which sequences
 states           waiting, running, held, finished
 sequence         one sequence's state
-rows             tables of the running sequences
-step_builder     chosen work as a plan's arrays
+rows             tables of the running sequences, and a step's plan gathered from them
 limits           what a scheduler is told of its engine, and tells about itself
 pages            which KV pages are free, shared or known
 prefix_cache     keys of prompts that begin alike

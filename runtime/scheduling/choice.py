@@ -5,9 +5,9 @@ pages, rows and adapters last.
 from heapq import heappop, heappush
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from .rows import Work
 from .sequence import Sequence, Status
 from .states import States
-from .step_builder import Work
 from .suspects import Suspects
 
 

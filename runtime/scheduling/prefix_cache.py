@@ -22,7 +22,7 @@ def root_key(content: str) -> bytes:
 
 
 def next_key(key: bytes, tokens: list[int]) -> bytes:
-    """The key of the page that holds `tokens` behind the page (or root) with `key`."""
+    """The key of the page that holds `tokens` after the page (or root) with `key`."""
     return blake2b(key + array("i", tokens).tobytes(), digest_size=KEY_BYTES).digest()
 
 

@@ -53,7 +53,7 @@ class Residency:
         if not self.asynchronous or number < 0 or self.slots.is_resident(number) or self.slots.is_loading(number):
             return
         spared = {other for other in self.slots.resident if self._waiting.active(other)}
-        # else whoever waits for a slot comes first
+        # else those that wait for a slot come first
         slot = self.slots.begin(number, self.committed, spared) if not self._since else None
         self._loads.append((-1 if slot is None else slot, number))
 

@@ -25,10 +25,9 @@ from ..requests.errors import RequestError
 from ..steps.plan import StepPlan, StepResult
 from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
-from .rows import SequenceFault
+from .rows import SequenceFault, Work, build_plan
 from .sequence import Sequence, Status
 from .states import States
-from .step_builder import Work, build_plan
 from .suspects import STEP_FAULT, Issued, what_is_lost
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 AHEAD = 3
-"""Steps that may be with the device at once: the one that runs, the next one, and behind steps of few tokens one
+"""Steps that may be with the device at once: the one that runs, the next one, and after steps of few tokens one
 more.
 """
 
@@ -60,7 +60,7 @@ class StepPlan:
     sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
     feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
     slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
-                        beside the steps
+                        while steps run
     """
 
     step: int

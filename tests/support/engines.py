@@ -40,7 +40,7 @@ def make_engine(
     clock=None,
     **loading,
 ) -> Engine:
-    """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them beside the steps
+    """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
     (`loading`: see LoadingFakeRunner).
     """
     numbers = {f"adapter{index}": index for index in range(adapters)}

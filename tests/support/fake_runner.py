@@ -124,7 +124,7 @@ LOADING = -99
 
 
 class LoadingFakeRunner(FakeRunner):
-    """Copies adapters beside the steps: a copy arrives after `delay(number)` looks, and the slot holds rubbish until
+    """Copies adapters while steps run: a copy arrives after `delay(number)` looks, and the slot holds rubbish until
     then.
     """
 

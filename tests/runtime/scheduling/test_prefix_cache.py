@@ -15,7 +15,7 @@ from sidestream.runtime.scheduling.prefix_cache import next_key, root_key
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, random_prompt, run, tokens
 from support.fake_runner import continuation
 
-# which of three beginnings, how much of it, own tokens behind it, output, adapter, step of arrival, step of abort (0 =
+# which of three beginnings, how much of it, own tokens after it, output, adapter, step of arrival, step of abort (0 =
 # none)
 shared_requests = st.lists(
     st.tuples(

@@ -1,4 +1,4 @@
-"""Adapters come and go beside the steps: nobody waits for another's copy, no slot in use is touched, nobody is
+"""Adapters come and go while steps run: nobody waits for another's copy, no slot in use is touched, nobody is
 starved.
 """
 

@@ -6,45 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sidestream.ops.core.kv_layout import PAGE_SIZE, pages_for
-from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.outputs import RequestOutput
 from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.pages import PageAllocator
-from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from support.fake_runner import FakeRunner, continuation
-
-VOCABULARY = 97
-
-
-def make_engine(pages=40, max_model_len=640, max_num_seqs=8, budget=64, slots=0, adapters=0, overlap=False, eos=()):
-    numbers = {f"adapter{index}": index for index in range(adapters)}
-    scheduler = Scheduler(SchedulerLimits(pages, max_model_len, max_num_seqs, budget, slots), numbers)
-    return Engine(scheduler, FakeRunner(pages, slots, VOCABULARY), None, eos, overlap=overlap)
-
-
-def prompt(length, seed=0):
-    return [(seed * 31 + index * 7) % VOCABULARY for index in range(length)]
-
-
-def run(engine, limit=20000):
-    outputs: dict[str, RequestOutput] = {}
-    for _ in range(limit):
-        if not engine.has_work:
-            return outputs
-        for output in engine.step()[1]:
-            outputs[output.request_id] = output
-    raise AssertionError("the engine does not come to an end")
-
-
-def assert_idle(engine):
-    scheduler = engine.scheduler
-    assert scheduler.states.pages.num_free == scheduler.limits.num_pages, "pages leaked"
-    assert scheduler.states.rows.num_free == scheduler.limits.max_num_seqs, "rows leaked"
-    assert not scheduler.states.running and not scheduler.has_work and not scheduler.states.slots.draining_order()
-    assert not scheduler._issued
-
+from sidestream.runtime.scheduling.scheduler import SchedulerLimits
+from support.engines import VOCABULARY, assert_idle, make_engine, prompt, run
+from support.fake_runner import continuation
 
 # prompt, output, adapter, step of arrival
 requests_strategy = st.lists(
