@@ -1,9 +1,15 @@
-"""What a user may ask of the compiler; every field is part of a saved program's key."""
+"""What a user may ask of the compiler; every field is part of a saved program's key.
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+Commands make their flags of the fields, so this module does without torch until a dtype is asked for.
+"""
 
-import torch
+import inspect
+import textwrap
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+
+if TYPE_CHECKING:
+    import torch
 
 Precision = Literal["int8", "fp8", "bf16", "fp32"]
 KvDtype = Literal["auto", "fp8_e4m3", "int8", "bf16", "fp32"]
@@ -12,7 +18,7 @@ LoraLowering = Literal["auto", "serial", "side_stream"]
 LoraDtype = Literal["auto", "bf16", "int8", "fp8"]
 WholeLayer = Literal["auto", "on", "off"]
 LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options that are chosen by layer
-EIGHT_BITS: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+EIGHT_BITS = ("int8", "fp8")  # precisions that quantize
 DEFAULT_PRECISION: Precision = "int8"
 # kv_dtype="auto" where nothing was calibrated
 DEFAULT_KV_DTYPE: dict[str, KvDtype] = {"int8": "int8", "fp8": "fp8_e4m3", "bf16": "bf16", "fp32": "fp32"}
@@ -20,76 +26,149 @@ DEFAULT_KV_DTYPE: dict[str, KvDtype] = {"int8": "int8", "fp8": "fp8_e4m3", "bf16
 DEFAULT_LORA_DTYPE: dict[str, LoraDtype] = {"int8": "int8", "fp8": "bf16"}
 
 
+Options = TypeVar("Options")
+
+
 class OptionError(ValueError):
     """An option has an unknown value, or two options contradict each other."""
 
 
+def option(default: Any, doc: str, *, unset: str = "", more: str = "", **metadata: Any) -> Any:
+    """A dataclass field that says what it is.
+
+    doc     what it does, in a few words: also the help text of a command's flag
+    unset   what the default comes to, where the default alone does not say it
+    more    what a reader of Python needs beyond that
+    Further metadata is kept with the field.
+    """
+    return field(default=default, metadata={"doc": doc, "unset": unset, "more": more, **metadata})
+
+
+def documented(options: type[Options]) -> type[Options]:
+    """Adds what each field says of itself to the class's docstring."""
+    lines = [describe(each.name, each) for each in fields(options)]  # type: ignore[arg-type]
+    options.__doc__ = "\n".join([f"{inspect.cleandoc(options.__doc__ or '')}\n", *lines])
+    return options
+
+
+def describe(name: str, option: "Field[Any]", default: Any = MISSING) -> str:
+    """A field in a docstring, `name` being what it is called there."""
+    doc, unset, more = (option.metadata[part] for part in ("doc", "unset", "more"))
+    values = " or ".join((", ".join(map(repr, found[:-1])), repr(found[-1]))) if (found := choices(option)) else ""
+    if option.type == Layers:
+        values = "True, False or the layers"
+    said = f"{doc} (default: {unset or repr(option.default if default is MISSING else default)})"
+    text = "; ".join(part for part in (said, more, values) if part)
+    return textwrap.fill(text, 116, initial_indent=f"{name:<23} ", subsequent_indent=" " * 24)
+
+
+def choices(option: "Field[Any]") -> tuple[str, ...]:
+    """The values that a field may have, where it is one of a few."""
+    return get_args(option.type) if get_origin(option.type) is Literal else ()
+
+
+def check_choices(options: Any) -> None:
+    """Raises OptionError for a field of a few values that has another one."""
+    for each in fields(options):
+        allowed, value = choices(each), getattr(options, each.name)
+        if allowed and value not in allowed:
+            raise OptionError(f"{each.name}={value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+@documented
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of `sidestream.compile` and `LLM`.
+    """Options of `sidestream.compile`, and of `LLM`.
 
-    precision      `int8`: weights, activations, KV and adapters in whole numbers, one scale per row; `fp8`: weights,
-                   activations and KV in e4m3, at the same speed, with eight to twelve times the KL to 16 bits; `bf16`
-                   and `fp32`: nothing is quantized (the oracle)
-    kv_dtype       what the KV cache holds; `auto`: int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype
-    hadamard       rotate Q and K by a Walsh-Hadamard transform before K is quantized (quantized caches only); True,
-                   False, or the layers that do
-    center_keys    subtract a calibrated constant per channel from K before it is quantized (quantized caches only;
-                   softmax does not see it); the same values
-    balance_keys   scale each RoPE pair of K up or down, and of Q by the same, so that both are of a size before they
-                   are quantized; the same values
-    rotate_values  rotate each head of V by a Walsh-Hadamard transform that is folded into W_v, W_o and the adapters;
-                   the same values
-    rotate_activations   int8 mode: blocks of columns of what a norm (8) or SiLU (128) makes are rotated before they are
-                         quantized, and the weights' with them
-    lm_head        `auto`: the output projection is quantized as the other linears are; `bf16`: it isn't
-    disable        names of passes to leave out (`sidestream.compiler.pipeline.PASSES` lists them)
-    lora_lowering  `serial`: LoRA on the main stream; `side_stream`: beside the base GEMMs; `auto`: on the side stream
-                   in decode programs, on the main stream in prompt programs, in int8 with its second half inside other
-                   launches where that gains (passes fuse_lora_silu_mul, fuse_lora_expand)
-    lora_dtype     what the adapter stacks hold: `bf16` (the model's dtype), or `int8` and `fp8` (in the mode of that
-                   name), one scale a row of A and B, which is faster; `auto`: int8 in int8 mode, else bf16
-    lora_input     what a LoRA shrink reads: `int8` and `fp8`, the same rows as the linear beside it (stacks of that
-                   dtype), or `bf16`, the rows before quantization; `auto`: the stacks' dtype
-    lora_sm_share  share of the SMs that LoRA's kernels may use on the side stream, the base keeps the rest; None:
-                   neither is limited (the fastest)
-    whole_layer    the linears between two attentions as one launch in decode programs without LoRA: `on` wherever the
-                   kernel takes the sizes, `auto` where it gains, `off`; their activations then have one scale per token
-                   and 128 columns
-    pdl            programmatic dependent launch between neighbours of a stream
-    check_counts   fail when a pass matches another number of times than the model's shape implies
+    A field's metadata says what `LLM` calls it where that is another name (`keyword`; None: LLM does not take it), and
+    whether the calibration decides where LLM is not told (`calibrated`).
     """
 
-    precision: Precision = DEFAULT_PRECISION
-    kv_dtype: KvDtype = "auto"
-    hadamard: Layers = True
-    center_keys: Layers = False
-    balance_keys: Layers = True
-    rotate_values: Layers = False
-    rotate_activations: bool = True
-    lm_head: Literal["auto", "bf16"] = "auto"
-    disable: tuple[str, ...] = ()
-    lora_lowering: LoraLowering = "auto"
-    lora_dtype: LoraDtype = "auto"
-    lora_input: LoraDtype = "auto"
-    lora_sm_share: float | None = None
-    whole_layer: WholeLayer = "auto"
-    pdl: bool = True
-    check_counts: bool = True
+    precision: Precision = option(
+        DEFAULT_PRECISION,
+        "int8 and fp8 quantize weights, activations and KV cache; bf16 and fp32 nothing",
+        more="int8: whole numbers, one scale per row, adapters too; fp8: e4m3, at the same speed, with eight to twelve "
+        "times the KL to 16 bits; bf16 and fp32 are the oracle",
+    )
+    kv_dtype: KvDtype = option(
+        "auto", "what the KV cache holds", unset="int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype"
+    )
+    hadamard: Layers = option(
+        True,
+        "where Q and K are rotated before K is quantized",
+        unset="as calibrated, else on",
+        more="by a Walsh-Hadamard transform, for quantized caches only",
+        calibrated=True,
+    )
+    center_keys: Layers = option(
+        False,
+        "where a calibrated constant is subtracted from K before it is quantized",
+        unset="as calibrated, else off",
+        more="per channel, for quantized caches only; softmax does not see it",
+        calibrated=True,
+    )
+    balance_keys: Layers = option(
+        True,
+        "where K and Q are brought to one size",
+        unset="on",
+        more="each RoPE pair of K is scaled up or down, and of Q by the same",
+    )
+    rotate_values: Layers = option(
+        False,
+        "where V is rotated by its weights",
+        unset="off",
+        more="by a Walsh-Hadamard transform of each head that is folded into W_v, W_o and the adapters",
+    )
+    rotate_activations: bool = option(
+        True,
+        "in int8 mode, blocks of columns of what a norm (8) or SiLU (128) makes are rotated before they are quantized, "
+        "and the weights' with them",
+    )
+    lm_head: Literal["auto", "bf16"] = option(
+        "auto", "whether the output projection is quantized as the other linears are, or stays in bf16"
+    )
+    disable: tuple[str, ...] = option(
+        (),
+        "leave a compiler pass out by its name, as `sidestream dump` lists them",
+        more="`sidestream.compiler.pipeline.PASSES` has them",
+        keyword="disable_passes",
+    )
+    lora_lowering: LoraLowering = option(
+        "auto",
+        "on which stream LoRA runs",
+        more="serial: on the main stream; side_stream: next to the base GEMMs; auto: on the side stream in decode "
+        "programs, on the main stream in prompt programs, in int8 with its second half inside other launches where "
+        "that gains (passes fuse_lora_silu_mul, fuse_lora_expand)",
+    )
+    lora_dtype: LoraDtype = option(
+        "auto",
+        "what adapters are kept in on the device: 16 bits, or eight as the precision has them",
+        unset="int8 with precision int8, else bf16",
+        more="eight bits have one scale a row of A and B, and are faster",
+    )
+    lora_input: LoraDtype = option(
+        "auto",
+        "what a LoRA shrink reads: the same eight-bit rows as the linear next to it, or the rows before quantization",
+        unset="the adapters' dtype",
+    )
+    lora_sm_share: float | None = option(
+        None,
+        "share of the SMs that LoRA's kernels may use on the side stream; the base keeps the rest",
+        unset="neither is limited, the fastest",
+    )
+    whole_layer: WholeLayer = option(
+        "auto",
+        "whether the linears between two attentions are one launch in decode programs without LoRA",
+        more="on: wherever the kernel takes the sizes; auto: where it gains; their activations then have one scale per "
+        "token and 128 columns",
+    )
+    pdl: bool = option(True, "programmatic dependent launch between neighbours of a stream", keyword=None)
+    check_counts: bool = option(
+        True, "fail when a pass matches another number of times than the model's shape implies", keyword=None
+    )
 
     def __post_init__(self) -> None:
-        choices = {
-            "precision": get_args(Precision),
-            "kv_dtype": get_args(KvDtype),
-            "lora_lowering": get_args(LoraLowering),
-            "lm_head": ("auto", "bf16"),
-            "whole_layer": get_args(WholeLayer),
-            "lora_dtype": get_args(LoraDtype),
-            "lora_input": get_args(LoraDtype),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise OptionError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(allowed)}")
+        check_choices(self)
         object.__setattr__(self, "disable", tuple(self.disable))
         for name in LAYERED:
             object.__setattr__(self, name, _layers(name, getattr(self, name)))
@@ -117,9 +196,9 @@ class CompileOptions:
             raise OptionError("kv_dtype='bf16' contradicts precision='fp32'; use kv_dtype='auto'")
 
     @property
-    def model_dtype(self) -> torch.dtype:
+    def model_dtype(self) -> "torch.dtype":
         """The dtype of activations and of what is not quantized."""
-        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+        return torch_dtype("fp32" if self.precision == "fp32" else "bf16")
 
     @property
     def quantizes(self) -> bool:
@@ -127,17 +206,18 @@ class CompileOptions:
         return self.precision in EIGHT_BITS
 
     @property
-    def cache_dtype(self) -> torch.dtype:
+    def cache_dtype(self) -> "torch.dtype":
         """The dtype that the KV cache holds."""
-        chosen = self.kv_dtype if self.kv_dtype != "auto" else DEFAULT_KV_DTYPE[self.precision]
-        return {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}[
-            chosen
-        ]
+        return torch_dtype(self._cache)
+
+    @property
+    def _cache(self) -> KvDtype:
+        return self.kv_dtype if self.kv_dtype != "auto" else DEFAULT_KV_DTYPE[self.precision]
 
     @property
     def quantizes_kv(self) -> bool:
         """Whether the KV cache is quantized (and so has scales)."""
-        return self.cache_dtype in (torch.float8_e4m3fn, torch.int8)
+        return self._cache in ("fp8_e4m3", "int8")
 
     def applies(self, name: str, layer: int | None) -> bool:
         """Whether the option `name` (one of `LAYERED`) is on in a layer; None: a layer whose number is not known."""
@@ -172,3 +252,16 @@ def _layers(name: str, value: Any) -> Layers:
     ):
         raise OptionError(f"{name}={value!r} must be True, False, or the numbers of layers, such as (0, 3, 4)")
     return tuple(sorted(set(numbers)))
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """The dtype that an option calls `name`."""
+    import torch
+
+    return {
+        "int8": torch.int8,
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "bf16": torch.bfloat16,
+        "fp32": torch.float32,
+    }[name]

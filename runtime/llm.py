@@ -1,5 +1,6 @@
 """`LLM`: a model with many adapters, in this process."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,8 @@ from tqdm import tqdm
 from .demo_model import DEMO_MODEL, demo_adapters
 from .device.model import find_model, load_model
 from .engine.engine import Engine
-from .engine.options import load_options
+from .engine.options import keyword_docs, with_keywords
+from .engine.resolve import load_options
 from .requests.errors import RequestError
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.request import Request
@@ -41,26 +43,7 @@ class LLM:
     model            directory in the Hugging Face format (None: the demo model with its adapters); with
                      load_format="dummy" also config.json's fields as a dict
     adapters         name -> directory of a PEFT adapter
-    precision        `int8`, `fp8`: weights, activations and KV cache in eight bits; `bf16`, `fp32`: nothing quantized
-    kv_cache_dtype   (or kv_dtype) `auto`, `fp8`, `int8`, `bf16`: what the KV cache holds
-    hadamard         rotate Q and K before a quantized cache: True, False or layer numbers (None: as calibrated, else
-                     everywhere)
-    center_keys      subtract the calibrated constant from K before a quantized cache: the same values (None: as
-                     calibrated, else nowhere)
-    balance_keys     scale K, and Q by the same, so that both are of a size in a quantized cache: True, False or layer
-                     numbers
-    rotate_values    rotate V by its weights: True, False or layer numbers
-    calibration      what `sidestream calibrate` wrote: decides what kv_dtype="auto", hadamard=None and center_keys=None
-                     mean (None: the file sidestream_calibration.safetensors next to the checkpoint, if there is one)
-    dtype            `auto`, `bfloat16`, `float32`: vLLM's spelling of the unquantized dtype; must agree with precision
-    disable_passes   compiler passes to leave out, by name
-    passes           the compiler's pass list, for those who add one with `insert_pass`
-    lora_dtype, lora_input, lora_lowering, lora_sm_share, rotate_activations, whole_layer, lm_head   see CompileOptions
-    load_format      `dummy`: random weights of the model's shape, for measurements
-    device           `cuda`, `cuda:1`, `cpu`; None: the GPU if there is one
-    max_model_len, max_num_seqs, max_num_batched_tokens, max_loras, max_lora_rank, max_cpu_loras, num_kv_pages,
-    gpu_memory_utilization, enforce_eager,
-    enable_prefix_caching, show_progress, seed   see EngineOptions
+    Every other option is a keyword: a field of EngineOptions or of CompileOptions, as listed at the end.
 
     Raises OptionError, ConfigError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when
     the device is too small. `generate` and `stream` raise RequestError, before anything runs, for a request that cannot
@@ -217,3 +200,7 @@ class LLM:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()
+
+
+LLM.__signature__ = with_keywords(inspect.signature(LLM))  # type: ignore[attr-defined]
+LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{keyword_docs()}\n"

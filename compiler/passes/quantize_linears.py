@@ -9,7 +9,7 @@ from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul
 from ..graph.nodes import aten, bind, insert_call, insert_picks, insert_placeholder, is_call, shape_of, through_views
 from ..graph.recipe import item, quantize
-from ..options import EIGHT_BITS
+from ..options import torch_dtype
 from .base import Context, PassReport
 
 ALIGNMENT = 16
@@ -31,7 +31,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     report = PassReport(0)
     if not context.options.quantizes:
         return report
-    dtype = EIGHT_BITS[context.options.precision]
+    dtype = torch_dtype(context.options.precision)
     quantized: dict[fx.Node, tuple[fx.Node, ...]] = {}  # linears of one activation share its quantized form
     linears = [node for node in graph.nodes if is_call(node, aten.linear.default)]
     for node in linears:

@@ -9,7 +9,7 @@ from ...ops.lora.lora import lora
 from ...ops.rows.quantize import quantize_rowwise
 from ..graph.nodes import bind, insert_call, insert_placeholder, is_call, picks_of, shape_of
 from ..graph.recipe import item, quantize
-from ..options import EIGHT_BITS
+from ..options import torch_dtype
 from .base import Context, PassReport
 
 
@@ -44,7 +44,7 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
             continue
         rounded = _rounded(x) if context.options.quantizes_lora_input else None
         rows = None if rounded is None else _results(rounded)
-        dtype = EIGHT_BITS[context.options.precision]
+        dtype = torch_dtype(context.options.precision)
         for stack, rotate in ((a, 0 if rounded is None else bind(rounded).rotate), (b, 0)):
             if stack not in stacks:
                 stacks[stack] = _quantized_stack(graph, stack, dtype, rotate)

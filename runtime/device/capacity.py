@@ -9,7 +9,8 @@ import torch
 from ...compiler.program.program import Program
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import PAGE_SIZE, pages_for
-from ..engine.options import EngineOptions, EngineSizes
+from ..engine.options import EngineOptions
+from ..engine.resolve import EngineSizes
 from ..requests.errors import CapacityError
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -28,15 +28,8 @@ from ..adapters.registry import AdapterRegistry, KnownAdapter
 from ..adapters.slot_cache import SlotCache
 from ..adapters.stacks import AdapterStacks
 from ..engine.calibration import Calibration, calibrated
-from ..engine.options import (
-    DEFAULT_MAX_LORAS,
-    MAX_RANK,
-    EngineOptions,
-    EngineSizes,
-    LoadOptions,
-    check_layers,
-    resolve_sizes,
-)
+from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
+from ..engine.resolve import EngineSizes, LoadOptions, check_layers, resolve_sizes
 from ..requests.errors import RequestError
 from ..scheduling.limits import SchedulerLimits
 from ..text.tokenizer import eos_token_ids
@@ -137,7 +130,7 @@ def load_model(source: ModelSource, adapters: Mapping[str, str | Path], options:
     config, engine = source.config, options.engine
     weights = None if options.dummy else source.directory
     calibration, compiler_options = calibrated(
-        options.calibration, config, weights, options.compiler, options.hadamard, options.center_keys
+        engine.calibration, config, weights, options.compiler, options.hadamard, options.center_keys
     )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)

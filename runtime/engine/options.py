@@ -1,93 +1,83 @@
-"""The options of `LLM`, checked before any work, and what they come to for a given model and device."""
+"""The options of `LLM`, checked before any work: those of the engine, which are declared here, and the compiler's.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+Commands make their flags of the fields, so this module does without torch.
+"""
 
-import torch
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from typing import Any, Literal
 
-from ...compiler.options import DEFAULT_PRECISION, LAYERED, CompileOptions, Layers, OptionError
-from ...compiler.pipeline import PASSES, Pass, check_disabled
-from ...ops.core.kv_layout import pages_for
-from .calibration import Calibration
+from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
 
-DEFAULT_MAX_MODEL_LEN = 8192
 MAX_NUM_SEQS = 256
-MAX_BATCHED_TOKENS = 8192
-CPU_NUM_SEQS = 16
-CPU_BATCHED_TOKENS = 512
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
 MAX_RANK = 512
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_KV_DTYPES = {
-    "auto": "auto",
-    "fp8": "fp8_e4m3",
-    "fp8_e4m3": "fp8_e4m3",
-    "int8": "int8",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp32": "fp32",
-    "float32": "fp32",
-}
-_DTYPES = {
-    "auto": None,
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float32": "fp32",
-    "fp32": "fp32",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-}
-_RANGES = {
-    "max_model_len": (2, 1 << 24),
-    "max_num_seqs": (1, MAX_NUM_SEQS),
-    "max_num_batched_tokens": (1, 1 << 16),
-    "max_loras": (0, MAX_ADAPTER_SLOTS),
-    "max_lora_rank": (1, MAX_RANK),
-    "max_cpu_loras": (1, 1 << 16),
-    "num_kv_pages": (1, 1 << 24),
-    "seed": (-(1 << 63), (1 << 63) - 1),
-}
 
 
+@documented
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sizes and places.
+    """Sizes and places; `LLM` takes them and those of CompileOptions."""
 
-    max_model_len           most tokens (prompt + output) of a sequence; None = the model's own limit, at most 8192
-    max_num_seqs            sequences computed at once; None = 256 (16 on the CPU)
-    max_num_batched_tokens  query tokens of a step; longer prompts are computed in chunks; None = 8192 (512 on the CPU)
-    max_loras               adapters resident on the device at once; None = as many as are given, at most 8
-    max_lora_rank           largest adapter rank; None = the largest that is given
-    max_cpu_loras           adapters kept ready in host memory
-    num_kv_pages            KV pages of 64 tokens; None = what the memory leaves
-    gpu_memory_utilization  share of the device's memory that may be used
-    enable_prefix_caching   keep the KV pages of finished requests while there is room, and share equal beginnings of
-                            prompts
-    """
-
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_loras: int | None = None
-    max_lora_rank: int | None = None
-    max_cpu_loras: int = 64
-    num_kv_pages: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = True
-    show_progress: bool = True
-    seed: int = 0
+    dtype: Any = option("auto", "vLLM's spelling of precision bf16 and fp32: auto, bfloat16 or float32")
+    kv_cache_dtype: str = option(
+        "auto", "what the KV cache holds", unset="as the precision says", more="vLLM's name of kv_dtype; also fp8"
+    )
+    calibration: Any = option(
+        None,
+        "what `sidestream calibrate` wrote",
+        unset="sidestream_calibration.safetensors in the model's directory, if it is there",
+        more="decides what kv_dtype, hadamard and center_keys come to where they are not given",
+    )
+    passes: Any = option(
+        None,
+        "the compiler's pass list, for those who add one with `insert_pass`",
+        unset="sidestream.compiler.pipeline.PASSES",
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = option("auto", "dummy: random weights, for measurements")
+    device: Any = option(
+        None, "where the model runs", unset="cuda where there is one", more="such as 'cuda:1' or 'cpu'"
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest prompt + answer, in tokens",
+        unset="the model's limit, at most 8192",
+        range=(2, 1 << 24),
+    )
+    max_num_seqs: int | None = option(
+        None, "requests that run at once", unset="256, on a CPU 16", range=(1, MAX_NUM_SEQS)
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens of one step; longer prompts are cut into chunks",
+        unset="8192, on a CPU 512",
+        range=(1, 1 << 16),
+    )
+    max_loras: int | None = option(
+        None,
+        "adapters that one batch may mix",
+        unset="as many as are loaded, at most 8",
+        range=(0, MAX_ADAPTER_SLOTS),
+    )
+    max_lora_rank: int | None = option(
+        None, "highest rank that is accepted", unset="that of the loaded adapters", range=(1, MAX_RANK)
+    )
+    max_cpu_loras: int = option(64, "adapters kept ready in host memory", range=(1, 1 << 16))
+    num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="what the memory leaves", range=(1, 1 << 24))
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
+    enforce_eager: bool = option(False, "run step by step instead of replaying CUDA graphs")
+    enable_prefix_caching: bool = option(True, "keep the keys and values of prompts for later requests")
+    show_progress: bool = option(True, "show bars while adapters and weights are read")
+    seed: int = option(0, "seed of the sampling", range=(-(1 << 63), (1 << 63) - 1))
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high
-            ):
-                raise OptionError(f"{name}={value!r} must be an integer from {low} to {high}")
+        check_choices(self)
+        for each in fields(self):
+            if "range" in each.metadata:
+                _check_range(each, getattr(self, each.name))
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise OptionError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie above 0 and at most 1; 0.9 leaves "
@@ -104,219 +94,54 @@ class EngineOptions:
             )
 
 
-@dataclass(frozen=True)
-class EngineSizes:
-    """What the options come to: every size is known."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    @property
-    def blocks(self) -> int:
-        """Pages of the longest sequence: columns of the block table."""
-        return pages_for(self.max_model_len)
+def _check_range(option: "Field[Any]", value: Any) -> None:
+    low, high = option.metadata["range"]
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
+        raise OptionError(f"{option.name}={value!r} must be an integer from {low} to {high}")
 
 
-def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.device) -> EngineSizes:
-    """Fill in what was left open. Raises OptionError for a max_model_len beyond the model's positions."""
-    if options.max_model_len is not None and options.max_model_len > max_positions:
-        raise OptionError(
-            f"max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={max_positions}; "
-            "lower max_model_len to that"
-        )
-    on_cpu = device.type == "cpu"
-    seqs = options.max_num_seqs or (CPU_NUM_SEQS if on_cpu else MAX_NUM_SEQS)
-    if options.max_num_seqs is None and options.max_num_batched_tokens is not None:
-        seqs = min(seqs, options.max_num_batched_tokens)
-    tokens = options.max_num_batched_tokens or max(seqs, CPU_BATCHED_TOKENS if on_cpu else MAX_BATCHED_TOKENS)
-    sizes = EngineSizes(options.max_model_len or min(max_positions, DEFAULT_MAX_MODEL_LEN), seqs, tokens)
-    if options.num_kv_pages is not None and options.num_kv_pages < sizes.blocks:
-        raise OptionError(
-            f"num_kv_pages={options.num_kv_pages} do not hold one sequence of max_model_len={sizes.max_model_len} "
-            "tokens; "
-            f"give at least {sizes.blocks}, or lower max_model_len"
-        )
-    return sizes
+def keywords() -> dict[str, "Field[Any]"]:
+    """Every keyword of `LLM` and the field that it fills."""
+    found = {each.metadata.get("keyword", each.name): each for each in fields(CompileOptions)}
+    found |= {each.name: each for each in fields(EngineOptions)}
+    return {name: each for name, each in found.items() if name is not None}
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a model is loaded, checked as far as that goes without the model: what `LLM`'s keywords come to.
+def keyword_default(option: "Field[Any]") -> Any:
+    """What `LLM` takes a field to be that is not given; None where the calibration decides."""
+    return None if option.metadata.get("calibrated") else option.default
 
-    hadamard, center_keys  whether the calibration decides this field of `compiler`
+
+def with_keywords(parameters: inspect.Signature) -> inspect.Signature:
+    """A signature whose `**options` are spelled out as the keywords of `LLM`."""
+    known = [each for each in parameters.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=keyword_default(each), annotation=each.type)
+        for name, each in keywords().items()
+    ]
+    return parameters.replace(parameters=[*known, *named])
+
+
+def keyword_docs() -> str:
+    """A line or more for each keyword of `LLM`, for its docstring."""
+    return "\n".join(describe(name, each, keyword_default(each)) for name, each in keywords().items())
+
+
+def read_keywords(given: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
+    """The engine's options, and those fields of CompileOptions that were given, as `compile_options` takes them.
+
+    Raises TypeError for a keyword that there is not, and OptionError for a value that cannot be.
     """
-
-    engine: EngineOptions
-    compiler: CompileOptions
-    device: torch.device
-    load_format: str
-    passes: tuple[Pass, ...]
-    calibration: str | Path | Calibration | None
-    hadamard: bool
-    center_keys: bool
-
-    @property
-    def dummy(self) -> bool:
-        """Whether the weights are random."""
-        return self.load_format == "dummy"
-
-
-def load_options(
-    *,
-    precision: str = DEFAULT_PRECISION,
-    kv_dtype: str = "auto",
-    kv_cache_dtype: str = "auto",
-    hadamard: Layers | None = None,
-    dtype: Any = "auto",
-    disable_passes: Sequence[str] = (),
-    passes: tuple[Pass, ...] = PASSES,
-    center_keys: Layers | None = None,
-    balance_keys: Layers = True,
-    rotate_values: Layers = False,
-    calibration: str | Path | Calibration | None = None,
-    lora_lowering: str = "auto",
-    lora_sm_share: float | None = None,
-    whole_layer: str = "auto",
-    lm_head: str = "auto",
-    load_format: str = "auto",
-    lora_dtype: str = "auto",
-    lora_input: str = "auto",
-    rotate_activations: bool = True,
-    device: str | torch.device | None = None,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    max_loras: int | None = None,
-    max_lora_rank: int | None = None,
-    max_cpu_loras: int = 64,
-    num_kv_pages: int | None = None,
-    gpu_memory_utilization: float = 0.9,
-    enforce_eager: bool = False,
-    enable_prefix_caching: bool = True,
-    show_progress: bool = True,
-    seed: int = 0,
-) -> LoadOptions:
-    """The options from `LLM`'s keywords, which are described there. Raises OptionError."""
-    engine = EngineOptions(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        max_cpu_loras=max_cpu_loras,
-        num_kv_pages=num_kv_pages,
-        gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager,
-        enable_prefix_caching=enable_prefix_caching,
-        show_progress=show_progress,
-        seed=seed,
-    )
-    more = {
-        "lora_lowering": lora_lowering,
-        "lora_sm_share": lora_sm_share,
-        "lm_head": lm_head,
-        "whole_layer": whole_layer,
-        "rotate_values": rotate_values,
-        "lora_dtype": lora_dtype,
-        "lora_input": lora_input,
-        "rotate_activations": rotate_activations,
-        "balance_keys": balance_keys,
+    known = keywords()
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, [*known, "model", "adapters"], 1)
+        raise TypeError(f"there is no option {unknown!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    own = {each.name for each in fields(EngineOptions)}
+    engine = EngineOptions(**{name: value for name, value in given.items() if name in own})
+    compiling = {
+        known[name].name: value
+        for name, value in given.items()
+        if name not in own and not (value is None and known[name].metadata.get("calibrated"))
     }
-    compiler = compile_options(
-        precision, dtype, kv_dtype, kv_cache_dtype, hadamard, tuple(disable_passes), more, center_keys
-    )
-    check_disabled(compiler, passes)
-    if load_format not in LOAD_FORMATS:
-        raise OptionError(f"load_format={load_format!r} is not known; choose one of {', '.join(LOAD_FORMATS)}")
-    return LoadOptions(
-        engine,
-        compiler,
-        resolve_device(device),
-        load_format,
-        passes,
-        calibration,
-        hadamard is None,
-        center_keys is None,
-    )
-
-
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device to use: the GPU if there is one, unless `device` says otherwise.
-
-    Raises OptionError for one that is not there.
-    """
-    has_gpu = torch.cuda.is_available()
-    try:
-        chosen = torch.device(device if device is not None else "cuda" if has_gpu else "cpu")
-    except RuntimeError as error:
-        raise OptionError(f"device={device!r} is not a device; use 'cuda', 'cuda:0' or 'cpu'") from error
-    if chosen.type not in ("cuda", "cpu"):
-        raise OptionError(f"device={device!r} is not supported; use 'cuda' or 'cpu'")
-    if chosen.type == "cpu":
-        return torch.device("cpu")
-    index = 0 if chosen.index is None else chosen.index
-    if not has_gpu or index >= torch.cuda.device_count():
-        count = torch.cuda.device_count() if has_gpu else 0
-        raise OptionError(
-            f"device={device!r} is not there; this machine has {count} CUDA devices; use device='cpu' to run without"
-        )
-    return torch.device("cuda", index)
-
-
-def compile_options(
-    precision: str,
-    dtype: Any,
-    kv_dtype: str,
-    kv_cache_dtype: str,
-    hadamard: Layers | None,
-    disable: tuple[str, ...],
-    more: Mapping[str, Any],
-    center_keys: Layers | None = None,
-) -> CompileOptions:
-    """The compiler's options from LLM's spellings.
-
-    Raises OptionError for unknown values and for options that contradict each other.
-    """
-    try:
-        wanted = _DTYPES[dtype]
-    except (KeyError, TypeError):
-        raise OptionError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16' or 'float32'") from None
-    if wanted == "fp32" and precision in ("int8", "fp8", "bf16"):
-        raise OptionError(f"dtype={dtype!r} contradicts precision={precision!r}; use precision='fp32'")
-    if wanted == "bf16" and precision == "fp32":
-        raise OptionError(f"dtype={dtype!r} contradicts precision='fp32'; use precision='bf16'")
-    cache = {_kv_dtype("kv_dtype", kv_dtype), _kv_dtype("kv_cache_dtype", kv_cache_dtype)}
-    if len(cache) > 1:
-        cache.discard("auto")
-    if len(cache) > 1:
-        raise OptionError(
-            f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, "
-            "give one of them"
-        )
-    options: dict[str, Any] = {"precision": precision, "kv_dtype": cache.pop(), "disable": tuple(disable), **more}
-    options |= {
-        name: value for name, value in (("hadamard", hadamard), ("center_keys", center_keys)) if value is not None
-    }
-    result = CompileOptions(**options)
-    for name, value in (("hadamard", hadamard), ("center_keys", center_keys)):
-        if value and not result.quantizes_kv:
-            raise OptionError(
-                f"{name}={value} only helps a quantized KV cache, and this one is not; use precision='int8' or leave "
-                f"{name} out"
-            )
-    return result
-
-
-def check_layers(options: CompileOptions, layers: int) -> None:
-    """Raises OptionError where an option names a layer that the model does not have."""
-    for name in LAYERED:
-        chosen = getattr(options, name)
-        if not isinstance(chosen, bool) and chosen and chosen[-1] >= layers:
-            raise OptionError(f"{name} names layer {chosen[-1]}, the model has layers 0 to {layers - 1}")
-
-
-def _kv_dtype(name: str, value: str) -> str:
-    if value not in _KV_DTYPES:
-        raise OptionError(f"{name}={value!r} is not known; choose one of {', '.join(_KV_DTYPES)}")
-    return _KV_DTYPES[value]
+    return engine, compiling

@@ -237,7 +237,7 @@ class ServedModel:
     def __init__(self, settings: ServeSettings) -> None:
         # here, because a GPU process that only simulates a model needs no torch
         from ..device.model import find_model, load_model
-        from ..engine.options import load_options
+        from ..engine.resolve import load_options
 
         options = load_options(**settings.llm)
         self._model = model = load_model(find_model(settings.model, options), settings.adapters, options)

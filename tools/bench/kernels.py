@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import DEFAULT_PRECISION, positive
+from ...compiler.options import DEFAULT_PRECISION
+from ..options.engine import positive
 from ..options.environment import collect
 from ..options.models import pick_adapters
 from .floors import BANDWIDTH

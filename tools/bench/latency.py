@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.demo_model import DEMO_MODEL
-from ..options.engine import add_compile_options, given, positive, precision_arguments, share
+from ..options.engine import add_compile_options, add_run_options, given, positive, precision_arguments
 from ..options.environment import collect
 from ..options.models import LLAMA_8B, pick_adapters
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
@@ -137,15 +137,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="afterwards write a trace of some steps of the last line for Perfetto",
     )
     add_compile_options(parser)
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)"
-    )
-    group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
-    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    group.add_argument(
-        "--seed", type=int, default=0, help="seed of prompts, weights and the adapters' mix (default: %(default)s)"
-    )
+    add_run_options(parser.add_argument_group("engine"), seed="seed of prompts, weights and the adapters' mix")
     parser.set_defaults(run=run)
 
 

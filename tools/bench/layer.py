@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import DEFAULT_PRECISION, positive, share
+from ...compiler.options import DEFAULT_PRECISION
+from ..options.engine import positive, share
 from ..options.environment import collect
 from ..options.models import LLAMA_8B, pick_adapters
 from .gpu_time import elapsed_us

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_compile_options, positive, share
+from ..options.engine import add_compile_options, add_run_options, positive
 from ..options.environment import collect
 from .latency import build, make_adapters, model_fields
 
@@ -65,13 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--once", action="store_true", help="start once, with the caches as they are, and print the figures as JSON"
     )
     add_compile_options(parser)
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)"
-    )
-    group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
-    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    group.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    add_run_options(parser.add_argument_group("engine"), seed="seed of the weights")
     parser.set_defaults(run=run)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
+from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS
+from ..options.engine import adapters_of, add_lora_options, add_model, add_option, model_directory, positive
 from ..options.models import load_model
 
 DESCRIPTION = """\
@@ -36,7 +37,6 @@ DEFAULT_TOKENS, DEFAULT_LENGTH = 4096, 512
 CPU_TOKENS, CPU_LENGTH = 1024, 256
 ADAPTER_DOCUMENTS = 2
 CHARACTERS_A_TOKEN = 8
-PRECISIONS = ("int8", "fp8")  # those that quantize, the default first; spelt out, since help must not import torch
 STANDARD_LIBRARY = (
     "textwrap",
     "argparse",
@@ -88,11 +88,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=PRECISIONS,
-        default=PRECISIONS[0],
+        choices=EIGHT_BITS,
+        default=EIGHT_BITS[0],
         help="the mode whose choices the table shows by layer; the file serves all of them (default: %(default)s)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add_option(parser, "device", choices=("cpu", "cuda"))
     add_lora_options(parser)
     parser.set_defaults(run=run)
 
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
 
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.calibration import fingerprint
-    from ...runtime.engine.options import resolve_device
+    from ...runtime.engine.resolve import resolve_device
     from ...runtime.text.tokenizer import load_tokenizer
     from ..quality.calibration import calibrate
 
@@ -159,7 +159,6 @@ def documents(ids: Sequence[int], length: int, adapters: int) -> Iterator[tuple[
 
 def as_text(calibration: Any, precision: str) -> str:
     """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
-    from ...compiler.options import DEFAULT_KV_DTYPE
     from ...compiler.records import columns
     from ...runtime.engine.calibration import KV_DTYPES, TREATMENTS
 
@@ -192,7 +191,7 @@ def as_text(calibration: Any, precision: str) -> str:
     errors = ", ".join(f"{kv_dtype} {calibration.error(kv_dtype):.1e}" for kv_dtype in KV_DTYPES)
     modes = "\n".join(
         f"precision {each}: {_choice(calibration, each)}"
-        for each in sorted(PRECISIONS, key=lambda name: name != precision)
+        for each in sorted(EIGHT_BITS, key=lambda name: name != precision)
     )
     return (
         f"{columns(table, right=range(1, 12))}\nerror of attention, scores and values, each dtype at its best: "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.demo_model import DEMO_MODEL
-from ..options.engine import add_compile_options, demo_prompts, given, precision_arguments
+from ..options.engine import add_compile_options, add_option, demo_prompts, given, precision_arguments
 
 if TYPE_CHECKING:
     from ...compiler.records import PassRecord
@@ -44,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="DIR",
         help="where the dump goes (default: %(default)s)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add_option(parser, "device", choices=("cpu", "cuda"))
     add_compile_options(parser)
     parser.set_defaults(run=run)
 

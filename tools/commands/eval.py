@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import adapters_of, add_lora_options, add_model, model_directory, positive
+from ..options.engine import adapters_of, add_lora_options, add_model, add_option, model_directory, positive
 
 DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:
@@ -105,7 +105,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--plot", type=Path, metavar="FILE.svg", help="KL divergence and accuracy loss of all arms as a picture"
     )
     group.add_argument("--markdown", type=Path, metavar="FILE.md", help="the tables as a page")
-    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add_option(group, "device", choices=("cpu", "cuda"))
     add_lora_options(parser)
     parser.add_argument(
         "--adapters", type=Path, metavar="DIR", help="load every adapter in this directory under its directory's name"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..options.config_file import ConfigAction
-from ..options.engine import add_engine_options, add_model, given, llm_arguments, positive
+from ..options.engine import add_engine_options, add_model, add_option, given, llm_arguments, positive
 
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.
@@ -100,23 +100,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_engine_options(parser)
     group = parser.add_argument_group("capacity")
-    group.add_argument(
-        "--num-kv-pages", type=positive, metavar="N", help="KV pages of 64 tokens (default: what the memory leaves)"
-    )
-    group.add_argument(
-        "--max-cpu-loras", type=positive, metavar="N", help="adapters kept ready in host memory (default: 64)"
-    )
-    group.add_argument(
-        "--no-prefix-caching", action="store_true", help="do not keep the keys and values of prompts for later requests"
-    )
+    add_option(group, "num_kv_pages")
+    add_option(group, "max_cpu_loras")
+    add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
         "--trace-steps",
         metavar="FILE",
         help="profile a hundred decode steps into FILE, to see how long the GPU stands still between them",
     )
-    group.add_argument(
-        "--load-format", choices=("auto", "safetensors", "dummy"), help="dummy: random weights, for measurements"
-    )
+    add_option(group, "load_format")
     parser.set_defaults(run=run)
 
 

@@ -5,18 +5,29 @@ and `CompileOptions`.
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ...compiler.options import DEFAULT_PRECISION, Layers, choices
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
+from ...runtime.engine.options import keywords
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+def at_least(low: int) -> Callable[[str], int]:
+    """Integers from `low` on, for argparse."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
+        return value
+
+    integer.__name__ = "int"
+    return integer
+
+
+positive = at_least(1)
 
 
 def share(text: str) -> float:
@@ -40,9 +51,6 @@ def layers(text: str) -> bool | tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-DEFAULT_PRECISION = "int8"  # that of compiler.options, which would take torch to read
-
-
 def named_path(text: str) -> tuple[str, str]:
     """`name=path` of --lora-modules, for argparse."""
     name, equals, path = text.partition("=")
@@ -64,61 +72,41 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
+    """The flag of an option of `LLM`: its spelling, type, choices, default and help are those of the option's field,
+    but for `changes`.
+
+    A flag that is not given is None, so that the option's own default holds; a switch is off.
+    """
+    option = keywords()[name]
+    low = option.metadata.get("range", (None,))[0]
+    kind = next((kind for kind in (bool, int, float) if kind in (option.type, *get_args(option.type))), None)
+    doc, default = option.metadata["doc"], option.metadata["unset"] or option.default
+    arguments: dict[str, Any] = {"help": f"{doc} (default: {default})" if default is not None else doc}
+    if choices(option):
+        arguments["choices"] = choices(option)
+    elif option.type == Layers:
+        arguments |= {"type": layers, "metavar": "LAYERS"}
+        arguments["help"] = f"{doc}: on, off, or layers such as 0,3-7 (default: {default})"
+    elif kind is bool:
+        arguments = {"action": "store_true", "help": doc if not option.default else f"do not {doc}"}
+    elif kind is int:
+        arguments |= {"type": at_least(low), "metavar": "N"}
+    elif kind is float:
+        arguments |= {"type": share, "metavar": "SHARE"}
+    group.add_argument(flag or f"--{name.replace('_', '-')}", **arguments | changes)
+
+
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
     """What is compiled, and how."""
     group = parser.add_argument_group("compiler")
-    group.add_argument(
-        "--precision",
-        choices=("int8", "fp8", "bf16", "fp32"),
-        default=DEFAULT_PRECISION,
-        help="int8 and fp8 quantize weights, activations and KV cache; bf16 and fp32 nothing (default: %(default)s)",
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"),
-        default="auto",
-        help="what the KV cache holds (default: as --precision says)",
-    )
+    add_option(group, "precision", default=DEFAULT_PRECISION)
+    add_option(group, "kv_cache_dtype", choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"), default="auto")
     group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
-    group.add_argument(
-        "--hadamard",
-        type=layers,
-        metavar="LAYERS",
-        help="where Q and K are rotated before K is quantized: on, off, or layers such as 0,3-7 (default: as "
-        "calibrated, else on)",
-    )
-    group.add_argument(
-        "--center-keys",
-        type=layers,
-        metavar="LAYERS",
-        help="where a calibrated constant is subtracted from K before it is quantized: on, off, or layers (default: "
-        "as calibrated, else off)",
-    )
-    group.add_argument(
-        "--balance-keys",
-        type=layers,
-        metavar="LAYERS",
-        help="where K and Q are brought to one size: on, off, or layers (default: on)",
-    )
-    group.add_argument(
-        "--rotate-values",
-        type=layers,
-        metavar="LAYERS",
-        help="where V is rotated by its weights: on, off, or layers (default: off)",
-    )
-    group.add_argument(
-        "--lora-dtype",
-        choices=("auto", "bf16", "int8", "fp8"),
-        help="what adapters are kept in on the device: 16 bits, or eight as --precision has them (default: int8 with "
-        "--precision int8, else bf16)",
-    )
-    group.add_argument(
-        "--disable-pass",
-        action="append",
-        default=[],
-        metavar="PASS",
-        help="leave a compiler pass out by its name, as `sidestream dump` lists them; may be repeated",
-    )
+    for name in ("hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"):
+        add_option(group, name)
+    doc = keywords()["disable_passes"].metadata["doc"]
+    group.add_argument("--disable-pass", action="append", default=[], metavar="PASS", help=f"{doc}; may be repeated")
 
 
 def add_lora_options(parser: argparse.ArgumentParser) -> None:
@@ -133,18 +121,8 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="PEFT adapters to load",
     )
-    group.add_argument(
-        "--max-loras",
-        type=positive,
-        metavar="N",
-        help="adapters that one batch may mix (default: as many as are loaded, at most 8)",
-    )
-    group.add_argument(
-        "--max-lora-rank",
-        type=positive,
-        metavar="R",
-        help="highest rank that is accepted (default: that of the loaded adapters)",
-    )
+    add_option(group, "max_loras", type=positive)
+    add_option(group, "max_lora_rank", metavar="R")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -152,33 +130,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_compile_options(parser)
     add_lora_options(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--max-model-len",
-        type=positive,
-        metavar="N",
-        help="longest prompt + answer, in tokens (default: the model's limit, at most 8192)",
-    )
-    group.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="what `sidestream calibrate` wrote (default: sidestream_calibration.safetensors in the model's "
-        "directory, if it is there)",
-    )
-    group.add_argument(
-        "--max-num-seqs", type=positive, metavar="N", help="requests that run at once (default: 256, on a CPU 16)"
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=positive,
-        metavar="N",
-        help="tokens of one step; longer prompts are cut into chunks",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization", type=share, metavar="SHARE", help="share of the GPU's memory to use (default: 0.9)"
-    )
-    group.add_argument("--enforce-eager", action="store_true", help="run step by step instead of replaying CUDA graphs")
-    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    group.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+    add_option(group, "max_model_len")
+    add_option(group, "calibration", metavar="FILE")
+    add_option(group, "max_num_seqs")
+    add_option(group, "max_num_batched_tokens")
+    add_run_options(group)
+
+
+def add_run_options(group: Any, seed: str = "seed of the sampling") -> None:
+    """How the engine runs: memory, CUDA graphs, device and seed; the latter also is the seed of what `seed` says."""
+    add_option(group, "gpu_memory_utilization")
+    add_option(group, "enforce_eager")
+    add_option(group, "device", choices=("cpu", "cuda"))
+    group.add_argument("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
 
 
 def model_directory(options: argparse.Namespace) -> Path:

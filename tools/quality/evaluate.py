@@ -298,7 +298,7 @@ def calibrate_model(
 
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.calibration import fingerprint
-    from ...runtime.engine.options import resolve_device
+    from ...runtime.engine.resolve import resolve_device
     from ..options.models import load_model
     from .calibration import calibrate
 

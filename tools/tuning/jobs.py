@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..options.engine import DEFAULT_PRECISION
+from ...compiler.options import DEFAULT_PRECISION
 
 if TYPE_CHECKING:
     from ...ops.linear.tuning import LinearConfig

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options.engine import DEFAULT_PRECISION, positive
+from ...compiler.options import DEFAULT_PRECISION
+from ..options.engine import positive
 from ..options.models import LLAMA_8B
 from .jobs import Job, Timing, show, sparse
 
@@ -285,10 +286,10 @@ def measure(
 
     Raises ValueError where nothing gave right results.
     """
-    from ...compiler.options import EIGHT_BITS
+    from ...compiler.options import torch_dtype
     from .bench import Bench
 
-    bench = Bench(job.n, job.k, job.tokens, repeats, EIGHT_BITS[job.dtype])
+    bench = Bench(job.n, job.k, job.tokens, repeats, torch_dtype(job.dtype))
     measured = bench.linear(linear_configs(job, sms), sms, advance, say)
     if not measured:
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from sidestream.compiler.graph.recipe import quantize_weight
-from sidestream.compiler.options import EIGHT_BITS, CompileOptions
+from sidestream.compiler.options import CompileOptions, torch_dtype
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
@@ -39,7 +39,7 @@ def dequantized(model: Any, precision: str) -> Any:
     again = copy.deepcopy(model)
     for name, stack in again.named_buffers():
         if name.endswith((".lora_a", ".lora_b")):
-            values, scale = quantize_weight(stack, EIGHT_BITS[precision])
+            values, scale = quantize_weight(stack, torch_dtype(precision))
             stack.copy_(values.float() * scale.unsqueeze(-1))
     return again
 

@@ -26,7 +26,7 @@ from sidestream.runtime.engine.calibration import (
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli
-from sidestream.tools.commands.calibrate import PRECISIONS, as_text, documents
+from sidestream.tools.commands.calibrate import as_text, documents
 from sidestream.tools.commands.serve import settings_of
 from sidestream.tools.options.engine import compile_arguments, layers
 from sidestream.tools.quality.calibration import attention_inputs
@@ -197,7 +197,7 @@ def test_each_precision_keeps_its_own_cache_unless_the_other_is_far_better(
 
 
 def test_the_modes_offered_are_those_that_quantize() -> None:
-    assert set(PRECISIONS) == set(EIGHT_BITS) and PRECISIONS[0] == DEFAULT_PRECISION
+    assert EIGHT_BITS[0] == DEFAULT_PRECISION
 
 
 def test_the_report_says_what_rotated_values_would_bring() -> None:

@@ -1,0 +1,176 @@
+"""What the options of `LLM` come to for a given model and device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...compiler.options import DEFAULT_PRECISION, LAYERED, CompileOptions, OptionError
+from ...compiler.pipeline import PASSES, Pass, check_disabled
+from ...ops.core.kv_layout import pages_for
+from .options import MAX_NUM_SEQS, EngineOptions, read_keywords
+
+DEFAULT_MAX_MODEL_LEN = 8192
+MAX_BATCHED_TOKENS = 8192
+CPU_NUM_SEQS = 16
+CPU_BATCHED_TOKENS = 512
+_KV_DTYPES = {
+    "auto": "auto",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "int8": "int8",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp32": "fp32",
+    "float32": "fp32",
+}
+_DTYPES = {
+    "auto": None,
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float32": "fp32",
+    "fp32": "fp32",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """What the options come to: every size is known."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """Pages of the longest sequence: columns of the block table."""
+        return pages_for(self.max_model_len)
+
+
+def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.device) -> EngineSizes:
+    """Fill in what was left open. Raises OptionError for a max_model_len beyond the model's positions."""
+    if options.max_model_len is not None and options.max_model_len > max_positions:
+        raise OptionError(
+            f"max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={max_positions}; "
+            "lower max_model_len to that"
+        )
+    on_cpu = device.type == "cpu"
+    seqs = options.max_num_seqs or (CPU_NUM_SEQS if on_cpu else MAX_NUM_SEQS)
+    if options.max_num_seqs is None and options.max_num_batched_tokens is not None:
+        seqs = min(seqs, options.max_num_batched_tokens)
+    tokens = options.max_num_batched_tokens or max(seqs, CPU_BATCHED_TOKENS if on_cpu else MAX_BATCHED_TOKENS)
+    sizes = EngineSizes(options.max_model_len or min(max_positions, DEFAULT_MAX_MODEL_LEN), seqs, tokens)
+    if options.num_kv_pages is not None and options.num_kv_pages < sizes.blocks:
+        raise OptionError(
+            f"num_kv_pages={options.num_kv_pages} do not hold one sequence of max_model_len={sizes.max_model_len} "
+            "tokens; "
+            f"give at least {sizes.blocks}, or lower max_model_len"
+        )
+    return sizes
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded, checked as far as that goes without the model: what `LLM`'s keywords come to.
+
+    hadamard, center_keys  whether the calibration decides this field of `compiler`
+    """
+
+    engine: EngineOptions
+    compiler: CompileOptions
+    device: torch.device
+    passes: tuple[Pass, ...]
+    hadamard: bool
+    center_keys: bool
+
+    @property
+    def dummy(self) -> bool:
+        """Whether the weights are random."""
+        return self.engine.load_format == "dummy"
+
+
+def load_options(**keywords: Any) -> LoadOptions:
+    """The options from `LLM`'s keywords.
+
+    Raises TypeError for a keyword that there is not, and OptionError for values that are unknown or contradict each
+    other.
+    """
+    engine, given = read_keywords(keywords)
+    compiler = compile_options(engine, given)
+    passes = PASSES if engine.passes is None else engine.passes
+    check_disabled(compiler, passes)
+    undecided = ("hadamard" not in given, "center_keys" not in given)
+    return LoadOptions(engine, compiler, resolve_device(engine.device), passes, *undecided)
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device to use: the GPU if there is one, unless `device` says otherwise.
+
+    Raises OptionError for one that is not there.
+    """
+    has_gpu = torch.cuda.is_available()
+    try:
+        chosen = torch.device(device if device is not None else "cuda" if has_gpu else "cpu")
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r} is not a device; use 'cuda', 'cuda:0' or 'cpu'") from error
+    if chosen.type not in ("cuda", "cpu"):
+        raise OptionError(f"device={device!r} is not supported; use 'cuda' or 'cpu'")
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    index = 0 if chosen.index is None else chosen.index
+    if not has_gpu or index >= torch.cuda.device_count():
+        count = torch.cuda.device_count() if has_gpu else 0
+        raise OptionError(
+            f"device={device!r} is not there; this machine has {count} CUDA devices; use device='cpu' to run without"
+        )
+    return torch.device("cuda", index)
+
+
+def compile_options(engine: EngineOptions, given: Mapping[str, Any]) -> CompileOptions:
+    """The compiler's options: the fields that were given (by `read_keywords`), in agreement with the engine's.
+
+    Raises OptionError for unknown values and for options that contradict each other.
+    """
+    precision, dtype = given.get("precision", DEFAULT_PRECISION), engine.dtype
+    try:
+        wanted = _DTYPES[dtype]
+    except (KeyError, TypeError):
+        raise OptionError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16' or 'float32'") from None
+    if wanted == "fp32" and precision in ("int8", "fp8", "bf16"):
+        raise OptionError(f"dtype={dtype!r} contradicts precision={precision!r}; use precision='fp32'")
+    if wanted == "bf16" and precision == "fp32":
+        raise OptionError(f"dtype={dtype!r} contradicts precision='fp32'; use precision='bf16'")
+    kv_dtype, kv_cache_dtype = given.get("kv_dtype", "auto"), engine.kv_cache_dtype
+    cache = {_kv_dtype("kv_dtype", kv_dtype), _kv_dtype("kv_cache_dtype", kv_cache_dtype)}
+    if len(cache) > 1:
+        cache.discard("auto")
+    if len(cache) > 1:
+        raise OptionError(
+            f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, "
+            "give one of them"
+        )
+    result = CompileOptions(**{**given, "kv_dtype": cache.pop()})
+    for name in ("hadamard", "center_keys"):
+        if given.get(name) and not result.quantizes_kv:
+            raise OptionError(
+                f"{name}={given[name]} only helps a quantized KV cache, and this one is not; use precision='int8' or "
+                f"leave {name} out"
+            )
+    return result
+
+
+def check_layers(options: CompileOptions, layers: int) -> None:
+    """Raises OptionError where an option names a layer that the model does not have."""
+    for name in LAYERED:
+        chosen = getattr(options, name)
+        if not isinstance(chosen, bool) and chosen and chosen[-1] >= layers:
+            raise OptionError(f"{name} names layer {chosen[-1]}, the model has layers 0 to {layers - 1}")
+
+
+def _kv_dtype(name: str, value: str) -> str:
+    if value not in _KV_DTYPES:
+        raise OptionError(f"{name}={value!r} is not known; choose one of {', '.join(_KV_DTYPES)}")
+    return _KV_DTYPES[value]
