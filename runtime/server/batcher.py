@@ -21,13 +21,14 @@ from ..text.chat_template import chat_words
 from ..text.encoder import Encoder
 from ..text.tokenizer import load_tokenizer
 from ..wire.addresses import make_private_directory, parse
-from ..wire.keys import Gate, load_server_keys
-from ..wire.protocol import INSTANCE_BYTES, MAX_FRAME_BYTES
+from ..wire.keys import load_server_keys
+from ..wire.protocol import INSTANCE_BYTES
 from .adapter_desk import AdapterDesk
 from .channel import Channel, ChannelClosed
-from .connections import SEND_HWM, Connections
+from .connections import Connections
 from .front_desk import FrontDesk
 from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
+from .listener import CurveListener, Listener, OpenListener
 from .open_requests import OpenRequests
 from .settings import ServeSettings
 from .state import ServerState
@@ -51,9 +52,8 @@ class Batcher:
         model = Path(settings.model)
         self._tokenizer = load_tokenizer(model)
         self._encoder = None if self._tokenizer is None else Encoder(self._tokenizer)
-        self._gate: Gate | None = None
-        self._router = self._bind()
-        self._connections = Connections(self._router, os.urandom(INSTANCE_BYTES))
+        self._listener = self._listen()
+        self._connections = Connections(self._listener, os.urandom(INSTANCE_BYTES))
         self._requests = OpenRequests(self._connections)
         self._submissions = Submissions(
             self._state, self._connections, self._requests, self._tokenizer, self._encoder, settings.max_waiting
@@ -73,43 +73,29 @@ class Batcher:
         self._poller = zmq.Poller()
         self._link: BatcherEnd | None = None
         self._expect_gpu(settings.generation)
-        for source in (self._router, channel, *([self._encoder] if self._encoder else [])):
+        for source in (self._listener.source, channel, *([self._encoder] if self._encoder else [])):
             self._poller.register(source, zmq.POLLIN)
 
-    def _bind(self) -> "zmq.Socket[Any]":
-        router = self._context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.router_mandatory = True
-        router.sndhwm = router.rcvhwm = SEND_HWM
-        router.maxmsgsize = MAX_FRAME_BYTES
-        router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
-        router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        if self._settings.keys is not None:
-            keys = load_server_keys(self._settings.keys)
-            self._gate = Gate(self._context, keys)
-            keys.secure(router)
-        make_private_directory(parse(self._settings.bind))
-        router.bind(self._settings.bind)
-        return router
-
-    def _endpoint(self) -> str:
-        """The address that was bound, a port that the system chose filled in."""
-        endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
-        return endpoint.decode().rstrip("\x00") if isinstance(endpoint, bytes) else self._settings.bind
+    def _listen(self) -> Listener:
+        address = parse(self._settings.bind)
+        make_private_directory(address)
+        if self._settings.keys is None:
+            return OpenListener(address)
+        return CurveListener(self._context, address, load_server_keys(self._settings.keys))
 
     # -- loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Serve until the supervisor says stop or is gone."""
-        self._channel.send({"event": "bound", "address": self._endpoint()})
+        self._channel.send({"event": "bound", "address": self._listener.address})
         _tame_garbage_collector()
         next_tick = 0.0
         try:
             while True:
                 stepper = self._state.stepper
                 busy = self._connections.waiting or (stepper is not None and stepper.in_flight)
-                ready = dict(self._poller.poll(BUSY_TICK_MS if busy else int(TICK_SECONDS * 1000)))
+                wait = 0 if self._listener.pending else BUSY_TICK_MS if busy else int(TICK_SECONDS * 1000)
+                ready = dict(self._poller.poll(wait))
                 if self._link is not None and self._link.results in ready:
                     self._hear_gpu(self._link)
                 if self._channel.fileno() in ready:
@@ -117,9 +103,9 @@ class Batcher:
                         self._obey(order)
                 if self._encoder is not None and self._encoder.fileno() in ready:
                     self._submissions.encoded()
-                if self._router in ready:
-                    self._hear_clients()
                 now = time.monotonic()
+                if self._listener.pending or self._listener.source in ready or now >= next_tick:
+                    self._hear_clients()
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
                     self._connections.beat()
@@ -153,12 +139,12 @@ class Batcher:
                 self._adapters.answered(message)
 
     def _hear_clients(self) -> None:
+        self._listener.look()
         for _ in range(FRAMES_AT_ONCE):
-            try:
-                parts = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            arrived = self._listener.receive()
+            if arrived is None:
                 return
-            self._desk.receive(parts)
+            self._desk.receive(*arrived)
             # dozens of requests at once take as long as a short step: the next plan goes first
             if self._link is not None and self._link.has_news:
                 return
@@ -177,6 +163,8 @@ class Batcher:
         self._forget_lost()
 
     def _forget_lost(self) -> None:
+        for identity in self._listener.take_gone():
+            self._connections.hung_up(identity)
         for client in self._connections.take_lost():
             self._submissions.lose(client)
 
@@ -230,7 +218,7 @@ class Batcher:
             time.sleep(0.01)
             self._connections.flush()
         self._channel.send({"event": "drained"})
-        self._router.close(int(FAREWELL_SECONDS * 1000))
+        self._listener.close(FAREWELL_SECONDS)
         return 0
 
     def close(self) -> None:
@@ -238,8 +226,6 @@ class Batcher:
         gc.unfreeze()
         if self._encoder is not None:
             self._encoder.close()
-        if self._gate is not None:
-            self._gate.close()
 
 
 def _tame_garbage_collector() -> None:

@@ -3,14 +3,11 @@
 A client that does not read holds nobody else up.
 """
 
-import errno
+import contextlib
 import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
-
-import zmq
 
 from ..wire.protocol import (
     HEARTBEAT_SECONDS,
@@ -25,17 +22,21 @@ from ..wire.protocol import (
     Message,
     encode,
 )
+from .listener import Listener
 
 _log = logging.getLogger(__name__)
 MAX_CLIENTS = 1024
+PAUSE_SECONDS = 5 * HEARTBEAT_SECONDS
+"""So long between two beats this process did not run: what clients said meanwhile is still to be read."""
+FULL = "the server has as many connections as it takes; try again later"
+FULL_RETRY = 1.0
 MAX_FAULTS = 64
 MAX_PENDING_CHUNKS = 4096
 MAX_PENDING_BYTES = 8 << 20
 MAX_WAITING_FRAMES = 1024
-SEND_HWM = 256
 FRAME_BYTES = 256 << 10
-LOGPROB_BYTES = 160
 """Chunks are gathered into frames of about this size."""
+LOGPROB_BYTES = 160
 SLOW = (
     "chunks were not read fast enough, so all requests of this connection were ended; read faster, or ask for "
     "fewer at once"
@@ -65,29 +66,35 @@ class Client:
 
 
 class Connections:
-    """Clients by routing id, over one ROUTER socket.
+    """Clients by the ids of their connections.
 
     `lost` and `slow` clients are reported by `take_lost` (whose requests are to be aborted). `instance` goes into every
     frame.
     """
 
-    def __init__(self, router: "zmq.Socket[Any]", instance: bytes) -> None:
-        self.router = router
+    def __init__(self, listener: Listener, instance: bytes) -> None:
+        self._listener = listener
         self.instance = instance
         self.clients: dict[bytes, Client] = {}
         self._dirty: dict[bytes, Client] = {}
         self._lost: list[Client] = []
         self._arrivals = 0
+        self._beaten = time.monotonic()
         self.slow_total = 0
         self.refused_total = 0
 
     def heard(self, identity: bytes) -> Client | None:
-        """The client that sent a frame; None when there are too many."""
+        """The client that sent a frame. When there are too many, the one that has been here longest without a hello
+        gives way; None when all have said hello, and the newcomer is told.
+        """
         now = time.monotonic()
         client = self.clients.get(identity)
         if client is None:
-            if len(self.clients) >= MAX_CLIENTS:
+            if len(self.clients) >= MAX_CLIENTS and not self._make_room():
                 self.refused_total += 1
+                with contextlib.suppress(OSError):
+                    error = Error("overloaded", FULL, retry_after=FULL_RETRY)
+                    self._listener.send(identity, encode(error, self.instance))
                 return None
             self._arrivals += 1
             client = self.clients[identity] = Client(identity, self._arrivals, now, now)
@@ -148,14 +155,23 @@ class Connections:
     def beat(self) -> None:
         """Heartbeats to the clients that heard nothing else; forgets those that are gone or silent."""
         now = time.monotonic()
+        pause, self._beaten = now - self._beaten, now
         for client in list(self.clients.values()):
+            if pause > PAUSE_SECONDS:
+                client.heard += pause
             if now - client.heard > SILENCE_SECONDS:
                 self.forget(client)
             elif client.greeted and now - client.sent >= HEARTBEAT_SECONDS and not client.frames:
                 self.say(client, Beat())
 
+    def hung_up(self, identity: bytes) -> None:
+        """A connection has ended."""
+        client = self.clients.get(identity)
+        if client is not None:
+            self.forget(client)
+
     def forget(self, client: Client) -> None:
-        """The client is gone."""
+        """The client is gone, or as good as gone."""
         if not client.gone:
             client.gone = True
             client.chunks, client.frames = [], deque()
@@ -172,6 +188,15 @@ class Connections:
     def waiting(self) -> bool:
         """Whether anything waits to go out."""
         return bool(self._dirty)
+
+    def _make_room(self) -> bool:
+        stranger = next((client for client in self.clients.values() if not client.greeted), None)
+        if stranger is None:
+            return False
+        self.refused_total += 1
+        self.forget(stranger)
+        self._listener.drop(stranger.identity)
+        return True
 
     def _pack(self, client: Client) -> None:
         """Make frames of the client's chunks."""
@@ -212,15 +237,13 @@ class Connections:
         frames = client.frames
         try:
             while frames:
-                self.router.send_multipart((client.identity, frames[0]), zmq.NOBLOCK)
+                self._listener.send(client.identity, frames[0])
                 client.frame_bytes -= len(frames.popleft())
                 client.sent = time.monotonic()
-        except zmq.Again:
+        except BlockingIOError:
             client.blocked = True
             return
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, errno.EHOSTUNREACH):
-                raise
+        except ConnectionError:
             self.forget(client)
             return
         client.blocked = client.slow = False

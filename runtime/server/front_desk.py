@@ -13,7 +13,6 @@ from ..wire.protocol import (
     NO_INSTANCE,
     Abort,
     Adapters,
-    Beat,
     Error,
     FrameError,
     GetHealth,
@@ -62,18 +61,18 @@ class FrontDesk:
         self._words, self._has_tokenizer = words, has_tokenizer
         self._bad_frames = 0
 
-    def receive(self, parts: list[bytes]) -> None:
-        """One multipart message of the ROUTER socket: routing id and frame.
+    def receive(self, identity: bytes, data: bytes) -> None:
+        """One message of the listener: the connection's id, and the frame (empty: a message that was not one frame).
 
         Never raises for anything that a client can send.
         """
-        client = self._connections.heard(parts[0])
+        client = self._connections.heard(identity)
         if client is None:
             return
         try:
-            if len(parts) != 2:
-                raise FrameError("bad_frame", f"a message is one frame, this one has {len(parts) - 1}")
-            frame = decode_from_client(parts[1])
+            if not data:
+                raise FrameError("bad_frame", "a message is exactly one frame, and that is not empty")
+            frame = decode_from_client(data)
         except FrameError as error:
             self._fault(client, error)
             return
@@ -85,12 +84,12 @@ class FrontDesk:
             self._connections.say(client, self._state.health(message.call))
         elif frame.instance != self._connections.instance and frame.instance != NO_INSTANCE:
             client.greeted = False
+            self._submissions.lose(client)
             self._connections.say(
                 client, Error("wrong_instance", "the engine was restarted; its requests are lost; say hello again")
             )
         elif not client.greeted:
-            if not isinstance(message, Beat):
-                self._connections.say(client, Error("hello_first", "this connection is not known; say hello first"))
+            self._connections.say(client, Error("hello_first", "this connection is not known; say hello first"))
         else:
             self._serve(client, message)
 

@@ -38,6 +38,7 @@ class OpenRequests:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._open: dict[str, OpenRequest] = {}
+        self._begun = 0
         self.counts = {
             "requests_total": 0,
             "finished_total": 0,
@@ -59,7 +60,11 @@ class OpenRequests:
 
     def begin(self, client: Client, request_id: str, stream: bool) -> OpenRequest:
         """A new request; its id must not be open on the connection."""
-        request = OpenRequest(f"{client.number}:{request_id}", request_id, client, stream, time.monotonic())
+        # a client may use an id again while work for its former bearer is still under way
+        self._begun += 1
+        request = OpenRequest(
+            f"{client.number}:{request_id}:{self._begun}", request_id, client, stream, time.monotonic()
+        )
         self._open[request.key] = request
         client.open[request_id] = request.key
         self.counts["requests_total"] += 1

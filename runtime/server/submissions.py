@@ -60,7 +60,7 @@ class Submissions:
                 self._enqueue(request, message, params, self._tokenizer.encode(message.prompt))
             else:
                 self._encoding[request.key] = request, message, params
-                self._encoder.put(request.key, message.prompt)
+                self._encoder.put(request.key, message.prompt, request.client.number)
         else:
             text = "text needs a tokenizer, and this model has none; send prompt_token_ids"
             self._requests.refuse(request, "invalid_request", text, how="refused")
@@ -87,6 +87,8 @@ class Submissions:
             )
         if stepper.scheduler.num_waiting + len(self._encoding) + message.sampling.n > self._max_waiting:
             return error("overloaded", "too many requests are waiting", OVERLOAD_RETRY)
+        if message.prompt is not None and self._encoder is not None and not self._encoder.has_room(message.prompt):
+            return error("overloaded", "too much text waits to be tokenized", OVERLOAD_RETRY)
         if (message.prompt is None) == (message.prompt_token_ids is None):
             return error("invalid_request", "give exactly one of prompt and prompt_token_ids")
         if message.adapter is not None and message.adapter not in stepper.numbers:
@@ -164,11 +166,13 @@ class Submissions:
 
     def engine_died(self, retry_after: float | None) -> None:
         """Tell every client that has a request open."""
-        self._encoding.clear()
         for request in self._requests.all():
+            if not request.admitted:
+                self._drop(request)
             self._requests.refuse(request, "engine_dead", "the engine died while this request was open", retry_after)
 
     def _drop(self, request: OpenRequest) -> None:
-        self._encoding.pop(request.key, None)
+        if self._encoding.pop(request.key, None) is not None and self._encoder is not None:
+            self._encoder.discard(request.key)
         if request.admitted and self._state.stepper is not None:
             self._state.stepper.engine.abort(request.key)

@@ -1,11 +1,16 @@
 """Flow control: what a client does not read waits, joined, within bounds; then the client is cut off."""
 
+import select
+import time
+
 import pytest
 import zmq
 from sidestream.runtime.requests.outputs import CompletionOutput, RequestOutput
 from sidestream.runtime.server import connections
 from sidestream.runtime.server.connections import Connections
+from sidestream.runtime.server.listener import OpenListener
 from sidestream.runtime.server.open_requests import OpenRequests
+from sidestream.runtime.wire.addresses import parse
 from sidestream.runtime.wire.protocol import Beat, Chunk, Chunks, Error, Hello, decode_from_server, encode
 
 
@@ -13,9 +18,7 @@ from sidestream.runtime.wire.protocol import Beat, Chunk, Chunks, Error, Hello, 
 def ends(tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "MAX_PENDING_BYTES", 200_000)
     context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.router_mandatory, router.sndhwm, router.linger = True, 4, 0
-    router.bind(f"ipc://{tmp_path}/s")
+    listener = OpenListener(parse(f"ipc://{tmp_path}/s"))
     dealers = []
 
     def connect() -> zmq.Socket:
@@ -26,12 +29,29 @@ def ends(tmp_path, monkeypatch):
         dealers.append(dealer)
         return dealer
 
-    yield Connections(router, bytes(16)), connect
+    yield Hub(listener, bytes(16)), connect
+    listener.close(0)
     context.destroy(linger=0)
 
 
+class Hub(Connections):
+    """With the listener's side of the batcher's loop."""
+
+    def flush(self):
+        self.look()
+        super().flush()
+
+    def look(self):
+        self._listener.look()
+        for identity in self._listener.take_gone():
+            self.hung_up(identity)
+
+
 def join(hub, dealer):
-    return hub.heard(hub.router.recv_multipart()[0])
+    while (arrived := hub._listener.receive()) is None:
+        select.select([hub._listener.source], [], [], 1.0)
+        hub.look()
+    return hub.heard(arrived[0])
 
 
 def read(dealer):
@@ -103,7 +123,7 @@ def test_a_client_that_is_gone_is_reported_once(ends):
         hub.flush()
         if client.gone:
             break
-        hub.router.poll(10)
+        time.sleep(0.01)
     assert client.gone and hub.take_lost() == [client] and hub.take_lost() == [] and not hub.clients
 
 
