@@ -9,6 +9,7 @@ limited number at a time.
 import gc
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -114,6 +115,7 @@ class Batcher:
                     return self._farewell()
         except ChannelClosed:
             _log.error("the supervisor is gone")
+            shutil.rmtree(self._settings.directory, ignore_errors=True)  # which it would have done
             return 1
 
     def _hear_gpu(self, link: BatcherEnd) -> None:
@@ -226,6 +228,7 @@ class Batcher:
         gc.unfreeze()
         if self._encoder is not None:
             self._encoder.close()
+        self._listener.close(0)
 
 
 def _tame_garbage_collector() -> None:

@@ -280,7 +280,13 @@ class ServedModel:
 def run(fd: int, build: Callable[[ServeSettings], Served] = ServedModel) -> int:
     """The process: settings from the channel, then serve. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s gpu %(message)s")
-    channel = Channel.from_fd(fd)
+    try:
+        return _serve(Channel.from_fd(fd), build)
+    except ChannelClosed:
+        return 1  # the supervisor has said why
+
+
+def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
     (first, *_) = channel.receive(block=True)
     settings = msgspec.convert(first["settings"], ServeSettings)
     with zmq.Context() as context:

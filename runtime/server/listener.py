@@ -93,6 +93,8 @@ class OpenListener:
         self.address = str(address)
         if address.path is None:
             self.address = str(Address("tcp", host=address.host, port=self._socket.getsockname()[1]))
+        self._file = address.path
+        self._inode = None if address.path is None else address.path.stat().st_ino
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
         self._peers: dict[bytes, _Peer] = {}
@@ -171,8 +173,12 @@ class OpenListener:
         return gone
 
     def close(self, seconds: float) -> None:
-        """See `Listener`."""
+        """See `Listener`. The socket's file goes, unless another server has put its own there."""
+        if self._epoll.closed:
+            return
         self._socket.close()
+        if self._file is not None and self._file.exists() and self._file.stat().st_ino == self._inode:
+            self._file.unlink(missing_ok=True)
         until = time.monotonic() + seconds
         while any(peer.out for peer in self._peers.values()) and time.monotonic() < until:
             for peer in list(self._peers.values()):
@@ -355,7 +361,7 @@ def _bound(address: Address) -> socket.socket:
         bound.bind(target)
     except OSError as error:
         bound.close()
-        raise OSError(error.errno, f"cannot listen at {address}: {error.strerror}") from None
+        raise OSError(f"cannot listen at {address}: {error.strerror}") from None
     bound.listen(BACKLOG)
     bound.setblocking(False)
     return bound

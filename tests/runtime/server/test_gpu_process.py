@@ -53,3 +53,16 @@ def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_pa
         context.destroy(linger=0)
     assert codes == [0]
     assert served.begun == served.ended == ["a0"]
+
+
+def test_a_supervisor_that_is_gone_is_no_fault(tmp_path):
+    """It went because the other process could not start, and has said so."""
+    channel, theirs = Channel.pair()
+    settings = ServeSettings(model="fake", directory=str(tmp_path))
+    channel.send({"settings": msgspec.to_builtins(settings)})
+
+    def build(_):
+        channel.close()
+        return SlowReader()
+
+    assert run(theirs.detach(), build) == 1

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.wire.protocol import NO_INSTANCE, Abort, Beat, Error, Hello, Sampling, encode
+from sidestream.runtime.wire.protocol import NO_INSTANCE, Abort, Beat, Error, Sampling, Submit, encode
 from support.fake_runner import continuation
 from support.raw_peer import MORE, PING, RawPeer, frame
 from support.serving import GREEDY, serve_fake
@@ -34,7 +34,7 @@ def assert_serves(server, batcher):
 def test_hanging_up_while_much_is_unread(server, last):
     batcher = server.child("server.batcher")
     before = memory(batcher)
-    body = encode(Hello("x" * 200)) + bytes(768 << 10)
+    body = encode(Submit("a", prompt_token_ids=[300] * (1 << 18)))  # 768 KiB, and slow to read
     peers = [RawPeer(server.address) for _ in range(4)]
     for peer in peers:
         peer.socket.settimeout(1)

@@ -172,3 +172,34 @@ def test_long_texts_are_cut_into_chunks_that_fit(ends):
         token for chunk in chunks for token in chunk.token_ids
     ] == list(range(600))
     assert chunks[-1].finish_reason == "length" and all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_strangers_give_way_and_a_newcomer_to_a_full_table_is_told(ends, monkeypatch):
+    hub, connect = ends
+    monkeypatch.setattr(connections, "MAX_CLIENTS", 3)
+    strangers = [join(hub, connect()) for _ in range(3)]
+    newcomers = []
+    for gone in strangers:
+        newcomers.append(join(hub, connect()))
+        assert newcomers[-1] is not None
+        newcomers[-1].greeted = True
+        assert gone.gone
+    late = connect()
+    assert join(hub, late) is None
+    assert [error.code for error in read(late)] == ["overloaded"]
+    assert not any(client.gone for client in newcomers)
+
+
+def test_who_was_not_heard_because_this_process_slept_is_not_silent(ends, monkeypatch):
+    hub, connect = ends
+    monkeypatch.setattr(connections, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.2)
+    client = join(hub, connect())
+    hub.beat()
+    time.sleep(0.5)
+    hub.beat()
+    assert not client.gone
+    while not client.gone:
+        time.sleep(0.05)
+        hub.beat()
+    assert hub.take_lost() == [client]

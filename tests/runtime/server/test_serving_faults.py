@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -270,6 +271,20 @@ def test_the_death_of_the_supervisor_ends_everything(tmp_path):
         while any(_alive(child) for child in children):
             assert time.monotonic() < end, "children outlive the supervisor"
             time.sleep(0.05)
+        address = Path(server.address.removeprefix("ipc://"))
+        assert [path.name for path in address.parent.iterdir()] == ["engine.sock.lock"], "no sockets are left"
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with serve_fake(tmp_path, bind=address) as server:
+            assert server.process.wait(30) == 2
+            said = server.log.read_text()
+            assert said.endswith(f"error: cannot listen at {address}: Address already in use\n")
+            assert "Traceback" not in said
 
 
 def _alive(process: int) -> bool:

@@ -112,6 +112,21 @@ def test_deep_nesting_is_refused_without_a_crash(opening: bytes) -> None:
         check(HEAD + (opening * depth)[: protocol.MAX_FRAME_BYTES - 30])
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        protocol.Submit("a\n", prompt="x"),
+        protocol.Submit("a", prompt="x", adapter="a\n"),
+        protocol.Abort(["a\n"]),
+        protocol.LoadAdapter(1, "a\n", "/x"),
+        protocol.LoadAdapter(1, "a", "/x\0"),
+    ],
+)
+def test_a_name_does_not_end_with_a_line(message: protocol.Message) -> None:
+    with pytest.raises(protocol.FrameError):
+        protocol.decode_from_client(protocol.encode(message, INSTANCE))
+
+
 class Process:
     """What a process holds."""
 
