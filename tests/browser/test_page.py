@@ -83,15 +83,10 @@ def prefer(window: Browser, scheme: str) -> None:
         time.sleep(0.02)
 
 
-def test_the_page_loads_in_under_two_seconds(window: Browser, page: Path) -> None:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        window.open(page)
-        seconds.append(time.perf_counter() - start)
-        assert "32 layers" in window.run("return document.querySelector('h1').textContent")
-        assert window.run("return document.querySelectorAll('#panel-overview table tbody tr').length") > 10
-    assert min(seconds) < 2.0, seconds
+def test_the_page_shows_its_overview_and_asks_for_nothing(window: Browser, page: Path) -> None:
+    window.open(page)
+    assert "32 layers" in window.run("return document.querySelector('h1').textContent")
+    assert window.run("return document.querySelectorAll('#panel-overview table tbody tr').length") > 10
     assert window.run("return performance.getEntriesByType('resource').length") == 0, (
         "the page asked for something outside itself"
     )

@@ -229,13 +229,20 @@ def test_errors_say_which_input_or_node() -> None:
         specialize(mismatch, Bucket(6, 2, 4, 2))
 
 
-def test_hundreds_of_nodes_take_little_time() -> None:
-    build = GraphBuilder()
-    x = build.input("input_ids", ("T", H), BF16)
-    norm = build.weight("norm", (H,), BF16)
-    for _ in range(350):
-        x = build.call(aten.add.Tensor, build.call(OPS["rms_norm"], x, norm, 1e-5), x)
-    module = build.finish(x)
-    begin = time.process_time()
-    specialize(module, Bucket(8, 2, 4, 2))
-    assert time.process_time() - begin < 1.0
+def test_four_times_the_nodes_take_four_times_as_long() -> None:
+    def seconds(count: int) -> float:
+        build = GraphBuilder()
+        x = build.input("input_ids", ("T", H), BF16)
+        norm = build.weight("norm", (H,), BF16)
+        for _ in range(count):
+            x = build.call(aten.add.Tensor, build.call(OPS["rms_norm"], x, norm, 1e-5), x)
+        module = build.finish(x)
+
+        def once() -> float:
+            begin = time.process_time()
+            specialize(module, Bucket(8, 2, 4, 2))
+            return time.process_time() - begin
+
+        return min(once() for _ in range(3))
+
+    assert seconds(240) < 10 * seconds(60), "more than the nodes' number explains; by its square it were sixteen"

@@ -201,7 +201,7 @@ def test_steps_can_be_watched_and_timed() -> None:
     bound.run(synchronize=True, on_step=lambda step, outs: seen.append(f"{step.name}:{len(outs)}"))
     assert seen == [f"{step.name}:{len(step.outs)}" for step in program.steps]
     times = bound.step_times(2)
-    assert len(times) == len(program.steps) and all(0 < seconds < 10 for seconds in times)
+    assert len(times) == len(program.steps) and all(seconds > 0 for seconds in times)
     assert bound.capture() is bound and not bound.captured and bound.pool is None
 
 

@@ -374,27 +374,27 @@ while not list(Path({str(tmp_path)!r}).glob("adapters/*.tmp")):
     time.sleep(0.01)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert time.monotonic() - begin < 60 and not list((tmp_path / "adapters").iterdir())
+    assert not list((tmp_path / "adapters").iterdir())
 
 
 def test_work_waits_for_quiet_and_ends_with_its_owner():
     background = Background("test", quiet=0.3)
     done: list[Any] = []
-    begin = time.monotonic()
-    background.later(lambda stopped: done.append(time.monotonic() - begin))
-    time.sleep(0.2)
-    background.busy()
+    line = background._line
+    background.later(lambda stopped: done.append(time.monotonic() - line.last))
+    for _ in range(5):
+        time.sleep(0.1)
+        background.busy()
     background.later(lambda stopped: 1 / 0)  # logged, and no reason to end
     background.later(lambda stopped: done.append("last"))
     until = time.monotonic() + 10
     while len(done) < 2 and time.monotonic() < until:
         time.sleep(0.01)
-    assert done[0] > 0.45 and done[1] == "last" and background.finish(1.0)
+    assert done[0] >= 0.3 and done[1] == "last" and background.finish(1.0)
     thread = background._thread
     assert thread is not None
     background.later(lambda stopped: done.append("never"))

