@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sidestream.compiler.api import CompiledModel, compile_model
+from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+
+from .meta import compiled_without_weights
 
 EIGHT_BILLION: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,8 +35,9 @@ MIXED = Bucket(256, 8, 65, 8)
 def compiled_on_meta(fields: dict[str, Any], layers: int) -> CompiledModel:
     """A Llama with eight slots for adapters, compiled without weights."""
     options = CompileOptions()
-    config = LlamaConfig.from_dict({**fields, "num_hidden_layers": layers})
-    return compile_model(Llama(config, LoraShape(8, 16), options.model_dtype, device="meta"), options)
+    return compiled_without_weights(
+        {**fields, "num_hidden_layers": layers}, LoraShape(8, 16), options, options.model_dtype
+    )
 
 
 def data_of(page: str) -> dict[str, Any]:

@@ -1,6 +1,21 @@
-"""config.json of a one-layer Llama, for models on the meta device: what is only captured needs no weights."""
+"""Models on the meta device: what is only captured and compiled needs no weights.
 
+FIELDS is the config.json of a one-layer Llama. `compiled_without_weights` captures each model once for all of a run's
+tests, and runs the passes once for each set of options.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
+
+import torch
+from sidestream.compiler.api import CompiledModel, Optimized, optimize
+from sidestream.compiler.graph.capture import Captured, capture_module
+from sidestream.compiler.options import CompileOptions
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.lora import LoraShape
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -19,3 +34,25 @@ FIELDS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+
+
+@cache
+def _captured(config: str, lora: LoraShape | None, dtype: torch.dtype) -> tuple[Captured, Sequence[str]]:
+    model = Llama(LlamaConfig.from_dict(json.loads(config)), lora, dtype, "meta")
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return capture_module(model, model.example_inputs(), model.dynamic_shapes()), names
+
+
+@cache
+def _optimized(config: str, lora: LoraShape | None, dtype: torch.dtype, options: CompileOptions) -> Optimized:
+    captured, names = _captured(config, lora, dtype)
+    return optimize(captured.copy(), options, names)
+
+
+def compiled_without_weights(
+    fields: Mapping[str, Any], lora: LoraShape | None, options: CompileOptions, dtype: torch.dtype = torch.bfloat16
+) -> CompiledModel:
+    """A Llama compiled without weights. Its programs are made for the caller alone, so that what a test patches in a
+    pass over a program's own graph takes effect; what it patches in an earlier pass would not.
+    """
+    return CompiledModel(lambda: _optimized(json.dumps(fields, sort_keys=True), lora, dtype, options), options)

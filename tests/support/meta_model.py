@@ -5,13 +5,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import sidestream
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+
+from .meta import compiled_without_weights
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,7 +42,9 @@ def meta_llama(layers: int = 2, slots: int = 4, rank: int = 16, dtype: Any = Non
 @cache
 def compiled_llama(options: CompileOptions = CompileOptions(), layers: int = 2) -> CompiledModel:  # noqa: B008
     """The small model compiled, once for each set of options."""
-    return sidestream.compile(meta_llama(layers, dtype=options.model_dtype), options)
+    return compiled_without_weights(
+        {**FIELDS, "num_hidden_layers": layers}, LoraShape(4, 16), options, options.model_dtype
+    )
 
 
 def config_directory(root: Path, **fields: Any) -> Path:

@@ -6,13 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import TARGETS, LoraShape
+from support.meta import compiled_without_weights
 from support.three_tokens import STEP, STEP_LORA, logits
 
 FIELDS: dict[str, Any] = {
@@ -42,8 +40,7 @@ def program(
     **options: Any,
 ) -> Program:
     shape = LoraShape(2, 16, targets) if lora else None
-    module = Llama(LlamaConfig.from_dict({**FIELDS, **(fields or {})}), shape, torch.bfloat16, "meta")
-    return sidestream.compile(module, CompileOptions(**options)).program(bucket)
+    return compiled_without_weights({**FIELDS, **(fields or {})}, shape, CompileOptions(**options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:

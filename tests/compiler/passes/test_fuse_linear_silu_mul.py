@@ -6,16 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_silu_mul
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.compiler.run.emit import BoundProgram
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.linear import tuning
+from support.meta import compiled_without_weights
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,9 +36,7 @@ FIELDS: dict[str, Any] = {
 
 def program(bucket: Bucket, **options: Any) -> Program:
     lora = LoraShape(2, 16) if bucket.lora else None
-    return sidestream.compile(
-        Llama(LlamaConfig.from_dict(FIELDS), lora, torch.bfloat16, "meta"), CompileOptions(whole_layer="off", **options)
-    ).program(bucket)
+    return compiled_without_weights(FIELDS, lora, CompileOptions(whole_layer="off", **options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:

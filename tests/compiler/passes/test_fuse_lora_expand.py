@@ -4,14 +4,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import sidestream
-import torch
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_lora_expand
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from support.meta import compiled_without_weights
 from support.three_tokens import PROMPTS_LORA, STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
@@ -38,8 +35,7 @@ def program(
     bucket: Bucket, fields: dict[str, Any] = FIELDS, targets: tuple[str, ...] | None = None, **options: Any
 ) -> Program:
     shape = LoraShape(2, 16) if targets is None else LoraShape(2, 16, targets)
-    module = Llama(LlamaConfig.from_dict(fields), shape if bucket.lora else None, torch.bfloat16, "meta")
-    return sidestream.compile(module, CompileOptions(**options)).program(bucket)
+    return compiled_without_weights(fields, shape if bucket.lora else None, CompileOptions(**options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:

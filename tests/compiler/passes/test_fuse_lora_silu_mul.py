@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import sidestream
 import torch
 from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.work import Assumptions, work
@@ -16,8 +15,6 @@ from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import fuse_lora_silu_mul
 from sidestream.compiler.passes.base import Context
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.lora.plan import lora_plan
@@ -25,6 +22,7 @@ from sidestream.ops.lora.rounded import lora_round
 from sidestream.ops.lora.silu_mul_lora import silu_mul_lora
 from sidestream.ops.rows.silu_mul import silu_mul_quant
 from support.fx_graphs import GraphBuilder
+from support.meta import compiled_without_weights
 from support.three_tokens import STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
@@ -54,9 +52,7 @@ def step(sequences: int, lora: bool = True) -> Bucket:
 @cache
 def compiled(lora: bool, rank: int = 16, targets: tuple[str, ...] | None = None, **options: Any) -> Any:
     shape = LoraShape(2, rank) if targets is None else LoraShape(2, rank, targets)
-    return sidestream.compile(
-        Llama(LlamaConfig.from_dict(FIELDS), shape if lora else None, torch.bfloat16, "meta"), CompileOptions(**options)
-    )
+    return compiled_without_weights(FIELDS, shape if lora else None, CompileOptions(**options))
 
 
 def program(bucket: Bucket, **options: Any) -> Program:

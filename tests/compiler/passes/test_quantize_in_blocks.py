@@ -6,14 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import sidestream
-import torch
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import quantize_in_blocks
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from support.meta import compiled_without_weights
 from support.three_tokens import STEP, STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
@@ -37,9 +34,7 @@ FIELDS: dict[str, Any] = {
 
 def program(bucket: Bucket, fields: dict[str, Any] = FIELDS, **options: Any) -> Program:
     lora = LoraShape(2, 16) if bucket.lora else None
-    return sidestream.compile(
-        Llama(LlamaConfig.from_dict(fields), lora, torch.bfloat16, "meta"), CompileOptions(whole_layer="off", **options)
-    ).program(bucket)
+    return compiled_without_weights(fields, lora, CompileOptions(whole_layer="off", **options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:

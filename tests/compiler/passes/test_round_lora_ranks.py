@@ -6,16 +6,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-import sidestream
-import torch
 from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.work import Assumptions, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import round_lora_ranks
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from support.meta import compiled_without_weights
 from support.three_tokens import STEP_LORA, logits, relative
 
 FIELDS: dict[str, Any] = {
@@ -45,9 +42,7 @@ def compiled(rank: int = 16, small: bool = False, **options: Any) -> Any:
         if small
         else {}
     )
-    return sidestream.compile(
-        Llama(LlamaConfig.from_dict(fields), LoraShape(2, rank), torch.bfloat16, "meta"), CompileOptions(**options)
-    )
+    return compiled_without_weights(fields, LoraShape(2, rank), CompileOptions(**options))
 
 
 def program(sequences: int, lora: bool = True, **options: Any) -> Program:

@@ -4,15 +4,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import sidestream
 import torch
 from sidestream.compiler.cost.work import Assumptions, argument_bytes, step_bytes, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import widen_kv_once
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from support.meta import compiled_without_weights
 from support.races import find_races
 from support.three_tokens import PROMPTS_LORA, STEP_LORA, logits
 
@@ -38,8 +36,8 @@ OFF = ("widen_kv_once",)
 
 
 def program(bucket: Bucket = MANY, fields: dict[str, Any] = FIELDS, **options: Any) -> Program:
-    module = Llama(LlamaConfig.from_dict(fields), LoraShape(2, 16) if bucket.lora else None, torch.bfloat16, "meta")
-    return sidestream.compile(module, CompileOptions(**options)).program(bucket)
+    lora = LoraShape(2, 16) if bucket.lora else None
+    return compiled_without_weights(fields, lora, CompileOptions(**options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:
