@@ -96,7 +96,7 @@ def decode_kernel(
         keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
         cached = block * PAGE + token < length
         k = tl.load(keys)
-        # what lies behind the end may be anything: 0 * NaN is NaN
+        # what lies after the end may be anything: 0 * NaN is NaN
         v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0)
         scores = dot_ieee(k.to(OPERAND), q_transposed, tl.zeros([PAGE, N], tl.float32)) * scale_log2
         if QUANTIZED:

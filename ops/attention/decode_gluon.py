@@ -1,10 +1,11 @@
 """Decode attention for Hopper in Gluon: head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache.
 
 What bounds a plain decode kernel is not memory but instructions: conversions, reductions across warps, barriers. So
-here every warp works for itself. It owns 64 / WARPS tokens of each page and keeps its own running maximum, sum and
-output (mma.sync with the warps as a batch dimension); the loop's only barrier is the one that frees a page's buffer.
-Warps are merged once, at the end. One TMA box of 128 rows brings K and V of a page and head, a second one their scales;
-STAGES boxes are in flight. The steps of the loop are in decode_gluon_pieces.
+here every warp works for itself. It owns 64 / WARPS tokens of each page (the layouts are written for a PAGE_SIZE of 64)
+and keeps its own running maximum, sum and output (mma.sync with the warps as a batch dimension); the loop's only
+barrier is the one that frees a page's buffer. Warps are merged once, at the end. One TMA box of 128 rows brings K and V
+of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in
+decode_gluon_pieces.
 
 Splits as in attention_decode. Under PDL every page but a sequence's newest is fetched before the wait, since earlier
 steps wrote it; lengths and block table are read before it as well.
@@ -78,7 +79,7 @@ def decode_kernel(
     first = split * chunk
     block_table += first
     ids = ()
-    for i in gl.static_range(STAGES):  # without splits these loads run beside the length's
+    for i in gl.static_range(STAGES):  # without splits these loads run next to the length's
         ids = ids + (gl.load(block_table + i, mask=first + i < num_blocks, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     next_id = gl.load(block_table + STAGES, mask=first + STAGES < num_blocks, other=0)
 

@@ -8,7 +8,7 @@
           conversion (`value_operand`). The rows of O^T come out permuted and are put back in `merge_warps`.
   P       takes V's scale and 2^8 before it is rounded to 16 bits (see attention_pieces) and is transposed by movmatrix.
 
-Q is rounded once to fp16 (bf16 beside a bf16 cache); K's scale multiplies the scores.
+Q is rounded once to fp16 (bf16 with a bf16 cache); K's scale multiplies the scores.
 """
 
 import triton
@@ -192,7 +192,7 @@ def value_operand(v, WARPS: gl.constexpr, BF16: gl.constexpr):
 
 @gluon.jit
 def per_token(x, WARPS: gl.constexpr):
-    """[64] in token_layout -> [WARPS, tokens], beside the rows of S^T."""
+    """[64] in token_layout -> [WARPS, tokens], next to the rows of S^T."""
     return gl.convert_layout(
         gl.reshape(x, [WARPS, 64 // WARPS]), gl.SliceLayout(2, product_layout(WARPS)), assert_trivial=True
     )
@@ -283,7 +283,7 @@ def store_result(
     PADDED: gl.constexpr,
     EMPTY: gl.constexpr = False,
 ):
-    """`store_rows`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales [G, PADDED], zeros behind those
+    """`store_rows`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales [G, PADDED], zeros after those
     of the last sequence.
 
     EMPTY: o is zero. Its bytes are then stored as integers: the ptxas of Triton 3.6 packs two conversions of one
@@ -292,7 +292,7 @@ def store_result(
     if PADDED:
         LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
         head = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))
-        o = o.to(gl.bfloat16).to(gl.float32)  # as whoever quantizes the 16-bit rows gets it
+        o = o.to(gl.bfloat16).to(gl.float32)  # as an op that quantizes the 16-bit rows gets it
         WHOLE: gl.constexpr = out.dtype.element_ty == gl.int8
         step = gl.maximum(gl.max(gl.abs(o), 1), 1e-12) / (127.0 if WHOLE else 448.0)
         gl.store(head_scales + head * PADDED + sequence, step, mask=head < G)

@@ -8,7 +8,7 @@ projection reads. This file holds the specification and picks a kernel:
   prefill_wide_gluon.py  of these, what widen_kv has made fp16
   prefill.py        everything else
 
-Contract on the cache: the memory was zeroed once when it was allocated, so that what lies behind a sequence's end is
+Contract on the cache: the memory was zeroed once when it was allocated, so that what lies after a sequence's end is
 finite; the scales of V stay below 255 (a token's largest |V| below 114000 in e4m3; where prefill_gluon reads them,
 scales end at a largest |V| of 4090).
 """
@@ -77,7 +77,7 @@ def check_widened(
         or plan.shape != (3, block_table.shape[0] + 1)
     ):
         raise ValueError(
-            f"wide is {wide.dtype} {tuple(wide.shape)} and plan {tuple(plan.shape)}; beside this cache and batch "
+            f"wide is {wide.dtype} {tuple(wide.shape)} and plan {tuple(plan.shape)}; with this cache and batch "
             "they must be torch.float16 "
             f"[steps, {kv_heads}, 2, {STEP_TOKENS}, {dim}] and {(3, block_table.shape[0] + 1)}"
         )
@@ -110,7 +110,7 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """Attention of each sequence's newest tokens over all of its cached tokens, themselves included.
 
-    q [T, HQ, D]; kv_cache [NP, HK, 2, 64, D] with kv_scales [NP, HK, 2, 64] fp32 beside an e4m3 or int8 cache;
+    q [T, HQ, D]; kv_cache [NP, HK, 2, 64, D] with kv_scales [NP, HK, 2, 64] fp32 with an e4m3 or int8 cache;
     block_table [B, P], context_lens [B] and query_start [B + 1] int32. Sequence b owns the rows
     query_start[b]..query_start[b + 1] of q: the last tokens of its context_lens[b] cached ones (already appended), so a
     row sees the cache up to its own position. `decode` promises one row a sequence (T == B). `quantize_q` rounds q to

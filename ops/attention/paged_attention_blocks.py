@@ -1,7 +1,7 @@
 """`paged_attention_blocks`: decode attention whose result goes to `decoder_block`: e4m3 with one scale per token and
 128 columns.
 
-With head_dim 128 a block is one head, so whoever merges a head's splits can quantize it on the spot.
+With head_dim 128 a block is one head, so the program that merges a head's splits can quantize it on the spot.
 """
 
 from typing import Optional

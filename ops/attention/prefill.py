@@ -37,7 +37,7 @@ def attend(
         keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
         cached = block * PAGE + token < length
         k = tl.load(keys)
-        # what lies behind the end may be anything, and 0 * NaN is NaN
+        # what lies after the end may be anything, and 0 * NaN is NaN
         v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0) if MASK else tl.load(keys + PAGE * D)
         if not FP8_SCORES:
             k = k.to(OPERAND)

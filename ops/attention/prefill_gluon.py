@@ -5,7 +5,7 @@ A program's warps have four trades. One warp copies pages to shared memory by TM
 cores cannot multiply as it lies there to fp16, its scale multiplied in: V, and K too unless Q K^T runs in e4m3. Two
 groups of four warps each own 64 rows (row = token * group + head of the group) of the same 128 and share every page; Q
 and P stay in registers, so that a product reads shared memory once, unless Q has 16 bits. In a group, the product P V
-of one step of two pages runs on the tensor cores while the softmax of the next step runs beside it.
+of one step of two pages runs on the tensor cores while the softmax of the next step runs.
 
 Programs are persistent: one an SM, tiles dealt from the longest down, forth and back. Tiles find their sequence as in
 attention_prefill. A row's pages are walked from its newest to the oldest, so that causal masks (and the odd page, which
@@ -144,8 +144,8 @@ def prefill_kernel(
     """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
     64 x 128 bytes and 1 x 64.
 
-    PLANNED: only the sequences that `plan` leaves in eight bits, right behind prefill_wide_gluon. With PDL that kernel
-    lets this one begin when all before it is done, and this one waits for it at its end: it runs beside its last tiles.
+    PLANNED: only the sequences that `plan` leaves in eight bits, right after prefill_wide_gluon. With PDL that kernel
+    lets this one begin when all before it is done, and this one waits for it at its end: it runs during its last tiles.
     """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout

@@ -51,7 +51,7 @@ def rounds(batch, HK: gl.constexpr):
 
 @gluon.jit
 def item_of(number):
-    """A program's item of round `number`: every other round goes backwards, so that whoever got the longest of one
+    """A program's item of round `number`: every other round goes backwards, so that the one that got the longest of one
     gets the shortest of the next.
     """
     program = gl.program_id(0)
@@ -207,7 +207,7 @@ def attend(
         mbarrier.arrive(keys_free.index(slot), count=1)
         if not FP8_SCORES:
             # The next step's keys. Here because ptxas moves nothing across a spin loop, and would move the softmax
-            # behind the wait for the product, with nothing left to run beside it. (With queries in registers too, as
+            # after the wait for the product, with nothing left to run meanwhile. (With queries in registers too, as
             # e4m3 has them, the two at once take more registers than there are.)
             mbarrier.wait(keys_ready.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=j + 1 < steps)
         acc = warpgroup_mma_wait(0, deps=(product,))

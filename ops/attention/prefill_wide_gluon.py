@@ -5,7 +5,7 @@ One warp copies steps of 128 keys and values by TMA; two groups of four warps ow
 tensor cores: while one multiplies, the other weighs. The shared memory that the converters read from holds a third
 step. Every number is computed as there, so the result has the same bits.
 
-Serves the sequences that `widen_plan` has widened, and the rows of nobody; prefill_gluon, launched behind it, serves
+Serves the sequences that `widen_plan` has widened, and the rows of nobody; prefill_gluon, launched after it, serves
 the others.
 """
 
@@ -87,7 +87,7 @@ def prefill_wide_kernel(
     fence_async_shared()
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # only now: the kernel behind this one waits for nothing before it reads
+        gdc_launch_dependents()  # only now: the kernel after this one waits for nothing before it reads
     begins = plan + WIDE_TILES * (sequences + 1)
     idle = tokens - gl.load(query_start + sequences)  # rows of nobody
     tiles = gl.load(begins + sequences) + (idle + TILE - 1) // TILE

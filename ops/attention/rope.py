@@ -16,7 +16,7 @@ from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start,
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., D], cos and sin broadcastable to it (say [T, 1, D] beside [T, heads, D]), fp32 or model dtype -> like
+    """x [..., D], cos and sin broadcastable to it (say [T, 1, D] for [T, heads, D]), fp32 or model dtype -> like
     x.
     """
     first, second = x.float().chunk(2, dim=-1)

@@ -58,8 +58,8 @@ def reference(
 
     Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does. key_balance [HK, D /
     2] fp32, greater than zero, multiplies both channels of a key's RoPE pair and divides those of the queries that meet
-    it, behind RoPE and before `hadamard`; key_center [HK, D] fp32 is subtracted from the keys as they are stored,
-    behind both.
+    it, after RoPE and before `hadamard`; key_center [HK, D] fp32 is subtracted from the keys as they are stored,
+    after both.
     """
     check_cache(kv_cache, kv_scales)
     check_balance(key_balance, num_heads, num_kv_heads, kv_cache.shape[-1])

@@ -37,9 +37,9 @@ def widen_plan_reference(
     block_table [B, P], context_lens [B], query_start [B + 1]: int32, as in `paged_attention`.
     Returns (plan, pages), int32.
     plan [3, B + 1]   for each sequence its first step among the widened ones (-1: it stays as it is), then how many
-                      tiles the widened sequences before it have, and the others before it; behind the last sequence the
+                      tiles the widened sequences before it have, and the others before it; after the last sequence the
                       three sums
-    pages [steps, 2]  the cache's pages of each step, in order; the last one of an odd number twice; -1 behind the last
+    pages [steps, 2]  the cache's pages of each step, in order; the last one of an odd number twice; -1 after the last
                       step
     """
     starts, contexts = query_start.tolist(), context_lens.tolist()
@@ -84,7 +84,7 @@ def _plan_kernel(
     FEWEST: tl.constexpr, SEQUENCES: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program b lists the pages of sequence b; program B writes the plan, and -1 behind the last page."""
+    """Program b lists the pages of sequence b; program B writes the plan, and -1 after the last page."""
     pdl_start(PDL)
     own = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
@@ -188,7 +188,7 @@ def check(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.Tensor) 
         )
     if kv_scales.shape != kv_cache.shape[:4]:
         raise ValueError(
-            f"widen_kv: kv_scales is {tuple(kv_scales.shape)}, beside this cache it must be {tuple(kv_cache.shape[:4])}"
+            f"widen_kv: kv_scales is {tuple(kv_scales.shape)}, with this cache it must be {tuple(kv_cache.shape[:4])}"
         )
     if pages.dim() != 2 or pages.shape[1] != STEP_TOKENS // PAGE_SIZE:
         raise ValueError(
@@ -228,7 +228,7 @@ def _widen_kernel(
 ):
     """A unit is a page and kv head:
 
-    K and V, which lie in one piece in the cache. Units behind the last page come last of all.
+    K and V, which lie in one piece in the cache. Units after the last page come last of all.
     """
     pdl_start(PDL)
     row = tl.arange(0, 2 * PAGE)

@@ -2,7 +2,7 @@
 
 cache   [page][kv head][K | V][token][head_dim]    e4m3, int8 or the model's dtype; in e4m3 one page and head is one 16
         KB block
-scales  [page][kv head][K | V][token]              fp32, beside e4m3 and int8 caches only: value = stored * scale
+scales  [page][kv head][K | V][token]              fp32, with e4m3 and int8 caches only: value = stored * scale
 A slot is `page * PAGE_SIZE + offset`; slot -1 stands for a padding token and is never written.
 """
 

@@ -71,7 +71,7 @@ def fits(
     tokens: int, attention_width: int, hidden: int, intermediate: int, qkv_width: int, sm_count: int
 ) -> str | None:
     """None when the kernel takes these sizes on a GPU of `sm_count` SMs, else the reason why not (`qkv_width` 0: no
-    projection behind the block).
+    projection after the block).
     """
     ctas = hidden // BLOCK * SPLIT
     widths = {
@@ -131,8 +131,8 @@ def reference(
     [N, H]; attention and weights all e4m3 or all int8 -> (qkv [T, N] in the model's dtype, new_residual [T, H]).
 
     qkv is [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized
-    activations: what a norm hands on is x * weight, quantized; 1 / rms multiplies the product behind it. In int8 all
-    but the attention are rotated before they are quantized, and so must be the weights behind them.
+    activations: what a norm hands on is x * weight, quantized; 1 / rms multiplies the product after it. In int8 all
+    but the attention are rotated before they are quantized, and so must be the weights after them.
     """
     dtype = attention.dtype
     hidden = _add(residual, _project(dequantize_blocks(attention, attention_scale), o_weight, o_scale))

@@ -8,13 +8,13 @@ between two linears, the ring goes on filling. How many weight boxes are in flig
 flight the CTAs drift apart and the last one is waited for.
 
 Nothing here needs another CTA's row maximum: activations are quantized per token and 128 columns by the epilogue that
-makes them, and 1 / rms comes in behind the product. Gate and up rows of the same 128 columns lie with one CTA, so SiLU
+makes them, and 1 / rms comes in after the product. Gate and up rows of the same 128 columns lie with one CTA, so SiLU
 * mul is in its epilogue. o and down are cut along K between four CTAs a tile, each of which then finishes a quarter of
 the tokens, adding the planes in a fixed order: the same bits at every run.
 
 Counters. Each is zero at the start; the launch leaves it so, or the next one clears it before it is used. `planes_o`,
 `planes_down`, `planes_qkv` count the parts of a tile, `o_done` and `down_done` finished quarters of tiles,
-`gate_up_done[s]` the finished tiles of the s-th quarter of down's columns. CTA 0 clears what is used behind `o_done`
+`gate_up_done[s]` the finished tiles of the s-th quarter of down's columns. CTA 0 clears what is used after `o_done`
 before it counts itself in there; the first CTA of the last stage clears the rest when `down_done` is full, which nobody
 reaches before everybody has stopped watching it. All CTAs must be resident at once, and two launches must not overlap.
 """
@@ -57,6 +57,15 @@ def _compute(
     QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr,
     ROW_SLOTS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """The consumer warps: the products and epilogues of this CTA's part of every linear.
+
+    ring, ready, empty                  [SLOTS, 128, 128] weight boxes; barriers of a filled and of a freed slot
+    rows, scales                        [ROW_SLOTS, BLOCK_T, 128] activations, [ROW_SLOTS, 1, PADDED] their scales
+    rows_ready, rows_empty              barriers of both
+    program                             number of this CTA
+    WARPS                               consumer warps
+    the others                          as in `decoder_block_kernel`
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32]
     )
@@ -71,7 +80,7 @@ def _compute(
     nothing = gl.zeros([128, BLOCK_T], gl.float32, MMA)
     if PDL:
         gdc_wait()
-    if program == 0:  # counters of the stages behind o; whoever uses them has first seen CTA 0 counted into O_DONE
+    if program == 0:  # counters of the stages after o; a CTA that uses them has first seen CTA 0 counted into O_DONE
         clear(counters, DOWN_DONE, 4, WARPS)
         clear(counters, GATE_UP_DONE, 128, WARPS)
         clear(counters, PLANES_DOWN, 128, WARPS)
@@ -168,8 +177,29 @@ def decoder_block_kernel(
     HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
     DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`*_boxes` and `*_rows`, `*_row_scales` are TMA descriptors of the weights, the activations and their scales;
-    `*_q` the same activations as pointers.
+    """One CTA of the launch. T tokens, A attention width, H hidden size, I intermediate size, N q/k/v width; eight-bit
+    tensors are all e4m3 or all int8.
+
+    o_boxes, gate_up_boxes, down_boxes, qkv_boxes   TMA boxes [128, 128] of the weights [H, A], [2I, H], [H, I], [N, H]
+    o_rows, gate_rows, down_rows, qkv_rows          TMA boxes [BLOCK_T, 128] of the activations [T, A], and in scratch
+                                                    [BLOCK_T, H], [BLOCK_T, I], [BLOCK_T, H]
+    *_row_scales                                    TMA boxes [1, PADDED] of their scales [columns / 128, PADDED] fp32
+    o_scale, gate_up_scale, down_scale, qkv_scale   the weights' scales, a row each, fp32
+    gate_q, down_q, qkv_q and *_q_scale             the activations and scales in scratch, as pointers to write
+    squares, next_squares                           [TILES, BLOCK_T] fp32: sums of squares of a tile's columns
+    residual, new_residual                          [T, H], the model's dtype
+    gain, next_gain                                 [H] weights of both norms, the model's dtype
+    out                                             [T, N], the model's dtype; not touched without HAS_QKV
+    planes                                          [TILES, SPLIT, BLOCK_T, 128] fp32: the parts' sums of a tile
+    counters                                        [COUNTERS] int32, see above
+    tokens, eps                                     T; what the norms add to the mean of squares
+    STEPS_O, STEPS_H, STEPS_DOWN                    blocks of 128 columns: A / SPLIT, H, I / SPLIT
+    TILES, GATE_TILES                               tiles of 128 rows: of o and of down (H), of gate (I)
+    QKV_WIDTH, QKV_FIRST, HAS_QKV                   N; the first CTA of the last stage; whether there is q/k/v
+    BLOCK_T, PADDED                                 tokens of a product; tokens that a row of scales has room for
+    SLOTS, ROW_SLOTS                                boxes that the rings of weights and of activations hold
+    DEPTH, EARLY_DEPTH                              weight boxes in flight, and while the matrix before is multiplied
+    PDL, num_warps                                  programmatic dependent launch; consumer warps
     """
     program = gl.program_id(0)
     ring = gl.allocate_shared_memory(o_boxes.dtype, [SLOTS, 128, 128], o_boxes.layout)

@@ -6,7 +6,7 @@ one is scaled and stored. Weights depend on no earlier kernel: under PDL the pro
 before it waits, and only the activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
 
 Where activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales come through the ring
-beside them, and its product is scaled and added in fp32 before the next one starts.
+next to them, and its product is scaled and added in fp32 before the next one starts.
 """
 
 from typing import Optional
@@ -159,7 +159,22 @@ def _consume(
     BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SCALES: gl.constexpr,
     HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """`scales`: with BLOCK_SCALES the ring of a step's scales, else a pointer to one for each token."""
+    """The consumer warps: products, sums across programs, scales, addends and the store of this program's tiles.
+
+    weights, tokens_ring          [STAGES, BLOCK_N, BLOCK_K] and [STAGES, BLOCK_T, BLOCK_K] e4m3 or int8: the rings
+    ready, empty                  barriers of a filled and of a freed stage
+    scales                        with BLOCK_SCALES the ring of a step's scales, else a pointer [T] fp32
+    weight_scale_ptr              [N] fp32
+    delta_ptr, residual_ptr       [T, N] addends, read with HAS_DELTA and HAS_RESIDUAL
+    out_ptr                       [T, N]
+    planes_ptr, counters_ptr      two planes [BLOCK_T, BLOCK_N] a program (fp32, of int8 products int32), and a counter
+                                  a tile (int32), zero between launches: for tiles that are cut between programs
+    begin, end, steps             this program's units, a unit being one step along K of a tile; steps of a tile
+    token_tiles, tiles            tiles along the tokens; all tiles
+    program, programs, tokens, n  number of this program, how many there are; T; N
+    SPLIT, PARTS                  how the units are dealt (`_first_unit`); the most programs that share a tile
+    WARPS, PDL                    consumer warps; programmatic dependent launch
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32]
     )

@@ -2,7 +2,7 @@
 
 A tile's columns lie in one slice, and each of its two consumers' tokens in one list of `lora_active`. What a consumer
 needs at its tile's end is on its way while the tile is multiplied: the planes of its tokens' ranks are added up during
-the first steps, one a step; the rows of B of the list's first adapter are loaded behind them, and turned to bf16 in the
+the first steps, one a step; the rows of B of the list's first adapter are loaded after them, and turned to bf16 in the
 staging buffer, which is empty by then, while the last step's product runs. So a tile of one adapter ends with two small
 products onto the scaled sums. Other adapters of the list follow one by one, each one's rows in flight while those
 before are multiplied.
@@ -276,8 +276,21 @@ def linear_8bit_lora_large_kernel(
     CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, GROUP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`planes` [splits, T, ALL_RANKS], `active` lists that are `stride` apart; the second and the third slice begin at
-    column SECOND and THIRD, or at N.
+    """One program of the launch. T tokens, N outputs, K inputs, S adapter slots, R their rank.
+
+    weight_desc, q_desc, out_desc   TMA boxes [BLOCK_N, BLOCK_K] of the weights [N, K] and [ROWS, BLOCK_K] of the
+                                    activations [T, K], both int8, and [ROWS, PIECE] of the result [T, N] bf16
+    scale, weight_scale             [T] and [N] fp32
+    planes                          [splits, T, ALL_RANKS] fp32 of `lora_shrink`
+    b, b_scale                      [S, N, R] int8 and [S, N] fp32
+    adapter_index, active           [T] int32; the lists of `lora_active`, `stride` = S + 1 numbers apart
+    tokens, token_tiles, steps      T, its tiles, and the steps of a tile along K
+    SECOND, THIRD                   the columns where the second and the third slice begin, or N
+    RANK, ALL_RANKS                 R; R times the slices
+    ROWS, BLOCK_N, BLOCK_K          tokens of a consumer, columns of a tile, columns of K in a step
+    STAGES, CONSUMERS, BUFFERS      stages of the ring; warpgroups that multiply; staging buffers of each
+    PIECE, GROUP                    columns of a store; token tiles that meet all weights before the next
+    *_REGISTERS, PDL, num_warps     registers a thread; programmatic dependent launch; warps of a consumer
 
     What is a constant here and not in the large kernel, or computed by the launch, leaves the consumers more registers.
     """

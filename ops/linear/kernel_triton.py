@@ -3,8 +3,8 @@ to 16 and are the N operand.
 
 Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c of G takes the units [c *
 U / G, (c + 1) * U / G): every program streams the same number of bytes whatever the shape or the number of programs
-(`sm_budget`). A tile cut between programs is summed from planes (fp32, of int8 products int32) by whoever arrives last,
-always in the order of the programs, so that results are bitwise repeatable. With SPLIT off the cuts lie on tile
+(`sm_budget`). A tile cut between programs is summed from planes (fp32, of int8 products int32) by the last one to
+arrive, always in the order of the programs, so that results are bitwise repeatable. With SPLIT off the cuts lie on tile
 boundaries and nothing is exchanged.
 
 Where activations have a scale per token and 128 columns (`quantize_blocks`), each step's product is scaled and added in

@@ -196,6 +196,25 @@ def _consume(
     PIECES: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr,
     GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """The consumer warps: products, sums across programs, scales, addends or SiLU, and the store of this program's
+    tiles.
+
+    weights, tokens_ring             [STAGES, BLOCK_N, BLOCK_K] and [STAGES, BLOCK_T, BLOCK_K] e4m3 or int8: the rings
+    staging, out_desc                buffers and TMA boxes through which pieces leave; the result has N columns, N / 2
+                                     with ACTIVATE
+    ready, empty                     barriers of a filled and of a freed stage
+    scale_ptr, weight_scale_ptr      [T] and [N] fp32
+    delta_ptr, residual_ptr          [T, N] addends, read with HAS_DELTA and HAS_RESIDUAL
+    planes_ptr, counters_ptr         fp32 planes and int32 counters of tiles that PARTS programs share
+    first_step, count                where this program begins along K, and how many steps it has in all
+    program, programs, steps         number of this program, how many there are; steps of a whole tile
+    token_tiles, weight_tiles        tiles along the tokens and along N
+    up_row, tokens, n                the row of the weights where up begins; T; N
+    PARTS, PROMOTE                   programs that share a tile; steps after which a sum goes to fp32 (0: at the end)
+    PIECES                           parts along N in which a tile is finished and stored
+    ACTIVATE                         tiles of gate and up rows, of which silu(gate) * up is stored
+    GROUP, PDL                       token tiles that meet all weights before the next; programmatic dependent launch
+    """
     gl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
     gl.static_assert(PIECES == PARTS or (PARTS == 1 and PIECES == 2))
     INT8: gl.constexpr = weights.dtype == gl.int8

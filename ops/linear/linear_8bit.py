@@ -174,7 +174,7 @@ def launch(
 
 
 def takes_block_scales(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> LinearConfig:
-    """`config`, with the registers for a product beside the sums; where its kernel takes no scales of blocks, a
+    """`config`, with the registers for a product next to the sums; where its kernel takes no scales of blocks, a
     configuration of one that does.
     """
     if config.kernel not in BLOCK_SCALE_KERNELS:

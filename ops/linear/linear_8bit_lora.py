@@ -61,7 +61,7 @@ def fits(tokens: int, k: int, slices: Sequence[int], rank: int, slots: int, spli
         return f"{tokens} tokens; it takes 1 to {MAX_TOKENS}"
     if rank not in RANKS:
         return f"LoRA stacks of rank {rank}; it takes {', '.join(map(str, RANKS))}"
-    # of a tile: one beside which nothing is summed, then one for each chunk of each plane
+    # of a tile: one that nothing is summed with, then one for each chunk of each plane
     steps = 1 + splits * rank // LEAST_CHUNK
     if k % 16 or not (steps - 1) * BLOCK_K < k <= MAX_INT8_K:
         return (
@@ -174,7 +174,7 @@ def check(
     slots, n, ranks = b.shape
     if not 1 <= len(slices) <= 3 or sum(slices) != n or active.dim() != 2 or active.shape[1] != slots + 1:
         raise ValueError(
-            f"linear_8bit_lora: slices {list(slices)} and active {tuple(active.shape)} beside b {tuple(b.shape)}; "
+            f"linear_8bit_lora: slices {list(slices)} and active {tuple(active.shape)} for b {tuple(b.shape)}; "
             "needs 1 to 3 slices that add "
             f"up to {n}, and what lora_active makes of adapter_index for {slots} slots"
         )
@@ -190,7 +190,7 @@ def check(
     for name, (tensor, shape) in expected.items():
         if tensor.shape != torch.Size(shape):
             raise ValueError(
-                f"linear_8bit_lora: {name} is {tuple(tensor.shape)}, beside q {tuple(q.shape)}, b {tuple(b.shape)} "
+                f"linear_8bit_lora: {name} is {tuple(tensor.shape)}, for q {tuple(q.shape)}, b {tuple(b.shape)} "
                 f"and {len(slices)} slices it "
                 f"must be {tuple(shape)}"
             )

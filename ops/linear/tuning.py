@@ -280,7 +280,7 @@ def with_addends(config: LinearConfig) -> LinearConfig:
 
 def wide_config(block_t: int, block_n: int, parts: int = 1, promote: int = 0) -> LinearConfig:
     """A configuration of the wide kernel: the largest tiles take the whole SM, the others leave registers and shared
-    memory for a LoRA kernel beside them.
+    memory for a LoRA kernel next to them.
     """
     large = block_t * block_n > 128 * 128
     room = (WIDE_BYTES if large else RING_BYTES) - min(WIDE_STAGING, block_t * block_n * 2 // parts)
@@ -301,7 +301,7 @@ def wide_candidates(tokens: int, n: int, sm_count: int, activate: bool = False) 
         shared = () if activate else tuple(parts for parts in (2, 4) if 0.6 * sm_count <= tiles * parts <= sm_count)
         for parts in (1, *shared):
             found.append(wide_config(block_t, block_n, parts))
-            if block_t * block_n <= 128 * 128:  # the sums in fp32 beside the tensor cores' own fit the registers
+            if block_t * block_n <= 128 * 128:  # the sums in fp32 next to the tensor cores' own fit the registers
                 found.append(wide_config(block_t, block_n, parts, promote=4))
     return found
 

@@ -12,13 +12,13 @@ from ..core.registry import register
 from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .shrink import EIGHT_BIT, dequantized, widened
 
-# programs for each SM of a limited launch: loads in flight, not arithmetic, are what an expand beside a base GEMM is
+# programs for each SM of a limited launch: loads in flight, not arithmetic, are what an expand next to a base GEMM is
 # short of
 CTAS_PER_SM = 8
 
 
 def delta_dtype(b: torch.Tensor) -> torch.dtype:
-    """The dtype of a delta: b's own, bf16 beside a quantized b."""
+    """The dtype of a delta: b's own, bf16 for a quantized b."""
     return torch.bfloat16 if b.dtype in EIGHT_BIT else b.dtype
 
 
@@ -140,7 +140,7 @@ def sum_planes(
 
 @triton.jit
 def expand_operand(shrunk, delta_type: tl.constexpr, stored: tl.constexpr):
-    """The summed planes as the product's operand: rounded to the delta's dtype, and beside e4m3 rows in fp16, to which
+    """The summed planes as the product's operand: rounded to the delta's dtype, and for e4m3 rows in fp16, to which
     those convert in one instruction.
 
     int8 rows are widened to the delta's dtype itself: exactly, and to bf16 by a byte permutation.
@@ -159,7 +159,7 @@ def expand_once_kernel(
     """A program for each piece of work (tile, block of COLUMNS columns of one slice); those of unused tiles end at
     once.
 
-    It needs half the registers of a program that loops: more of them fit beside a base GEMM, and hide each other's
+    It needs half the registers of a program that loops: more of them fit next to a base GEMM, and hide each other's
     latencies.
     """
     tile, part, begin, stop = place_of(tl.program_id(0), blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)

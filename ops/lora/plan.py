@@ -25,8 +25,8 @@ def lora_splits(k: int, num_tokens: int) -> int:
     """Into how many split-K planes `lora_shrink` cuts `k` input features: many while few tiles exist, few once the
     tiles alone fill the GPU.
 
-    Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which beside a
-    base GEMM is what counts; but each plane is read again by the expand.
+    Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which next to
+    a base GEMM is what counts; but each plane is read again by the expand.
     """
     wide = k > 8192
     if num_tokens > 1024:
@@ -207,7 +207,7 @@ LIST_TOKENS = 128  # tokens that share a list
 def lora_active_reference(adapter_index: torch.Tensor, num_slots: int) -> torch.Tensor:
     """adapter_index [T] int32, -1 (no adapter) .. num_slots - 1 -> [ceil(T / 128), num_slots + 1] int32.
 
-    A row for each 128 tokens: how many different adapters they have, their slots in ascending order, -1 behind.
+    A row for each 128 tokens: how many different adapters they have, their slots in ascending order, then -1.
     """
     active = lora_active_fake(adapter_index, num_slots).fill_(-1)
     for row, tokens in zip(active, adapter_index.split(LIST_TOKENS), strict=True):
@@ -225,7 +225,7 @@ def lora_active_fake(adapter_index: torch.Tensor, num_slots: int) -> torch.Tenso
 def _active_kernel(
     adapter_index, active, tokens, num_slots, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program for each list. Slots that no token has are written behind those that some have, as -1."""
+    """One program for each list. Slots that no token has are written after those that some have, as -1."""
     pdl_start(PDL)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     adapter = tl.load(adapter_index + token, mask=token < tokens, other=-1)

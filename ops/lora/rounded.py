@@ -175,7 +175,7 @@ def load_tokens(token_order, first, count, WARPS: tl.constexpr):
 
 @triton.jit
 def columns_of(begin, WARPS: tl.constexpr):
-    """32 * WARPS columns beside them, [WARPS * 64, 8]."""
+    """32 * WARPS columns next to them, [WARPS * 64, 8]."""
     row = tl.arange(0, WARPS * 64)[:, None]
     return begin + row // 32 % WARPS * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
 

@@ -97,14 +97,14 @@ def widened(rows, dtype: tl.constexpr):
 
 @triton.jit
 def _product(a_part, x_part, acc):
-    """acc + a_part @ x_part; quantized rows beside 16-bit activations are widened (exactly), two quantized operands go
+    """acc + a_part @ x_part; quantized rows with 16-bit activations are widened (exactly), two quantized operands go
     to the tensor cores as they are.
 
     `acc` is int32 for two int8 operands, whose sum is exact.
     """
     if x_part.dtype == tl.int8:
         return tl.dot(a_part, x_part, acc, out_dtype=tl.int32)
-    else:  # Triton 3.6 compiles what comes behind a return
+    else:  # Triton 3.6 compiles what comes after a return
         return dot_ieee(widened(a_part, x_part.dtype), x_part, acc)
 
 
@@ -132,7 +132,7 @@ def _shrink_blocks(
     """fp32 [RANKS, TILE]: A rows @ x^T over `width` columns from `start`, with x_scale [k / 128, SCALES]: BLOCKS
     products at once, each with its scales.
 
-    In this order Triton 3.6 leaves no load behind the wait for another one: what goes to shared memory is stored there
+    In this order Triton 3.6 leaves no load after the wait for another one: what goes to shared memory is stored there
     as soon as its load is through.
     """
     block = tl.arange(0, BLOCKS)
@@ -308,7 +308,7 @@ def launch(
     """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and eight-bit tensors (e4m3, int8), and
     only they, have scales of the right shape.
 
-    a has x's dtype, or eight bits beside a 16-bit x.
+    a has x's dtype, or eight bits with a 16-bit x.
     """
     tokens, k = x.shape
     ranks = a.shape[1]
@@ -316,7 +316,7 @@ def launch(
     if ranks % 16 or a.shape[2] != k or (a.dtype != x.dtype and (a.dtype not in EIGHT_BIT or x.dtype in EIGHT_BIT)):
         raise ValueError(
             f"lora_shrink: a is {a.dtype}{tuple(a.shape)} for x {x.dtype}{tuple(x.shape)}; "
-            f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype, or beside a 16-bit x in {EIGHT_BIT[0]} or "
+            f"needs [slots, ranks (a multiple of 16), {k}] in x's dtype, or with a 16-bit x in {EIGHT_BIT[0]} or "
             f"{EIGHT_BIT[1]}"
         )
     for name, values, scale in (("a", a, a_scale), ("x", x, x_scale)):

@@ -132,7 +132,7 @@ def _store(
     """h of 16 tokens. In one block of code the loads of gate, up and what the next 16 tokens need would be put off
     until the products are done.
 
-    So a product is behind a branch that is always taken for tokens with an adapter. BOTH: both are, for which they need
+    So a product is in a branch that is always taken for tokens with an adapter. BOTH: both are, for which they need
     more registers.
     """
     gate_delta, up_delta = tl.zeros([2, WARPS, 8, 32], tl.float32), tl.zeros([2, WARPS, 8, 32], tl.float32)

@@ -1,7 +1,8 @@
 """`argmax`: the greedy token of each row, in one launch.
 
-A row is cut into pieces so that a few rows fill the GPU too; whoever finishes a row last takes the best of its pieces.
-The largest value with the lowest id is the same whatever the order, so the result does not depend on who is last.
+A row is cut into pieces so that a few rows fill the GPU too; the program that finishes a row last takes the best of its
+pieces. The largest value with the lowest id is the same whatever the order, so the result does not depend on who is
+last.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """RMSNorm and what is fused around it: the residual sum (with a LoRA delta) before it, rowwise quantization (e4m3 or
-int8) behind it.
+int8) after it.
 
 Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps)
 rounded to the model's dtype, then times the weight in that dtype. `keep` says whether the unquantized y is wanted too

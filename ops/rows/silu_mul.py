@@ -1,5 +1,5 @@
 """SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta joined before and rowwise quantization (e4m3 or
-int8) behind.
+int8) after.
 
 Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` quantizes that rounded value. `keep` says
 whether the unquantized h is wanted too (the LoRA shrink of the down projection reads it).

@@ -333,7 +333,7 @@ def test_many_tiles_on_the_gpu(cache: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [E4M3, INT8])
 def test_scales_of_every_size(cache: torch.dtype) -> None:
-    """Scales go into fp16 with the values: tiny and large keys and values stay right beside each other."""
+    """Scales go into fp16 with the values: tiny and large keys and values stay right next to each other."""
     batch = make_batch([900, 300], [200, 300], heads=32, kv_heads=8, dim=128, cache=cache, device="cuda")
     assert batch.kv_scales is not None
     batch.kv_scales[:, :, VALUE] *= torch.tensor([1e-3, 1.0, 300.0, 0.05], device="cuda").repeat(16)
@@ -385,7 +385,7 @@ def test_a_captured_decode_follows_the_lengths(cache: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantize_q", [True, False])
-def test_prefill_behind_a_kernel_with_pdl(quantize_q: bool) -> None:
+def test_prefill_after_a_kernel_with_pdl(quantize_q: bool) -> None:
     batch = make_batch([512, 300], [200, 300], heads=32, kv_heads=8, dim=128, cache=E4M3, device="cuda")
     source, out = batch.q.clone(), torch.empty(500, 4096, dtype=BF16, device="cuda")
     batch.q.zero_()

@@ -68,7 +68,7 @@ def test_plan_gives_each_token_one_kernel(name: str, tile: int, steps: int) -> N
     assert int(plan[0, -1]) == free <= steps and listed[2 * free :] == [-1] * (2 * (steps - free))
 
 
-def test_a_sequence_that_does_not_fit_and_those_behind_it_stay() -> None:
+def test_a_sequence_that_does_not_fit_and_those_after_it_stay() -> None:
     table, lens, starts = tables([(200, 128), (600, 128), (100, 128)])
     assert widen_plan(table, lens, starts, 32, 8)[0][0].tolist() == [0, 2, 7, 8]
     assert widen_plan(table, lens, starts, 32, 7)[0][0].tolist() == [0, 2, -1, 7]
@@ -126,7 +126,7 @@ def test_widen_kernel(kv_heads: int, dim: int) -> None:
 
 
 def check_widened(cache: torch.Tensor, scales: torch.Tensor, pages: torch.Tensor, used: int) -> None:
-    """The kernel's bits are the reference's, and behind the last page nothing is written."""
+    """The kernel's bits are the reference's, and after the last page nothing is written."""
     out = poison(widen_kv.fake(cache, scales, pages))
     untouched = out.clone()
     widen_kv.launch(cache, scales, pages, out=(out,), pdl=cache.is_cuda)
@@ -153,7 +153,7 @@ def test_kernels_compile_without_spills() -> None:
 
 
 def widened(batch: Batch, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(wide full of NaN behind the last page, plan, pages)."""
+    """(wide full of NaN after the last page, plan, pages)."""
     heads, kv_heads = batch.q.shape[1], batch.kv_cache.shape[1]
     tile = prefill_gluon.tile_tokens(heads, kv_heads)
     plan, pages = widen_plan(batch.block_table, batch.context_lens, batch.query_start, tile, steps)
@@ -301,8 +301,8 @@ def test_wide_kernel_fits(heads: int, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["prefill_wide_kernel", "prefill_kernel"])
-def test_the_softmax_runs_beside_the_product(kernel: str) -> None:
-    """Between the wait for the scores and the wait for the older product lie the exponentials, not behind both."""
+def test_the_softmax_runs_next_to_the_product(kernel: str) -> None:
+    """Between the wait for the scores and the wait for the older product lie the exponentials, not after both."""
     text = compiled(kernel).sass_text
     waits = [part for part in text.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]]
     assert len(waits) >= 4

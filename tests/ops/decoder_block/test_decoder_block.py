@@ -26,7 +26,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # and its distance from the layer without roundings by a tenth.
 NEAR = {FP8: 4e-2, INT8: 1.5e-2}
 FURTHER = 1.2
-# of the rotation, by tokens: four for each value that a thread has behind gate_up
+# of the rotation, by tokens: four for each value that a thread has after gate_up
 SHUFFLES = {1: 4 * 16, 32: 4 * 32, 64: 4 * 32}
 
 
@@ -66,7 +66,7 @@ def test_reference_is_the_layer_up_to_rounding(dtype: torch.dtype, off: float) -
     assert relative(residual, want_residual) < off / 2 and relative(qkv, want_qkv) < off
 
 
-def test_without_a_projection_behind_it_the_residual_is_the_same() -> None:
+def test_without_a_projection_after_it_the_residual_is_the_same() -> None:
     args = decoder_block_inputs(3, 512, 256, 512, 128)
     qkv, residual = decoder_block(*args[:-3], None, None, args[-1])
     assert qkv.shape == (3, 0) and torch.equal(residual, decoder_block(*args)[1])

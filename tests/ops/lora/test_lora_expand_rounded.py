@@ -154,7 +154,7 @@ def test_machine_code(tokens: int, slices: list[int]) -> None:
         slices,
     )
     (code,) = launched(lora_expand_rounded, *args, pdl=True)
-    assert code.spills == 0 and code.registers <= 48 and code.shared_bytes == 0, "it leaves no room beside a base GEMM"
+    assert code.spills == 0 and code.registers <= 48 and code.shared_bytes == 0, "it leaves no room next to a base GEMM"
     assert code.sass["IMMA"] == 4 and code.sass["ATOMG"] + code.sass["RED"] == 0
     before, after = code.ptx_text.split("griddepcontrol.wait")
     assert before.count("ld.global.v2") == 4, "B's rows are not on their way before the wait"

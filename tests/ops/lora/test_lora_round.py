@@ -106,7 +106,7 @@ def test_kernel_on_the_gpu(splits: int, tokens: int, parts: int, rank: int, pdl:
 
 
 @pytest.mark.gpu
-def test_behind_shrink_with_pdl() -> None:
+def test_after_shrink_with_pdl() -> None:
     """Launched early, it still sees what the shrink wrote: new inputs each time, planes poisoned between."""
     for tokens in (64, 200) * 10:
         made = lora_case(tokens, 4096, 32, [1024, 1024], slots=8, device="cuda")

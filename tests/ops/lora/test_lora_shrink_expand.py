@@ -280,7 +280,7 @@ def test_scales_by_block_on_the_gpu(tokens: int, stored: torch.dtype, k: int, ra
 
 
 @pytest.mark.gpu
-def test_expand_behind_shrink_with_pdl() -> None:
+def test_expand_after_shrink_with_pdl() -> None:
     """Launched early, the expand still sees what the shrink before it wrote: new inputs each time, planes poisoned
     between.
     """
@@ -344,13 +344,13 @@ def test_machine_code(dtype: torch.dtype, tokens: int, k: int, ranks: int, slice
         assert shrink.sass["LDGSTS"] > 0, "A's rows are not pipelined"
     else:
         assert shrink.registers <= (64 if dtype == BF16 else 112) and "for" not in shrink.name, (
-            "it leaves no room beside a base GEMM"
+            "it leaves no room next to a base GEMM"
         )
         assert ".v4." in shrink.ptx_text and shrink.sass["BRA"] <= 2, "A's rows are not loaded at once"
     if dtype == INT8:
         assert shrink.sass["IMMA"] + shrink.sass["IGMMA"] > 0, "int8 activations are widened"
     if tokens <= 64 and dtype != BF16:
-        assert expand.registers <= (64 if dtype == FP8 else 72), "it leaves no room beside a base GEMM"
+        assert expand.registers <= (64 if dtype == FP8 else 72), "it leaves no room next to a base GEMM"
     wait = "griddepcontrol.wait"
     assert shrink.ptx_text.index(wait) < shrink.ptx_text.index("ld.global"), (
         "the shrink reads before its producer has finished"

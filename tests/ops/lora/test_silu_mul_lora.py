@@ -176,7 +176,7 @@ def test_other_blocks_on_the_gpu(monkeypatch: pytest.MonkeyPatch, chosen: tuple[
 
 
 @pytest.mark.gpu
-def test_behind_shrink_and_round_with_pdl() -> None:
+def test_after_shrink_and_round_with_pdl() -> None:
     """Launched early, it still sees what the launches before it wrote: new inputs each time, planes and ranks
     poisoned between.
     """

@@ -96,6 +96,6 @@ def test_machine_code(width: int, delta: bool, form: tuple[torch.dtype, int]) ->
     assert code.spills <= 2 and code.registers * code.num_warps * 32 <= 65536
     gate_up = many[:64]
     for code in launched(silu_mul_quant, gate_up, gate_up if delta else None, False, *form, pdl=True):
-        assert code.spills == 0 and code.registers <= 40, "programs that wait beside the projection's"
+        assert code.spills == 0 and code.registers <= 40, "programs that wait next to the projection's"
     (code,) = launched(silu_mul, gate_up, gate_up if delta else None, pdl=True)
     assert code.spills == 0

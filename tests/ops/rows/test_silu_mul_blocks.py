@@ -24,7 +24,7 @@ def check(gate_up: torch.Tensor, delta: torch.Tensor | None, form: tuple[torch.d
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize("joined", [False, True])
-def test_it_is_the_two_ops_behind_each_other(form: tuple[torch.dtype, int], joined: bool) -> None:
+def test_it_is_the_two_ops_after_each_other(form: tuple[torch.dtype, int], joined: bool) -> None:
     gate_up, delta = torch.randn(17, 512).to(BF16), torch.randn(17, 512).to(BF16) if joined else None
     q, scale = silu_mul_blocks(gate_up, delta, *form)
     expected = quantize_blocks(silu_mul(gate_up, delta), *form)
@@ -72,7 +72,7 @@ def test_kernel_on_the_gpu(width: int, joined: bool, tokens: int, form: tuple[to
 def test_machine_code(form: tuple[torch.dtype, int], joined: bool) -> None:
     gate_up = torch.empty(64, 28672, device="meta", dtype=BF16)
     (code,) = launched(silu_mul_blocks, gate_up, gate_up if joined else None, *form, pdl=True)
-    assert code.spills == 0 and code.registers <= 48, "programs that wait beside the projection's"
+    assert code.spills == 0 and code.registers <= 48, "programs that wait next to the projection's"
     assert code.ptx_count("ld.global.v4") == (4 if joined else 2), (
         "a thread's columns of the gate are not one load, or those of the up"
     )
