@@ -1,5 +1,6 @@
 """`sidestream.compile`: a module in, a CompiledModel out, which makes a Program for each bucket and runs it."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,10 @@ from .program.program import Bucket, Program
 from .program.sizes import bucket_inputs
 from .records import PassRecord, pass_table
 from .run.emit import BoundProgram
+
+log = logging.getLogger(__name__)
+BIND_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
+"""What binding a program raises that contradicts itself or names what is not there; ProgramError is a ValueError."""
 
 
 def compile_model(
@@ -84,6 +89,7 @@ class CompiledModel:
         self.programs: dict[Bucket, Program] = {}
         self._make, self._module, self._cache = make, module, cache
         self._by_shape: dict[tuple[Any, ...], Program] = {}
+        self._from_cache: set[Bucket] = set()
         self._weights: dict[str, torch.Tensor] = {}
         if cache is None:
             _ = self._optimized  # what can't be compiled is told now
@@ -142,15 +148,35 @@ class CompiledModel:
         if bucket not in self.programs:
             program = None if self._cache is None else self._cache.load(bucket)
             if program is None:
-                program = build_program(self.graph_module, bucket, self.options)
-                if self._cache is not None:
-                    self._cache.save(bucket, program)
+                program = self._build(bucket)
+            else:
+                self._from_cache.add(bucket)
             self.programs[bucket] = program
         return self.programs[bucket]
 
+    def rebuilt(self, bucket: Bucket, problem: Exception) -> Program:
+        """The program for `bucket` made again, as one from the cache could not be bound. Raises `problem` for a program
+        that did not come from there.
+        """
+        if bucket not in self._from_cache:
+            raise problem
+        log.warning("the kept program %s cannot be bound and is made again: %s", bucket.name, problem)
+        self._from_cache.discard(bucket)
+        self.programs[bucket] = self._build(bucket)
+        return self.programs[bucket]
+
+    def _build(self, bucket: Bucket) -> Program:
+        program = build_program(self.graph_module, bucket, self.options)
+        if self._cache is not None:
+            self._cache.save(bucket, program)
+        return program
+
     def bind(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor], **options: Any) -> BoundProgram:
         """The program for `bucket` bound to tensors by buffer name; see BoundProgram for `options`."""
-        return BoundProgram(self.program(bucket), tensors, **options)
+        try:
+            return BoundProgram(self.program(bucket), tensors, **options)
+        except BIND_ERRORS as problem:
+            return BoundProgram(self.rebuilt(bucket, problem), tensors, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on the module's own weights with the arguments that the module takes; a program is made for each new set

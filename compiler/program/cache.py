@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -22,12 +21,15 @@ import triton
 
 from ..options import CompileOptions
 from .buffers import ProgramError
+from .cache_folder import CacheFolder
 from .program import VERSION, Bucket, Edit, Program, Step, View
 from .sizes import dimensions_of
 
 log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[2]
 SOURCES = ("ops", "graphs", "compiler")
+LIMIT = 4 << 30
+"""Bytes of all kept programs together; one has some megabytes."""
 
 
 def cache_directory() -> Path:
@@ -70,39 +72,36 @@ def program_key(
 
 
 class ProgramStore:
-    """Programs in a directory, one JSON file a key. What can't be read counts as absent."""
+    """Programs in a directory, one file a key. What is not whole counts as absent."""
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+        self._folder = CacheFolder(Path(directory), LIMIT)
 
     def path(self, key: str) -> Path:
         """Where the program of `key` lies."""
-        return self.directory / f"{key}.json"
+        return self._folder.directory / _name(key)
 
     def load(self, key: str, edit: Edit | None = None) -> Program | None:
         """The program kept under `key`, its fields changed by `edit`; None when there is none, or only a damaged or
-        outdated one (logged).
+        outdated one, which is removed (logged).
         """
-        try:
-            return Program.load(self.path(key), edit)
-        except FileNotFoundError:
+        text = self._folder.recall(_name(key))
+        if text is None:
             return None
-        except (ProgramError, OSError) as error:
-            log.warning("a kept program is left out: %s", error)
+        try:
+            return Program.decoded(text, edit)
+        except ProgramError as error:
+            self._folder.damaged(_name(key), error)
             return None
 
     def save(self, key: str, program: Program) -> Path:
-        """Keep `program` under `key`; readers see the old file or the whole new one."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
-        os.close(handle)
-        try:
-            program.save(temporary)
-            os.replace(temporary, self.path(key))
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        """Keep `program` under `key`; readers see the old file or the whole new one. Raises OSError."""
+        self._folder.keep(_name(key), program.encoded())
         return self.path(key)
+
+
+def _name(key: str) -> str:
+    return f"{key}.program"
 
 
 @dataclass(frozen=True)

@@ -144,9 +144,21 @@ class Program:
         """The program that `to_json` wrote. Raises ProgramError for anything else, or for another version."""
         return _decode_program(msgspec.json.encode(data))
 
+    def encoded(self) -> bytes:
+        """The JSON text of `to_json`."""
+        return json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False).encode()
+
+    @staticmethod
+    def decoded(text: bytes, edit: Edit | None = None) -> "Program":
+        """The program whose `encoded` text this is; `edit` may change the fields before they are checked.
+
+        Raises ProgramError.
+        """
+        return _decode_program(text, edit)
+
     def save(self, path: str | Path) -> None:
         """Write JSON to `path`."""
-        Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False), encoding="utf-8")
+        Path(path).write_bytes(self.encoded())
 
     @staticmethod
     def load(path: str | Path, edit: Edit | None = None) -> "Program":

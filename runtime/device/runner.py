@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ...compiler.api import CompiledModel
-from ...compiler.program.program import Bucket
+from ...compiler.api import BIND_ERRORS, CompiledModel
+from ...compiler.program.program import Bucket, Program
 from ...compiler.run.ahead import KernelsAhead
 from ...compiler.run.emit import BoundProgram
 from ..adapters.stacks import AdapterStacks, Report
@@ -167,14 +167,21 @@ class ModelRunner:
         ready = self._ready.get(bucket)
         if ready is None:
             program = self.compiled.program(bucket)
-            inputs = StepInputs(program, self.device)
-            outputs = program.of_kind("output")
-            logits = {buffer.name: self._logits_rows(buffer.shape, buffer.dtype) for buffer in outputs}
-            if program.arena_bytes > self._arena.numel():
-                self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=self.device)
-            bound = BoundProgram(program, {**self._tensors, **inputs.tensors, **logits}, self.device, arena=self._arena)
-            ready = self._ready[bucket] = _Ready(inputs, bound, bound.outputs[0])
+            try:
+                ready = self._bind(program)
+            except BIND_ERRORS as problem:
+                ready = self._bind(self.compiled.rebuilt(bucket, problem))
+            self._ready[bucket] = ready
         return ready
+
+    def _bind(self, program: Program) -> _Ready:
+        inputs = StepInputs(program, self.device)
+        outputs = program.of_kind("output")
+        logits = {buffer.name: self._logits_rows(buffer.shape, buffer.dtype) for buffer in outputs}
+        if program.arena_bytes > self._arena.numel():
+            self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=self.device)
+        bound = BoundProgram(program, {**self._tensors, **inputs.tensors, **logits}, self.device, arena=self._arena)
+        return _Ready(inputs, bound, bound.outputs[0])
 
     def _capture(self, ready: _Ready) -> None:
         ready.inputs.clear()  # what runs before the capture must store nothing

@@ -2,6 +2,7 @@
 anything misses.
 """
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from sidestream.compiler.api import CompiledModel, compile_model
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.pipeline import pass_names
+from sidestream.compiler.program.buffers import ProgramError
 from sidestream.compiler.program.cache import ProgramCache, ProgramStore, cache_directory, with_pages
-from sidestream.compiler.program.program import Bucket
+from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
@@ -47,8 +49,8 @@ def test_a_second_start_captures_nothing(tmp_path: Path) -> None:
 def test_what_differs_is_made_anew(tmp_path: Path, change: str) -> None:
     program = compiled(tmp_path).program(BUCKET)
     if change == "damage":
-        for path in tmp_path.glob("*.json"):
-            path.write_text(path.read_text()[:1000])
+        (path,) = tmp_path.iterdir()
+        path.write_bytes(path.read_bytes()[:1000])
     model = compiled(
         tmp_path,
         CompileOptions(hadamard=False) if change == "option" else None,
@@ -57,6 +59,69 @@ def test_what_differs_is_made_anew(tmp_path: Path, change: str) -> None:
     again = model.program(replace(BUCKET, tokens=2, sequences=2) if change == "bucket" else BUCKET)
     assert captured(model)
     assert (again == program) is (change in ("config", "damage"))
+
+
+@pytest.mark.parametrize("damage", ["constant", "name", "digest", "format", "empty", "another file"])
+def test_a_kept_program_is_believed_as_a_whole(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A constant that was changed on the disk changed every answer in silence."""
+    other = replace(BUCKET, tokens=2, sequences=2)
+    first = compiled(tmp_path)
+    programs = {bucket: first.program(bucket) for bucket in (BUCKET, other)}
+    files = sorted(tmp_path.iterdir())
+    contents = [file.read_bytes() for file in files]
+    for file, content, others in zip(files, contents, reversed(contents), strict=True):
+        head, _, body = content.partition(b"\n")
+        changed = {
+            "constant": head + b"\n" + body.replace(b"1e-0", b"3e-0", 1),
+            "name": others,
+            "digest": head[:-1] + bytes([head[-1] ^ 1]) + b"\n" + body,
+            "format": head.replace(b"kept-1", b"kept-2") + b"\n" + body,
+            "empty": b"",
+            "another file": body,
+        }[damage]
+        assert changed != content
+        file.write_bytes(changed)
+    again = compiled(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert {bucket: again.program(bucket) for bucket in programs} == programs
+    assert captured(again) and [file.read_bytes() for file in files] == contents
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 2 and all("its digest is wrong" in line for line in said)
+
+
+def test_what_others_may_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "programs"
+    program = compiled(folder).program(BUCKET)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
+    folder.chmod(0o777)
+    again = compiled(folder)
+    assert again.program(BUCKET) == program and captured(again) and "others may write" in caplog.text
+
+
+def tensors_of(program: Program) -> dict[str, torch.Tensor]:
+    return {
+        buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype)
+        for buffer in program.buffers
+        if buffer.kind != "temp"
+    }
+
+
+def test_a_kept_program_that_cannot_be_bound_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its digest is right and its content is not: a fault of whoever wrote it."""
+    program = compiled(tmp_path).program(BUCKET)
+    store, (path,) = ProgramStore(tmp_path), tmp_path.iterdir()
+    content = path.read_bytes()
+    steps = (replace(program.steps[0], op="sidestream.nothing"), *program.steps[1:])
+    buffers = tuple(replace(each, dtype=torch.float64) if each.kind == "input" else each for each in program.buffers)
+    for bad in (replace(program, steps=steps), replace(program, buffers=buffers)):
+        store.save(path.stem, with_pages(bad, 1))
+        model = compiled(tmp_path)
+        assert model.bind(BUCKET, tensors_of(program)).program == program and captured(model)
+        assert path.read_bytes() == content and "cannot be bound and is made again" in caplog.text
+        caplog.clear()
+    with pytest.raises(ProgramError, match="no tensor is given"):
+        compiled(tmp_path).bind(BUCKET, {})
 
 
 def test_a_disk_that_takes_nothing_costs_only_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -162,11 +162,11 @@ def test_the_store_keeps_programs_and_ignores_damage(tmp_path: Path, caplog: pyt
     assert store.load("k") is None
     store.save("k", program)
     assert store.load("k") == program
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.json"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.program"]
     store.path("k").write_text("{}")
     with caplog.at_level(logging.WARNING):
         assert store.load("k") is None
-    assert "k.json" in caplog.text
+    assert "k.program" in caplog.text
     store.save("k", program)
     assert store.load("k") == program
 
