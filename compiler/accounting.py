@@ -107,7 +107,7 @@ def _quantize_fused(e: Expectation) -> int | None:
     if not e.options.quantizes or not e.on("quantize_linears"):
         return 0
     if not e.shape.paged:
-        # whether rows are selected behind the last norm, and how attention is spelled, is the model's choice
+        # whether rows are selected after the last norm, and how attention is spelled, is the model's choice
         return None
     norms = 2 * e.shape.layers if e.on("lift_rms_norm") else 0
     silu = e.shape.layers if e.on("fuse_silu_mul") and e.clean else 0

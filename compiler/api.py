@@ -129,7 +129,7 @@ class CompiledModel:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The graph's inputs beside weights and adapters."""
+        """The graph's inputs besides weights and adapters."""
         return tuple(node.name for node in self._placeholders("input"))
 
     @property

@@ -75,7 +75,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(pack_projections, "keeps"),
     Pass(fuse_silu_mul, "keeps"),
     Pass(fuse_add_rms_norm, "keeps"),
-    # Eight bits; the append is fused behind the cache's quantization, because that decides what it must do.
+    # Eight bits; the append is fused after the cache's quantization, because that decides what it must do.
     Pass(quantize_kv, "quantizes"),
     Pass(center_keys, "quantizes"),
     Pass(fuse_rope_append, "keeps"),
@@ -88,7 +88,7 @@ PASSES: tuple[Pass, ...] = (
 )
 # On the static graph of a decode program, where row b is sequence b and LoRA (if the program has none) is gone.
 DECODE_PASSES: tuple[Pass, ...] = (
-    Pass(fuse_quantize, "keeps"),  # again: behind the last norm no rows are selected any more
+    Pass(fuse_quantize, "keeps"),  # again: after the last norm no rows are selected any more
     Pass(fuse_decoder_block, "quantizes"),
     Pass(fuse_linear_silu_mul, "keeps"),
     Pass(fuse_lora_silu_mul, "quantizes"),
@@ -123,7 +123,7 @@ def insert_pass(
     tier: str = "keeps",
     passes: tuple[Pass, ...] = PASSES,
 ) -> tuple[Pass, ...]:
-    """The pass list with `run` behind the pass named `after`, or in front of the one named `before`; hand it to
+    """The pass list with `run` after the pass named `after`, or before the one named `before`; hand it to
     `compile(..., passes=...)`.
 
     The new pass goes by its function's name. Raises OptionError when there is no such place, or the name is taken.
@@ -137,7 +137,7 @@ def insert_pass(
         raise OptionError(f"there is a pass named {new.name!r} already; give the function another name")
     if (after or before) not in names:
         raise OptionError(
-            f"{new.name!r} can't go {'behind' if after else 'before'} {after or before!r}, which is no pass; passes: "
+            f"{new.name!r} can't go {'after' if after else 'before'} {after or before!r}, which is no pass; passes: "
             f"{', '.join(names)}"
         )
     place = names.index(after) + 1 if after else names.index(before)

@@ -24,7 +24,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)')
 @dataclass(frozen=True)
 class GraphLine:
     """A node as a line of text: `parameter` tells the graph's inputs from its body; `layer` as `layers.graph_layers`
-    says; `module` is the path of the module that it comes from, `source` the file, line and text behind it ("" where
+    says; `module` is the path of the module that it comes from, `source` the file, line and text of its call ("" where
     unknown)."""
 
     text: str

@@ -4,11 +4,11 @@ both lanes on one time axis.
     seconds of a step = launch + latency of its kind of kernel + cbrt(moving^3 + computing^3)
     moving = bytes / reached bandwidth, computing = FLOPs / reached rate
 
-The longer of the two decides, but where they are about as long a kernel hides neither wholly behind the other: a
+The longer of the two decides, but where they are about as long a kernel hides neither wholly under the other: a
 quarter more when they are equal, as linears of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
 Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while
 the other lane rests. The constants in `KINDS` come from measured steps, kernels and layers, not from whole decode
-steps; `docs/measurements/cost_check_h200.txt` holds the estimates of those beside measurements, `cost_model_h200.txt`
+steps; `docs/measurements/cost_check_h200.txt` compares the estimates of those with measurements, `cost_model_h200.txt`
 those of an earlier release step by step. tools/bench/cost_error.py writes both.
 """
 
@@ -86,11 +86,11 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step costs when nothing runs beside it.
+    """What one step costs when nothing runs at the same time.
 
     `floor`: seconds that its bytes and FLOPs take at the whole GPU's ceilings; `fixed`: launch and latency; `seconds`:
     the estimate; `bound`: what decides it ("launch", "bytes" or "flops"); `whole`: it takes whole SMs, so nothing of
-    the other lane runs beside it.
+    the other lane runs meanwhile.
     """
 
     work: Work

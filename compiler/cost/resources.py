@@ -32,7 +32,7 @@ class Resources:
     launches  program name -> for each step the numbers of the variants that it launches, in order
     refused   op -> why a launch of it was not compiled
 
-    A step without launches calls another library (cuBLAS behind `linear_8bit` of many tokens).
+    A step without launches calls another library (cuBLAS in `linear_8bit` of many tokens).
     """
 
     target: str = ""

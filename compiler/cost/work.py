@@ -22,7 +22,7 @@ PAGE_AXIS = 3  # tokens of a page in [pages, kv heads, 2, tokens, ...]
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a step's cost depends on beside its shapes.
+    """What a step's cost depends on besides its shapes.
 
     context   cached tokens of each sequence, this step's included; None: half of what the bucket's block table reaches,
               at least the step's own tokens
@@ -180,7 +180,7 @@ def _sequences(program: Program, step: Step) -> int:
 
 
 def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float]:
-    """Two for each multiply-add of a matrix product; element-wise arithmetic is free beside its bytes."""
+    """Two for each multiply-add of a matrix product; element-wise arithmetic costs nothing more than its bytes."""
     arguments = dict(_named(step))
     if "block_table" in arguments:
         return _attention_flops(program, step, arguments, assume)

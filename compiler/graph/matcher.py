@@ -8,7 +8,7 @@
 `+` and `*` match in either order. `cast(p)` and `views(p)` look through any number of dtype conversions or pure views,
 none included. The same name must bind to the same node (or the same number) everywhere. A node inside a match, other
 than its root, must not be used outside it, because the match is going to be replaced; pure views and casts may (they
-cost nothing, or stay behind for their other users).
+cost nothing, or stay for their other users).
 """
 
 import operator
@@ -55,6 +55,7 @@ class Mismatch:
         self.seen: set[fx.Node] = set()
 
     def note(self, state: Match, reason: str) -> None:
+        """Keep `reason` when this attempt got further than those before it."""
         self.seen.update(state.nodes)
         if len(state.nodes) > self.depth:
             self.depth, self.reason = len(state.nodes), reason
@@ -83,6 +84,7 @@ class Name(Pattern):
     kind: str
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        """Binds the name to `value`, or compares with what it is bound to."""
         if self.name in state.bound:
             if state.bound[self.name] is value or (not isinstance(value, fx.Node) and state.bound[self.name] == value):
                 yield state
@@ -108,6 +110,7 @@ class Call(Pattern):
     name: str | None = None
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        """A call of one of the targets whose arguments match, in either order where it commutes."""
         if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in self.targets:
             wanted = " or ".join(str(target) for target in self.targets)
             miss.note(state, f"expected {wanted}, found {describe(value)}")
@@ -132,6 +135,7 @@ class Through(Pattern):
     inner: Pattern
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        """`value` itself, or what it is made from by any number of these calls."""
         if isinstance(value, fx.Node) and value.op == "call_function" and value.target in self.targets:
             found = state._copy()
             found.nodes.append(value)
@@ -146,6 +150,7 @@ class Either(Pattern):
     choices: tuple[Pattern, ...]
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
+        """Whatever one of the choices matches."""
         for choice in self.choices:
             yield from choice.match(value, state, miss)
 

@@ -160,7 +160,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def value_of(argument: Any) -> Any:
-    """The fake value behind a node (or the nodes of a list); anything else unchanged."""
+    """The fake value of a node (or the nodes of a list); anything else unchanged."""
     return fx.map_arg(argument, lambda node: node.meta["val"])
 
 
@@ -236,7 +236,7 @@ def copy_marks(source: fx.Node, *nodes: fx.Node) -> None:
 def insert_placeholder(
     graph: fx.Graph, name: str, kind: str, shape: tuple[Any, ...], dtype: torch.dtype, after: fx.Node, **meta: Any
 ) -> fx.Node:
-    """A new graph input of `kind` ("input", "weight" or "adapter") behind the placeholder `after`, with a fake value
+    """A new graph input of `kind` ("input", "weight" or "adapter") after the placeholder `after`, with a fake value
     of this shape.
     """
     mode = fake_mode_of(graph)

@@ -149,7 +149,7 @@ def transpose(recipe: Recipe, dim0: int, dim1: int) -> Recipe:
 
 
 def pad(recipe: Recipe, dim: int, size: int) -> Recipe:
-    """Zeros behind the tensor's end until `dim` has `size` (an adapter's rank in a wider stack)."""
+    """Zeros after the tensor's end until `dim` has `size` (an adapter's rank in a wider stack)."""
     return Recipe("pad", (recipe,), {"dim": dim, "size": size})
 
 

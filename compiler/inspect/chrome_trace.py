@@ -20,7 +20,7 @@ def trace(
     """One decode or prefill step as Perfetto shows it.
 
     `placed`: where each step lies on the time axis (default: the estimate). The inputs are copied before the first step
-    and what comes back is copied behind the last; the batcher has the time between to plan the next step.
+    and what comes back is copied after the last; the batcher has the time between to plan the next step.
     """
     timing = estimate(program, assume, gpu) if placed is None else placed
     origin = "estimate" if placed is None else "measured"

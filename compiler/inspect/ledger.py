@@ -40,8 +40,8 @@ _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of
 class LedgerRow:
     """What one pass did to the logits of a batch.
 
-    name, tier   the pass and its tier; `(capture)`: the captured graph beside a reference of other precision;
-                 `(program)`: the program of the last graph; a name with ` (decode)` behind it: a decode program's own
+    name, tier   the pass and its tier; `(capture)`: the captured graph against a reference of other precision;
+                 `(program)`: the program of the last graph; a name with ` (decode)` after it: a decode program's own
                  pass; ` (decode, adapters)`: in a program with LoRA
     matches      how often the pass matched
     added        relative RMSE of the logits against those of the graph right before the pass

@@ -24,14 +24,14 @@ def balance_keys(graph: fx.Graph, context: Context) -> PassReport:
 
     before  q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True)
     after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True, None,
-            key_balance)   # fp32 [8, 64], a weight
+                                       key_balance)  # fp32 [8, 64], a weight
 
     Keys times a factor and queries by it give the same scores. Where a pair is massive in K alone, its size sets the
     steps of the whole head; balanced, the head's |q| |k|, to which a score's error is proportional, is the least that
     factors can make it (SmoothAttention of QServe, arXiv 2405.04532, moves outliers from K to Q in the same way).
     Factors are powers of two, so nothing but the quantizer sees them. A constant that `center_keys` subtracts is scaled
     along. Matches layers that `balance_keys` names. Leaves caches that are not quantized, and projections that are not
-    packed behind a norm.
+    packed after a norm.
     """
     report = PassReport(0)
     for node in list(graph.nodes):

@@ -16,7 +16,7 @@ class PassReport:
 
 @dataclass
 class Context:
-    """What passes may know beside the graph: the options and the GPU's number of SMs; nothing of the model."""
+    """What passes may know besides the graph: the options and the GPU's number of SMs; nothing of the model."""
 
     options: CompileOptions
     sm_count: int = H200_SMS

@@ -23,8 +23,8 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
     """A calibrated constant per head and channel is subtracted from every key before it is quantized.
 
     before  append_kv = sidestream.append_kv(k, v, kv_cache, kv_scales, slot_mapping)
-    after   append_kv = sidestream.append_kv(k, v, kv_cache, kv_scales, slot_mapping, key_center)      # key_center:
-            fp32 [8, 128], a weight
+    after   append_kv = sidestream.append_kv(k, v, kv_cache, kv_scales, slot_mapping, key_center)
+            # key_center: fp32 [8, 128], a weight
 
     All scores of a query change by the same q . constant, which softmax does not see: exact for any constant, and a
     key's scale is no longer set by what all keys have in common. The constant comes from a calibration (zeros without

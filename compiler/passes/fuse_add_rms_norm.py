@@ -14,7 +14,8 @@ def fuse_add_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
     after   add_rms_norm = sidestream.add_rms_norm(linear, residual, lora, weight, 1e-05)
             y = add_rms_norm[0]; add_1 = add_rms_norm[1]
 
-    Leaves norms of something that is no sum of two equal shapes: in a Llama, the first layer's norm of the embedding.
+    Matches norms of a sum. Leaves norms of something that is no sum of two equal shapes: in a Llama, the first layer's
+    norm of the embedding.
     """
     report = PassReport(0)
     for norm in list(graph.nodes):

@@ -30,14 +30,16 @@ class _Refused(Exception):
 def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
     """o, the norms, gate_up, SiLU * mul, down and the next layer's q/k/v of a decode step become one persistent launch.
 
-    before  _, q, s = paged_attention_quant(...); o = linear_8bit(q, s, ...); _, q, s, r = add_rms_norm_quant(o,
-            residual, ...); up = linear_8bit(q, s, ...) _, q, s = silu_mul_quant(up); down = linear_8bit(q, s, ...); _,
-            q, s, r = add_rms_norm_quant(down, r, ...); qkv = linear_8bit(q, s, ...)
+    before  _, q, s = paged_attention_quant(...); o = linear_8bit(q, s, ...)
+            _, q, s, r = add_rms_norm_quant(o, residual, ...); up = linear_8bit(q, s, ...)
+            _, q, s = silu_mul_quant(up, ...); down = linear_8bit(q, s, ...)
+            _, q, s, r = add_rms_norm_quant(down, r, ...); qkv = linear_8bit(q, s, ...)
     after   q, s = paged_attention_blocks(...); qkv, r = decoder_block(q, s, residual, ...)
 
     After the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one
-    scale per token and 128 columns. For graphs with static sizes. Leaves layers with LoRA, sizes that the kernel
-    doesn't take, and with whole_layer="auto" those where it wins nothing.
+    scale per token and 128 columns. For graphs with static sizes. Matches each attention of one token a sequence whose
+    results these linears alone read. Leaves layers with LoRA, sizes that the kernel doesn't take, and with
+    whole_layer="auto" those where it wins nothing.
     """
     report = PassReport(0)
     if context.options.whole_layer == "off":

@@ -12,21 +12,21 @@ from ...ops.lora.plan import lora_active, lora_plan
 from ..graph.nodes import aten, bind, copy_marks, insert_call, is_call, set_operands, shape_of
 from .base import Context, PassReport
 
-FEWEST_TOKENS = 257  # fewer are bound by the weights' bytes: there the expand runs beside
+FEWEST_TOKENS = 257  # fewer are bound by the weights' bytes: there the expand runs at the same time
 
 
 def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
     """A tile of the linear multiplies the shrunk rows of its tokens with the adapters' rows when its own product is
     done.
 
-    before  y = linear_8bit(q, s, w, ws, ...); delta = lora_expand(planes, b, order, tiles, tile, slices, bs); h =
-            silu_mul(y, delta, ...)
-    after   y = linear_8bit_lora(q, s, w, ws, planes, b, bs, adapter_index, active, slices, bf16); h = silu_mul(y, None,
-            ...)
+    before  y = linear_8bit(q, s, w, ws, ...); delta = lora_expand(planes, b, order, tiles, tile, slices, bs)
+            h = silu_mul(y, delta, ...)
+    after   y = linear_8bit_lora(q, s, w, ws, planes, b, bs, adapter_index, active, slices, bf16)
+            h = silu_mul(y, None, ...)
 
     `active` lists the adapters of each 128 tokens, once a step (`lora_active`). For graphs with static sizes, of many
-    tokens, in int8. Leaves deltas that more than one op reads, sizes that the kernel doesn't take, and everything with
-    lora_lowering="serial" or "side_stream", which keep launches of their own.
+    tokens, in int8. Matches expands. Leaves deltas that more than one op reads or a plain sum adds, sizes that the
+    kernel doesn't take, and everything with lora_lowering="serial" or "side_stream", which keep launches of their own.
     """
     report = PassReport(0)
     active: dict[fx.Node, fx.Node] = {}

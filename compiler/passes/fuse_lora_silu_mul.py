@@ -12,7 +12,7 @@ from ..graph.nodes import bind, insert_call, insert_picks, is_call, replace_pick
 from .base import Context, PassReport
 from .round_lora_ranks import insert_rounded
 
-# at 8 an expand beside the projection is faster (H200); 17 to 32 are quantized in blocks
+# at 8 an expand next to the projection is faster (H200); 17 to 32 are quantized in blocks
 FEWEST_TOKENS, MOST_TOKENS = 33, 256
 
 
@@ -20,15 +20,16 @@ def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     """No delta of gate and up is written: the op that adds it multiplies the shrunk rows with the adapters' rows, and
     the quantization is a launch of its own.
 
-    before  delta = lora_expand(planes, b, order, tiles, tile, [14336, 14336], bs); h, q, s = silu_mul_quant(gate_up,
-            delta, keep, int8, rotate)
-    after   ranks, step = lora_round(planes, 2)  # beside the projection
+    before  delta = lora_expand(planes, b, order, tiles, tile, [14336, 14336], bs)
+            h, q, s = silu_mul_quant(gate_up, delta, keep, int8, rotate)
+    after   ranks, step = lora_round(planes, 2)  # on the side stream
             h = silu_mul_lora(gate_up, ranks, step, b, bs, order, tiles, tile); q, s = quantize_rowwise(h, int8, rotate)
 
-    The expand would end behind the projection that it runs beside, and slow it down; the rounding, on its lane, is
-    small. For graphs with static sizes, with adapters in int8. Leaves deltas that more than one op reads, other halves
-    than gate and up, token counts for which nobody measured a gain, sizes that the kernel doesn't take, and everything
-    with lora_lowering="serial" or "side_stream", which keep launches of their own.
+    The expand would end after the projection during which it runs, and slow it down; the rounding, on its lane, is
+    small. Matches SiLU * mul that reads an expand. For graphs with static sizes, with adapters in int8. Leaves deltas
+    that more than one op reads, other halves than gate and up, token counts for which nobody measured a gain, sizes
+    that the kernel doesn't take, and everything with lora_lowering="serial" or "side_stream", which keep launches of
+    their own.
     """
     report = PassReport(0)
     for node in list(graph.nodes):

@@ -28,8 +28,8 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
     before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y, torch.int8, rotate=8); lora(y, ...)
     after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True, torch.int8, rotate=8); lora(y, ...)
 
-    LoRA reads the row before quantization, hence `keep`. Leaves quantizations of anything else, such as rows selected
-    after the last norm.
+    LoRA reads the row before quantization, hence `keep`. Matches rowwise quantizations. Leaves quantizations of
+    anything else, such as rows selected after the last norm.
     """
     report = PassReport(0)
     for node in list(graph.nodes):

@@ -28,15 +28,16 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
     """The packed q/k/v row goes in, the rotated query comes out, keys and values are in the cache; the LoRA delta is
     added inside.
 
-    before  q = hadamard(rope(qkv[:, :4096], cos, sin)); k = hadamard(rope(qkv[:, 4096:5120], cos, sin)); v = qkv[:,
-            5120:] append_kv(k, v, kv_cache, kv_scales, slot_mapping); o = paged_attention(q, kv_cache, kv_scales, ...)
-    after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True); o =
-            paged_attention(q, ...)
+    before  q = hadamard(rope(qkv[:, :4096], cos, sin)); k = hadamard(rope(qkv[:, 4096:5120], cos, sin))
+            append_kv(k, qkv[:, 5120:], kv_cache, kv_scales, slot_mapping); o = paged_attention(q, kv_cache, ...)
+    after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True)
+            o = paged_attention(q, kv_cache, ...)
 
     The constant that center_keys subtracts from k goes along as the op's last argument.
 
-    The op takes the append's place, because graph order is what gives the mutation its meaning. Leaves appends whose q,
-    k and v are not the three parts of one packed projection, rotated by the same angles.
+    The op takes the append's place, because graph order is what gives the mutation its meaning. Matches an append and
+    the attention over its cache. Leaves appends whose q, k and v are not the three parts of one packed projection,
+    rotated by the same angles.
     """
     report = PassReport(0)
     for append in list(graph.nodes):

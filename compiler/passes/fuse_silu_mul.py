@@ -33,7 +33,8 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     before  add = linear + lora; silu = aten.silu(add[..., :14336]); mul = silu * add[..., 14336:]
     after   silu_mul = sidestream.silu_mul(linear, lora)
 
-    Leaves gates whose two inputs are not the two halves of one tensor (pack_projections makes them so).
+    Matches silu(x) * y. Leaves gates whose two inputs are not the two halves of one tensor (pack_projections makes them
+    so).
     """
 
     def where(match: Match) -> str | None:
@@ -59,12 +60,12 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     """The projection stores silu(gate) * up instead of gate and up, which nobody else reads.
 
-    before  gate_up = sidestream.linear_8bit(q, scale, weight, ...); h, q, scale = sidestream.silu_mul_quant(gate_up,
-            None, keep, ...)
+    before  gate_up = sidestream.linear_8bit(q, scale, weight, ...)
+            h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep, ...)
     after   h = sidestream.linear_8bit_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h, ...)
 
-    For graphs with static sizes. Leaves sizes for which the tuned table has no such launch, and projections that a LoRA
-    delta joins: it comes from beside the projection, which then need not wait for it.
+    For graphs with static sizes. Matches SiLU * mul right after an eight-bit linear. Leaves sizes for which the tuned
+    table has no such launch, and projections that a LoRA delta joins: fused, they would wait for the side stream.
     """
     report = PassReport(0)
     for node in list(graph.nodes):

@@ -13,8 +13,7 @@ def lift_embedding(graph: fx.Graph, context: Context) -> PassReport:
     before  embedding = aten.embedding.default(embed_tokens_weight, input_ids)
     after   embedding_1 = sidestream.embedding(input_ids, embed_tokens_weight)
 
-    Leaves look-ups with a padding index that scales gradients or by a matrix of ids (those stay ATen's; they are right,
-    only not ours).
+    Matches ATen's embedding. Leaves look-ups by a matrix of ids (those stay ATen's; they are right, only not ours).
     """
     report = PassReport(0)
     for node in list(graph.nodes):

@@ -23,16 +23,16 @@ _expanded = call(aten.squeeze.dim, call(aten.bmm.default, call(aten.index.Tensor
 _active = call(aten.unsqueeze.default, call(aten.ge.Scalar, any_("adapter_index"), 0), -1)
 STACKED = _expanded * cast(_active)
 
-# peft around transformers' Llama: one adapter for all tokens, scaled behind B.
+# peft around transformers' Llama: one adapter for all tokens, scaled after B.
 PEFT = call(aten.linear.default, call(aten.linear.default, cast(any_("x")), any_("a")), any_("b")) * const("scaling")
 
 
 def lift_lora(graph: fx.Graph, context: Context) -> PassReport:
-    """The low-rank branch beside a linear; the addition to the linear's output stays where it is.
+    """The low-rank branch next to a linear; the addition to the linear's output stays where it is.
 
     before  linear_1 = aten.linear(x, lora_A); linear_2 = aten.linear(linear_1, lora_B); mul = linear_2 * 2.0
-    after   lora = sidestream.lora(x, lora_a, lora_b, adapter_index, [4096])     # lora_a, lora_b: stacks by adapter
-            slot
+    after   lora = sidestream.lora(x, lora_a, lora_b, adapter_index, [4096])
+            # lora_a, lora_b: stacks by adapter slot
 
     Matches stacked adapters with an index per token (our Llama) and peft's single adapter, whose scaling moves into B's
     recipe and whose rank is padded to a multiple of 16. Leaves branches whose A or B is no graph input (merged,

@@ -19,8 +19,8 @@ def lift_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
             rsqrt = aten.rsqrt(add); mul = x * rsqrt; mul_1 = weight * mul
     after   rms_norm = sidestream.rms_norm(x, weight, 1e-05)
 
-    Leaves norms whose weight is not one vector over the last dimension, and those whose inner values are used
-    elsewhere.
+    Matches at a reciprocal root. Leaves norms whose weight is not one vector over the last dimension,
+    and those whose inner values are used elsewhere.
     """
 
     def where(match: Match) -> str | None:

@@ -19,7 +19,7 @@ def lift_rope(graph: fx.Graph, context: Context) -> PassReport:
             mul = x * cos; mul_1 = cat * sin; add = mul + mul_1
     after   rope = sidestream.rope(x, cos, sin)
 
-    Leaves interleaved forms and halves that are not the two halves of x.
+    Matches at a negation. Leaves interleaved forms and halves that are not the two halves of x.
     """
 
     def where(match: Match) -> str | None:

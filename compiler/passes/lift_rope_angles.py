@@ -24,7 +24,7 @@ def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
     def where(match: Match) -> str | None:
         if len(shape_of(match["positions"])) != 1:
             return f"{match['positions'].name} has {len(shape_of(match['positions']))} dimensions, not one"
-        return None if _sine(match.root) is not None else f"{match.root.name} has no sine of the same angles beside it"
+        return None if _sine(match.root) is not None else f"{match.root.name} comes without a sine of the same angles"
 
     matches, rejected = find(graph, COSINE, anchor=aten.cos.default, where=where)
     for match in matches:

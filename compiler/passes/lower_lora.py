@@ -16,13 +16,13 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
     """Two kernels a branch, and one plan a step that groups the tokens by adapter.
 
     before  lora = sidestream.lora(x, a, b, adapter_index, [4096])
-    after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once planes =
-            sidestream.lora_shrink(x, a, token_order, tiles, tile, splits); delta = sidestream.lora_expand(planes, b,
-            ...)
+    after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once a step
+            planes = sidestream.lora_shrink(x, a, token_order, tiles, tile, splits)
+            delta = sidestream.lora_expand(planes, b, token_order, tiles, tile, [4096])
 
     Every node of the three carries meta["stream"] = "side", and meta["sm_share"] where the options name a share; the
     schedule of each bucket decides what becomes of the marks. Tile and split counts depend on the token count: where
-    that is symbolic, the bucket's specialisation fills them in. Leaves nothing.
+    that is symbolic, the bucket's specialisation fills them in. Matches every LoRA branch, and leaves none.
     """
     plans: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node]] = {}
     matches = 0

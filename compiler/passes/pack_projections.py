@@ -13,7 +13,7 @@ from .base import Context, PassReport
 
 @dataclass
 class _Branch:
-    """One linear of a group: its node, and beside it the LoRA node and the addition that joins the two (None without
+    """One linear of a group: its node, the LoRA node and the addition that joins the two (None without
     LoRA).
     """
 
@@ -34,12 +34,11 @@ class _Branch:
 def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     """One GEMM, one shrink and one expand where several linears read the same activation.
 
-    before  linear = aten.linear(x, q); linear_1 = aten.linear(x, k); linear_2 = aten.linear(x, v)          # + lora of
-            each
+    before  linear = aten.linear(x, q); linear_1 = aten.linear(x, k); linear_2 = aten.linear(x, v)  # + lora of each
     after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
-    Matches groups of two or more linears without bias whose weights are loaded. A member without LoRA beside members
+    Matches groups of two or more linears without bias whose weights are loaded. A member without LoRA among members
     with it gets zeros. Leaves a linear that has its input to itself, and groups whose LoRA branches read different
     adapter indices.
     """

@@ -26,8 +26,8 @@ def quantize_in_blocks(graph: fx.Graph, context: Context) -> PassReport:
     after   q, s = paged_attention_blocks(...); o = linear_8bit(q, s, weight, ...); planes = lora_shrink(q, ..., s)
 
     s is [columns / 128, tokens padded]. The same for silu_mul_quant -> silu_mul_blocks: two launches a layer fewer, and
-    finer steps. For graphs with static sizes, of 17 to 32 tokens. Leaves rows that something else reads too, and widths
-    that are no multiple of 128.
+    finer steps. For graphs with static sizes, of 17 to 32 tokens. Matches both producers. Leaves rows that something
+    else reads too, and widths that are no multiple of 128.
     """
     report = PassReport(0)
     for node in list(graph.nodes):

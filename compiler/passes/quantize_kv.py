@@ -18,9 +18,8 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
 
     before  append_kv = sidestream.append_kv(k, v, kv_cache, None, slot_mapping)
             o = sidestream.paged_attention(q, kv_cache, None, ...)
-    after   append_kv = sidestream.append_kv(sidestream.hadamard(k), v, kv_cache, kv_scales, slot_mapping)      #
-            kv_cache: e4m3 o = sidestream.paged_attention(sidestream.hadamard(q), kv_cache, kv_scales, ...,
-            quantize_q=True)
+    after   append_kv = sidestream.append_kv(sidestream.hadamard(k), v, kv_cache, kv_scales, slot_mapping)
+            o = sidestream.paged_attention(sidestream.hadamard(q), kv_cache, kv_scales, ..., quantize_q=True)
 
     The rotation leaves every score as it was (it is orthogonal) and is left out in layers without `hadamard`. With e4m3
     the attention is hybrid: QK^T in FP8 in prefill, V upcast inside the kernel, PV in 16-bit. Leaves caches that

@@ -22,7 +22,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=128)
             linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
-    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 behind SiLU, 8 behind a norm),
+    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 after SiLU, 8 after a norm),
     which leaves the product as it was and no column far larger than the others; not where attention makes x, whose
     heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a bias,
     sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8

@@ -15,15 +15,15 @@ from .base import Context, PassReport
 
 def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
     """Adapter stacks hold int8 or e4m3 with one scale a row; a shrink reads the same eight-bit activations as the
-    linear beside it.
+    linear next to it.
 
     before  q, scale = sidestream.quantize_rowwise(x, ...); lora = sidestream.lora(x, a, b, adapter_index, [4096])
     after   lora = sidestream.lora(q, a_int8, b_int8, adapter_index, [4096], a_scale, b_scale, scale)
 
     The rows of A and B are quantized when an adapter is loaded; B's with alpha / rank in them, A's rotated as the
     activations are. `lora_input="bf16"` keeps the 16-bit activations, and so does a branch whose input no linear has
-    quantized. Leaves stacks that are computed in the graph. For lora_dtype="int8" and "fp8" (`auto`: int8 in int8
-    mode).
+    quantized. Matches every LoRA branch of 16 bits. Leaves stacks that are computed in the graph. For lora_dtype="int8"
+    and "fp8" (`auto`: int8 in int8 mode).
     """
     report = PassReport(0)
     if not context.options.quantizes_lora:
@@ -84,6 +84,6 @@ def _results(rounded: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _later(graph: fx.Graph, node: fx.Node, *others: fx.Node) -> fx.Node:
-    """A place before the delta's first reader at which `others` are known: behind the last of them and `node`."""
+    """A place before the delta's first reader at which `others` are known: after the last of them and `node`."""
     order = {each: place for place, each in enumerate(graph.nodes)}
     return max((node, *others), key=order.__getitem__).next

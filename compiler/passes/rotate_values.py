@@ -21,8 +21,8 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
     """Each head of V, and so of attention's output, is multiplied by a Hadamard matrix that v_proj makes and o_proj
     undoes.
 
-    before  v = aten.linear(x, W_v) + lora(x, a_v, b_v, ...); o = aten.linear(attention, W_o) + lora(attention, a_o,
-            b_o, ...)
+    before  v = aten.linear(x, W_v) + lora(x, a_v, b_v, ...)
+            o = aten.linear(attention, W_o) + lora(attention, a_o, b_o, ...)
     after   the same graph; the recipes of W_v and b_v rotate their outputs, those of W_o and a_o their inputs, by head
 
     Attention mixes tokens, not channels, so the result is the same; V and attention's output are then quantized without

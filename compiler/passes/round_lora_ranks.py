@@ -15,18 +15,18 @@ WIDE_TOKENS, ALL_TOKENS = (8, 32), (65, 256)  # where wide branches gain, where 
 
 
 def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
-    """An expand of few registers, no shared memory and one short load behind its wait, which finds room beside the
+    """An expand of few registers, no shared memory and one short load after its wait, which finds room next to the
     projection; a small launch before it.
 
-    before  planes = lora_shrink(x, a, order, tiles, tile, 4); delta = lora_expand(planes, b, order, tiles, tile,
-            [4096], bs)
-    after   planes = lora_shrink(x, a, order, tiles, tile, 8); ranks, step = lora_round(planes, 1)  # planes are cheap
-            now: more of them where that gains delta = lora_expand_rounded(ranks, step, b, bs, order, tiles, tile,
-            [4096])
+    before  planes = lora_shrink(x, a, order, tiles, tile, 4)
+            delta = lora_expand(planes, b, order, tiles, tile, [4096], bs)
+    after   planes = lora_shrink(x, a, order, tiles, tile, 8); ranks, step = lora_round(planes, 1)
+            delta = lora_expand_rounded(ranks, step, b, bs, order, tiles, tile, [4096])
 
-    For graphs with static sizes, with adapters in int8. Leaves sizes for which nobody measured a gain (of few tokens
-    the branches that are not wide: the launch in between costs more than it saves), sizes that the kernel doesn't take,
-    and everything with lora_lowering="serial" or "side_stream".
+    Planes are cheap then, so that the shrink makes more of them where that gains. Matches expands. For graphs with
+    static sizes, with adapters in int8. Leaves sizes for which nobody measured a gain (of few tokens the branches that
+    are not wide: the launch in between costs more than it saves), sizes that the kernel doesn't take, and everything
+    with lora_lowering="serial" or "side_stream".
     """
     report = PassReport(0)
     for node in list(graph.nodes):

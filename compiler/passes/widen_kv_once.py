@@ -27,7 +27,8 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
 
     The same bits. Sequences that are not worth it, and what the buffer has no room for, are served as before; the GPU
     decides. It holds 65,536 tokens, or what the block table reaches. For graphs with static sizes, of many tokens;
-    paged_attention_quant alike. Leaves caches other than int8, and heads for which chunks have no Gluon kernel.
+    paged_attention_quant alike. Matches attentions over such a cache. Leaves caches other than int8, and heads for
+    which chunks have no Gluon kernel.
     """
     report = PassReport(0)
     plans: dict[tuple[object, ...], tuple[fx.Node, ...]] = {}

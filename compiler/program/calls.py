@@ -31,7 +31,7 @@ ATEN: dict[str, Traits] = {
 
 
 def own_op(name: str) -> Op | None:
-    """The registered op behind `sidestream.rms_norm`; None for another library's op."""
+    """The registered op of the name `sidestream.rms_norm`; None for another library's op."""
     namespace, _, rest = name.partition(".")
     if namespace != NAMESPACE:
         return None
@@ -42,7 +42,7 @@ def own_op(name: str) -> Op | None:
 
 @cache
 def traits_of(name: str) -> Traits:
-    """What estimates and pictures know of the op behind a name, which need not be one of this release."""
+    """What estimates and pictures know of the op of this name, which need not be one of this release."""
     namespace, _, rest = name.partition(".")
     if namespace == NAMESPACE:
         return OPS[rest].traits if rest in OPS else Traits()
@@ -51,7 +51,7 @@ def traits_of(name: str) -> Traits:
 
 @cache
 def overload_of(name: str) -> torch._ops.OpOverload:
-    """The overload behind `aten.add.Tensor` or `sidestream.rms_norm`. Raises ProgramError when there is none."""
+    """The overload that is named `aten.add.Tensor` or `sidestream.rms_norm`. Raises ProgramError when there is none."""
     own = own_op(name)
     if own is not None:
         return own.overload

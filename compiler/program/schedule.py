@@ -1,4 +1,4 @@
-"""Two streams: which steps run beside each other, where one waits for the other, how many SMs each may take.
+"""Two streams: which steps run at the same time, where one waits for the other, how many SMs each may take.
 
 Each stream keeps the graph's order. A wait is placed only where neither that order nor an earlier wait implies it: a
 step's clock counts how many steps of each stream have certainly finished before it starts.
@@ -110,10 +110,10 @@ def schedule(
 
     two_streams  operations marked `side` get their own stream; otherwise everything runs on the main one
     sm_count     SMs of the GPU
-    side_share   the share of them that side steps get (their own `sm_share`, else this), main steps beside them get the
+    side_share   the share of them that side steps get (their own `sm_share`, else this), main steps meanwhile get the
                  rest. None: nobody is limited. That is the fastest for LoRA: its programs are small and many, and fit
-                 beside those of the base GEMMs, which lose more to fewer SMs
-    pdl          programmatic dependent launch behind a kernel of the same stream (not where the side stream forks:
+                 among those of the base GEMMs, which lose more to fewer SMs
+    pdl          programmatic dependent launch after a kernel of the same stream (not where the side stream forks:
                  measured a loss)
     """
     needed = dependencies(operations)
@@ -206,7 +206,7 @@ def is_kernel(operation: Operation | Step) -> bool:
 def _main_budget(
     position: int, timing: Clocks, side: Sequence[int], budgets: dict[int, int], sm_count: int
 ) -> int | None:
-    """What limited side steps leave to a main step that may run beside them; None when none may."""
+    """What limited side steps leave to a main step that may run meanwhile; None when none may."""
     taken = 0
     for other in side[timing.finished[position][SIDE] :]:
         if timing.before(position, other):

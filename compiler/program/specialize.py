@@ -94,7 +94,7 @@ def erase_lora(graph: fx.Graph) -> None:
             erased.add(node)
             continue
         gone = [source for source in node.all_input_nodes if source in erased]
-        # a size is known without the values; the op behind it dies when it is folded
+        # a size is known without the values; the op that makes them dies when it is folded
         if not gone or node.target is aten.sym_size.int:
             continue
         if node.target in SUMS:

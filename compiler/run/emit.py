@@ -64,7 +64,7 @@ class BoundProgram:
         """Run every step now; returns the outputs (the same tensors at each run).
 
         `synchronize` waits after each step (so an error names its step, and results can be compared with `replay`).
-        `on_step(step, outs)` is called behind each step.
+        `on_step(step, outs)` is called after each step.
         """
         calls = self._calls if SWITCH.recording is None else self._named_calls()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():

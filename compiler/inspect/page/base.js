@@ -52,7 +52,7 @@ function layerKeys() {
 function placed(of, measured) {
   return measured && of.measured ? of.measured.map(([start, end]) => ({ start, end })) : of.steps.map(({ start, end }) => ({ start, end }));
 }
-// What a step takes: measured, or estimated as if nothing ran beside it.
+// What a step takes: measured, or estimated as if nothing ran at the same time.
 function takes(of, index) { return of.measured ? of.measured[index][1] - of.measured[index][0] : of.steps[index].alone; }
 
 // A choice of layer with its two neighbours' buttons; all such choices on the page move together.

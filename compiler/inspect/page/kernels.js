@@ -1,4 +1,4 @@
-// The source text behind each op that the programs call: its kernels, the reference that specifies it, its launch.
+// The source text of each op that the programs call: its kernels, the reference that specifies it, its launch.
 
 TABS.kernels = { title: "Kernels", build(panel) {
   const names = Object.keys(DATA.ops);
@@ -22,7 +22,7 @@ function opSources(name) {
   const total = steps.reduce((sum, step) => sum + step.alone, 0);
   const use = steps.length ? `${plural(steps.length, "call")} in this program, ${micro(total)} estimated in all.` : "This program does not call it.";
   const compiled = op.kernels.some((kernel) => DATA.functions[kernel].resources) ? ` Registers, spills and shared memory: the most of what the dumped programs compile to for ${DATA.target}.` : "";
-  const many = op.kernels.length > 1 ? ` ${op.kernels.length} kernels stand behind it; the launch chooses by shape.` : "";
+  const many = op.kernels.length > 1 ? ` ${op.kernels.length} kernels are its own; the launch chooses by shape.` : "";
   return [el("div", { class: "card" }, el("h2", { class: "mono" }, swatch(name), name), el("p", {}, use + many + compiled), ...op.kernels.map((kernel, index) => sourceOf(kernel, index === 0)),
     el("h3", {}, "What it computes: the reference in plain torch"), sourceOf(op.reference, !op.kernels.length), el("h3", {}, "How it is launched"), sourceOf(op.launch, false),
     op.helpers.length ? el("h3", {}, "Device functions that the kernels call") : "", ...op.helpers.map((helper) => sourceOf(helper, false)))];

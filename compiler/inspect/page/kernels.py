@@ -1,4 +1,4 @@
-"""The source text behind ops: the reference that specifies an op, its launch, and every Triton or Gluon function
+"""The source text of ops: the reference that specifies an op, its launch, and every Triton or Gluon function
 that the launch reaches.
 """
 

@@ -21,7 +21,7 @@ function keyFigures() {
   cards.push(card(micro(of.total), `one step, estimated (${plural(of.steps.length, "kernel")})`));
   cards.push(card(percent(of.floor / of.total), `of the floor reached: reading weights, adapters and cache once takes ${micro(of.floor)}`));
   const hidden = hiddenShare(of);
-  if (hidden !== null) cards.push(card(percent(hidden), "of the side lane's time lies beside main-lane kernels"));
+  if (hidden !== null) cards.push(card(percent(hidden), "of the side lane's time passes during main-lane kernels"));
   cards.push(card(bytes(of.arena), `arena for activations; ${bytes(of.unshared)} if no memory were shared`));
   return cards;
 }

@@ -24,7 +24,7 @@ def bars(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_nesting(content: dict[str, Any]) -> None:
-    """In each lane a bar lies within or beside another, never across its end: Perfetto would draw it wrong."""
+    """In each lane a bar lies within another or apart from it, never across its end: Perfetto would draw it wrong."""
     lanes = defaultdict(list)
     for bar in bars(content):
         lanes[bar["tid"]].append((bar["ts"], bar["ts"] + bar["dur"]))

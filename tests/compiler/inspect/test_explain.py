@@ -148,7 +148,7 @@ def test_a_pass_goes_where_it_is_told() -> None:
 
 @pytest.mark.parametrize(("place", "message"), [
     ({}, "after=PASS or before=PASS"), ({"after": "normalize", "before": "lift_rope"}, "one of the two"),
-    ({"after": "lift_ropes"}, "can't go behind 'lift_ropes'"),
+    ({"after": "lift_ropes"}, "can't go after 'lift_ropes'"),
     ({"before": "nothing"}, "can't go before 'nothing'"),
 ])  # fmt: skip
 def test_a_place_that_there_is_not_is_refused(place: dict[str, str], message: str) -> None:

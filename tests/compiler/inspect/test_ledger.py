@@ -64,7 +64,7 @@ def test_passes_that_keep_numerics_add_nothing_in_fp32(models: dict[torch.dtype,
 def test_in_fp8_the_error_is_charged_to_the_passes_that_quantize(
     models: dict[torch.dtype, Model], dtype: torch.dtype
 ) -> None:
-    """What is left in fp32 rounds nothing, so that there nothing hides behind the roundings of bf16."""
+    """What is left in fp32 rounds nothing, so that there nothing hides under the roundings of bf16."""
     captured, inputs, state, _ = models[dtype]
     rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state)
     # nothing to balance here

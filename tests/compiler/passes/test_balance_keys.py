@@ -117,7 +117,7 @@ def test_which_layers_and_what_is_refused(base: TinyBase) -> None:
 def test_factors() -> None:
     """One KV head with two query heads, head_dim 4: pairs are (0, 2) and (1, 3)."""
     query, key, gain = torch.zeros(8, 2), torch.zeros(4, 2), torch.tensor([2.0, 1.0])
-    query[[0, 2, 4, 6], 0] = 16.0  # 32 behind the gain
+    query[[0, 2, 4, 6], 0] = 16.0  # 32 after the gain
     key[[0, 2], 1] = 2.0
     state = {"q": query, "k": key, "g": gain}
     recipe = key_balance(param("q"), param("k"), param("g"), 1, 4)

@@ -1,4 +1,4 @@
-"""Adapters in eight bits: right logits beside those of 16-bit adapters, whatever the shrink reads, lowered or not."""
+"""Adapters in eight bits: right logits by those of 16-bit adapters, whatever the shrink reads, lowered or not."""
 
 import copy
 from typing import Any

@@ -46,7 +46,7 @@ def moved(program: Program, **offsets: int) -> Program:
 
 
 CHAIN = (step(0, "x", "a"), step(1, "a", "b"), step(2, "b", "c"), step(3, "c", "d"))
-# a -> (side: s reads a) beside (main: b, c), joined by d
+# a -> (side: s reads a) while (main: b, c), joined by d
 FORKED = (
     step(0, "x", "a", records=True),
     step(1, "a", "s", "side", (0,), True),

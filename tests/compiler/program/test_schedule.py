@@ -115,7 +115,7 @@ def test_a_wait_implied_by_an_earlier_one_is_left_out() -> None:
     ]
     steps = schedule(operations, two_streams=True)
     waits = {step.name: [steps[wait].name for wait in step.waits] for step in steps if step.waits}
-    assert waits == {"s1": ["b"], "c": ["s2"]}  # s2 is behind s1 on its stream; d is behind c
+    assert waits == {"s1": ["b"], "c": ["s2"]}  # s2 follows s1 on its stream; d follows c
 
 
 def test_mutations_keep_the_graphs_order() -> None:

@@ -37,7 +37,7 @@ def names(graph: fx.Graph) -> list[str]:
 
 
 def lora_model(join: str = "op") -> fx.GraphModule:
-    """norm+quant -> linear, beside it LoRA on the kept activation; joined by add_rms_norm, or by a plain add."""
+    """norm+quant -> linear, next to it LoRA on the kept activation; joined by add_rms_norm, or by a plain add."""
     build = GraphBuilder()
     x = build.input("input_ids", ("T",), torch.int64)
     adapter_index = build.input("adapter_index", ("T",), I32)
