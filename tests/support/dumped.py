@@ -47,6 +47,6 @@ def data_of(page: str) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def dumped_8b(directory: Path) -> Path:
-    """The page of the 8B shape with all its layers, and one program of each kind."""
-    return compiled_on_meta(EIGHT_BILLION, 32).dump(directory, [DECODE, MIXED]) / "index.html"
+def dumped_8b(directory: Path, layers: int = 32) -> Path:
+    """The page of the 8B shape with all its layers or some, and one program of each kind."""
+    return compiled_on_meta(EIGHT_BILLION, layers).dump(directory, [DECODE, MIXED]) / "index.html"

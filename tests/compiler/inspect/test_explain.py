@@ -3,15 +3,16 @@ up everywhere.
 """
 
 import json
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sidestream
+import torch
 from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.hardware import H100
 from sidestream.compiler.cost.work import Assumptions
-from sidestream.compiler.graph.capture import capture_module
+from sidestream.compiler.graph.capture import Captured, capture_module
 from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.inspect.difference import read_dump
 from sidestream.compiler.inspect.explain import (
@@ -73,11 +74,16 @@ def test_values_are_json_and_the_text_names_what_matters() -> None:
     assert compiled_llama().explain([DECODE]).startswith(compiled_llama().report())
 
 
-def capture(options: CompileOptions) -> Any:
-    model = meta_llama(1, dtype=options.model_dtype)
-    return capture_module(model, model.example_inputs(), model.dynamic_shapes()), [
-        name for name, _ in (*model.named_parameters(), *model.named_buffers())
-    ]
+@cache
+def captured_once(dtype: torch.dtype) -> tuple[Captured, list[str]]:
+    model = meta_llama(1, dtype=dtype)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return capture_module(model, model.example_inputs(), model.dynamic_shapes()), names
+
+
+def capture(options: CompileOptions) -> tuple[Captured, list[str]]:
+    captured, names = captured_once(options.model_dtype)
+    return captured.copy(), names
 
 
 def test_changes_are_found_and_point_the_right_way() -> None:
