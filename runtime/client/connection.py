@@ -62,7 +62,7 @@ class Connection:
             return self._welcome
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
-            # told to whoever waits, if anybody still does
+            # told to the caller that waits, if one still does
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._connecting)
 

@@ -7,6 +7,7 @@ front_desk       what clients ask for, one message at a time
 submissions      requests on their way into the engine
 adapter_desk     adapters that clients load, unload and list
 open_requests    requests that are not finished, and their chunks
+listener         where clients connect
 connections      the clients, and what has to go out to them
 stepper          plans out, results in, adapters brought in
 gpu_process      the process that drives the GPU

@@ -9,6 +9,7 @@ limited number at a time.
 import gc
 import logging
 import os
+import resource
 import shutil
 import sys
 import time
@@ -29,7 +30,7 @@ from .channel import Channel, ChannelClosed
 from .connections import Connections
 from .front_desk import FrontDesk
 from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
-from .listener import CurveListener, Listener, OpenListener
+from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
 from .open_requests import OpenRequests
 from .settings import ServeSettings
 from .state import ServerState
@@ -42,6 +43,7 @@ BUSY_TICK_MS = 20
 FRAMES_AT_ONCE = 64
 RESTART_RETRY = 5.0
 FAREWELL_SECONDS = 1.0
+DESCRIPTORS = MAX_PEERS + 256
 
 
 class Batcher:
@@ -89,6 +91,7 @@ class Batcher:
     def run(self) -> int:
         """Serve until the supervisor says stop or is gone."""
         self._channel.send({"event": "bound", "address": self._listener.address})
+        _allow_descriptors()
         _tame_garbage_collector()
         next_tick = 0.0
         try:
@@ -229,6 +232,14 @@ class Batcher:
         if self._encoder is not None:
             self._encoder.close()
         self._listener.close(0)
+
+
+def _allow_descriptors() -> None:
+    """Each connection takes one; many systems allow a process 1024 unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _tame_garbage_collector() -> None:

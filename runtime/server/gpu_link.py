@@ -65,7 +65,7 @@ class StepFailed(Notice, frozen=True, tag="step_failed"):
 
 
 class StartLoad(Notice, frozen=True, tag="start_load"):
-    """Batcher -> GPU: bring an adapter into a slot, beside the steps (-1: into host memory only)."""
+    """Batcher -> GPU: bring an adapter into a slot while steps run (-1: into host memory only)."""
 
     slot: int
     number: int

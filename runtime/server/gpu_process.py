@@ -3,7 +3,7 @@
 `python -m sidestream.runtime.server.gpu_process FD` is how the supervisor starts it.
 
 Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads
-adapters from disk. So a plan that arrives while the device is busy is launched at once, behind the step that runs.
+adapters from disk. So a plan that arrives while the device is busy is launched at once, after the step that runs.
 """
 
 import logging

@@ -1,5 +1,5 @@
 """The batcher's engine half: plans go to the GPU process up to two steps ahead, results come back, adapters are
-brought in beside the steps.
+brought in while steps run.
 """
 
 import time
@@ -96,7 +96,7 @@ class Stepper:
         self.engine.add(request, stream)
 
     def pump(self, continuing: bool = False) -> None:
-        """Plan and ship ahead: one step, or two behind one that is short and whose sequences all go on.
+        """Plan and ship ahead: one step, or two after one that is short and whose sequences all go on.
 
         `continuing`: a step has just come back.
         """

@@ -82,7 +82,7 @@ class SentencePieceTokenizer:
         except (RuntimeError, OSError) as error:
             raise RequestError(
                 f"{path.name} is not a sentencepiece model (Llama 3's tokenizer.model is not one); put the model's "
-                "tokenizer.json beside it"
+                "tokenizer.json next to it"
             ) from error
 
     def encode(self, text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """The protocol between a server and its clients; docs/protocol.md specifies it.
 
 protocol         messages, limits, and frames
+zmtp             the transport below it, as the server speaks it with peers that need no keys
 addresses        where a server listens
 keys             CURVE keys: who may speak with a server
 """

@@ -103,7 +103,7 @@ def test_without_a_tokenizer(tmp_path):
 
 def test_a_tokenizer_model_that_is_not_sentencepiece(tmp_path):
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
-    with pytest.raises(RequestError, match=r"put the model's tokenizer\.json beside it"):
+    with pytest.raises(RequestError, match=r"put the model's tokenizer\.json next to it"):
         load_tokenizer(tmp_path)
 
 
