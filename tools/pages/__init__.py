@@ -4,5 +4,6 @@ performance      tables of docs/performance.md and the README, from docs/measure
 quality          docs/quality.md, from docs/measurements
 internals        excerpts of docs/internals.md, from a compilation
 house            rooms, arrows and circles of the package, from its imports
+walk             the files that one prompt passes, recorded
 excerpts         how a page is compared or written
 """

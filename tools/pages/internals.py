@@ -21,6 +21,7 @@ from ...graphs.config import LlamaConfig
 from ...graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
 from ...graphs.lora import LoRALinear, LoraShape
 from .excerpts import ExcerptError, keep_true
+from .walk import generate_table, stream_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
 CONFIG = LlamaConfig(
@@ -172,6 +173,8 @@ EXCERPTS: dict[str, Callable[[], str]] = {
     "path": path,
     "two streams": lambda: source(BoundProgram._run_two_streams),
     "capture": lambda: source(BoundProgram.capture),
+    "walk of LLM.generate": generate_table,
+    "walk of Client.stream": stream_table,
 }
 
 
