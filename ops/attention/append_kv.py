@@ -97,6 +97,7 @@ def fake(
     slot_mapping: torch.Tensor,
     key_center: Optional[torch.Tensor] = None,
 ) -> None:
+    """Nothing: the op only writes to the cache."""
     return None
 
 

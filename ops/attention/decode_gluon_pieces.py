@@ -69,11 +69,13 @@ def product_layout(WARPS):
 
 @triton.constexpr_function
 def tall_operand(WARPS):
+    """The first operand of the products: K, or V^T."""
     return gl.DotOperandLayout(0, product_layout(WARPS), 2)
 
 
 @triton.constexpr_function
 def narrow_operand(WARPS):
+    """The second operand of the products: Q^T, or the probabilities."""
     return gl.DotOperandLayout(1, product_layout(WARPS), 2)
 
 
@@ -223,6 +225,7 @@ def attend(scores, v, v_scale, top, total, acc, seen, WARPS: gl.constexpr, BF16:
 
 @gluon.jit
 def expect_page(ready, slot, BF16: gl.constexpr, wanted):
+    """Tells `slot`'s barrier the bytes of a page and head: K and V, and of an eight-bit cache their scales."""
     mbarrier.expect(ready.index(slot), 2 * 64 * 128 * 2 if BF16 else 2 * 64 * (128 + 4), wanted)
 
 

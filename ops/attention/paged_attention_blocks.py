@@ -49,6 +49,7 @@ def fake(
     softmax_scale: float,
     dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `reference`, not filled."""
     return quantize_blocks_fake(q.flatten(1), dtype)
 
 

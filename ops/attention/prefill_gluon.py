@@ -82,6 +82,10 @@ def convert_tile(
     raw, raw_scales, raw_ready, raw_free, n, target, ready, free, step, LIMIT: gl.constexpr, STAGES: gl.constexpr,
     RAW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
+    """Makes fp16 of eight-bit tile `n` of the raw ring, values times 16 times their scales, in the stage of `step`.
+
+    LIMIT: the largest value of the cache's dtype; STAGES, RAW: places of the fp16 ring and of the raw one.
+    """
     PIECE: gl.constexpr = 32
     LAYOUT: gl.constexpr = converter_layout(WARPS)
     slot = n % RAW

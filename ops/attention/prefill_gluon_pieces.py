@@ -21,11 +21,13 @@ STEP = gl.constexpr(128)  # keys a step: two pages
 
 @gluon.constexpr_function
 def score_layout(FP8):
+    """Scores [64 rows, 128 keys] of a group of four warps."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32 if FP8 else 16])
 
 
 @gluon.constexpr_function
 def output_layout():
+    """The output [64 rows, 128 dims] of a group of four warps."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
 
 

@@ -25,6 +25,7 @@ def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 
 
 def rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The results of `rope_reference`, not filled."""
     return x.new_empty(x.shape)
 
 
@@ -126,6 +127,7 @@ def rope_angles_reference(positions: torch.Tensor, inv_freq: torch.Tensor) -> tu
 
 
 def rope_angles_fake(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `rope_angles_reference`, not filled."""
     shape = (positions.shape[0], 1, 2 * inv_freq.shape[0])
     return inv_freq.new_empty(shape), inv_freq.new_empty(shape)
 

@@ -92,6 +92,7 @@ def fake(
     key_center: Optional[torch.Tensor] = None,
     key_balance: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     return qkv.new_empty((qkv.shape[0], num_heads, kv_cache.shape[-1]))
 
 

@@ -75,6 +75,7 @@ def widen_plan_fake(
     tile: int,
     steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `widen_plan_reference`, not filled."""
     return block_table.new_empty((3, block_table.shape[0] + 1)), block_table.new_empty((steps, 2))
 
 
@@ -216,6 +217,7 @@ def widen_kv_reference(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: t
 
 
 def widen_kv_fake(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """The results of `widen_kv_reference`, not filled."""
     check(kv_cache, kv_scales, pages)
     return kv_cache.new_empty(
         (pages.shape[0], kv_cache.shape[1], 2, STEP_TOKENS, kv_cache.shape[4]), dtype=torch.float16

@@ -179,6 +179,7 @@ def fake(
     qkv_scale: Optional[torch.Tensor],
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `reference`, not filled."""
     return residual.new_empty(
         (residual.shape[0], 0 if qkv_weight is None else qkv_weight.shape[0])
     ), residual.new_empty(residual.shape)

@@ -30,12 +30,14 @@ def fence_before_tma(x):
 
 @gluon.jit
 def await_count(counter, goal):
+    """Waits until a counter in global memory has reached `goal`, and sees what was stored before it did."""
     while gl.atomic_add(counter, 0, sem="acquire") < goal:
         pass
 
 
 @gluon.jit
 def clear(counters, FIRST: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """Sets COUNT (a power of two) counters from FIRST on to zero; WARPS: how many warps call it."""
     place = gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.store(counters + FIRST + place, gl.zeros_like(place))
 

@@ -127,6 +127,7 @@ def fake(
     residual: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     check_shapes(q, weight, weight_scale)
     has_block_scales(q, scale)
     return q.new_empty((*q.shape[:-1], weight.shape[0]), dtype=out_dtype)

@@ -150,6 +150,7 @@ def fake(
     slices: Sequence[int],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     check(q, scale, weight, weight_scale, planes, b, b_scale, adapter_index, active, slices)
     return q.new_empty((q.shape[0], weight.shape[0]), dtype=out_dtype)
 

@@ -46,6 +46,7 @@ def fake(
     delta: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     _check(q, weight, weight_scale)
     return q.new_empty((*q.shape[:-1], weight.shape[0] // 2), dtype=out_dtype)
 

@@ -67,6 +67,7 @@ def fake(
     slices: Sequence[int],
     b_scale: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     return b.new_empty((planes.shape[1], b.shape[1]), dtype=delta_dtype(b))
 
 

@@ -64,6 +64,7 @@ def fake(
     b_scale: Optional[torch.Tensor] = None,
     x_scale: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     return b.new_empty((x.shape[0], b.shape[1]), dtype=lora_expand.delta_dtype(b))
 
 

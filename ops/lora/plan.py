@@ -81,6 +81,7 @@ def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) 
 
 
 def lora_plan_fake(adapter_index: torch.Tensor, num_slots: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `lora_plan_reference`, not filled."""
     tokens = adapter_index.shape[0]
     return adapter_index.new_empty((tokens,)), adapter_index.new_empty((num_tiles(tokens, num_slots, tile), 3))
 
@@ -218,6 +219,7 @@ def lora_active_reference(adapter_index: torch.Tensor, num_slots: int) -> torch.
 
 
 def lora_active_fake(adapter_index: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """The results of `lora_active_reference`, not filled."""
     return adapter_index.new_empty((cdiv(adapter_index.shape[0], LIST_TOKENS), num_slots + 1))
 
 

@@ -57,6 +57,7 @@ def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor
 
 
 def lora_round_fake(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `lora_round_reference`, not filled."""
     _check_planes(planes, parts)
     return planes.new_empty(planes.shape[1:], dtype=torch.int8), planes.new_empty((planes.shape[1], parts))
 
@@ -266,6 +267,7 @@ def lora_expand_rounded_fake(
     tile: int,
     slices: Sequence[int],
 ) -> torch.Tensor:
+    """The results of `lora_expand_rounded_reference`, not filled."""
     _check_ranks(ranks, rank_step, b, b_scale, slices)
     return b.new_empty((ranks.shape[0], b.shape[1]), dtype=torch.bfloat16)
 

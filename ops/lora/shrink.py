@@ -73,6 +73,7 @@ def fake(
     a_scale: Optional[torch.Tensor] = None,
     x_scale: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     return x.new_empty((splits, x.shape[0], a.shape[1]), dtype=torch.float32)
 
 

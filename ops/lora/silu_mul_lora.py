@@ -65,6 +65,7 @@ def fake(
     tiles: torch.Tensor,
     tile: int,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     check(gate_up, ranks, rank_step, b, b_scale)
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 

@@ -19,6 +19,7 @@ def reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def fake(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     return weight.new_empty((*input_ids.shape, weight.shape[1]))
 
 

@@ -46,6 +46,7 @@ def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tu
 
 
 def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `reference`, not filled."""
     if x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(f"quantize_blocks: x {tuple(x.shape)} must be [T, K] with K a multiple of {BLOCK}")
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(

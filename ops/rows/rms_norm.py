@@ -72,18 +72,21 @@ def add_rms_norm_quant_reference(
 
 
 def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The results of `rms_norm_reference`, not filled."""
     return x.new_empty(x.shape)
 
 
 def add_rms_norm_fake(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `add_rms_norm_reference`, not filled."""
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 def rms_norm_quant_fake(
     x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of `rms_norm_quant_reference`, not filled."""
     y = x.new_empty(x.shape) if keep else x.new_empty((0, x.shape[-1]))
     return y, *quantize_rowwise_fake(x, dtype)
 
@@ -98,6 +101,7 @@ def add_rms_norm_quant_fake(
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of `add_rms_norm_quant_reference`, not filled."""
     return *rms_norm_quant_fake(x, weight, eps, keep, dtype), x.new_empty(x.shape)
 
 

@@ -111,6 +111,7 @@ def fake(
     seeds: torch.Tensor,
     steps: torch.Tensor,
 ) -> torch.Tensor:
+    """The results of `reference`, not filled."""
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 

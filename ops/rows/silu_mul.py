@@ -64,12 +64,14 @@ def silu_mul_quant_reference(
 
 
 def silu_mul_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
+    """The results of `silu_mul_reference`, not filled."""
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
 def silu_mul_quant_fake(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of `silu_mul_quant_reference`, not filled."""
     h = silu_mul_fake(gate_up, delta) if keep else gate_up.new_empty((0, gate_up.shape[-1] // 2))
     shape = gate_up.shape[:-1]
     q = gate_up.new_empty((*shape, gate_up.shape[-1] // 2), dtype=dtype)

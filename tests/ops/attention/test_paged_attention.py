@@ -12,8 +12,8 @@ from sidestream.ops.attention.paged_attention import (
     gather_keys_values,
     paged_attention,
     paged_attention_quant,
-    reference,
 )
+from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
 from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference

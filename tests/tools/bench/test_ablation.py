@@ -30,10 +30,11 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         programs.append(pair[max(pair)])
         return float(len(pair[max(pair)].steps))
 
-    monkeypatch.setattr(bench_layer, "DEPTHS", (1,))
+    for module in (bench_layer, ablation):
+        monkeypatch.setattr(module, "DEPTHS", (1,))
+        monkeypatch.setattr(module, "layer_us", layer_us)
     everything = ablation.arms()
     monkeypatch.setattr(ablation, "arms", lambda: [arm for arm in everything if arm.name not in UNSEEN])
-    monkeypatch.setattr(bench_layer, "layer_us", layer_us)
     monkeypatch.setattr(bench_layer.Layers, "tensors", lambda *_arguments: {})
     return programs
 
