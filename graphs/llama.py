@@ -29,6 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> the same shape and dtype."""
         wide = x.to(torch.float32)
         variance = wide.pow(2).mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(variance + self.eps)
@@ -43,6 +44,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [T] -> [T, H]."""
         return F.embedding(input_ids, self.weight)
 
 
@@ -58,6 +60,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies.to(target), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the class."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return angles.cos(), angles.sin()
@@ -90,6 +93,7 @@ class Attention(nn.Module):
         query_start: torch.Tensor,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
+        """hidden_states [T, H] -> [T, H]; see `Llama.forward` for the rest."""
         q = self.q_proj(hidden_states, adapter_index).view(self.query_shape)
         k = self.k_proj(hidden_states, adapter_index).view(self.key_shape)
         v = self.v_proj(hidden_states, adapter_index).view(self.key_shape)
@@ -114,11 +118,12 @@ class MLP(nn.Module):
         self.down_proj = _projection("down_proj", config, lora, dtype, device)
 
     def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
+        """x [T, H], adapter_index [T] -> [T, H]."""
         return self.down_proj(F.silu(self.gate_proj(x, adapter_index)) * self.up_proj(x, adapter_index), adapter_index)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind its norm and beside its residual."""
+    """Attention and MLP, each after its norm and added to its residual."""
 
     def __init__(
         self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
@@ -141,6 +146,7 @@ class DecoderLayer(nn.Module):
         query_start: torch.Tensor,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
+        """hidden_states [T, H] -> [T, H]; see `Llama.forward` for the rest."""
         attended = self.self_attn(
             self.input_layernorm(hidden_states),
             cos,
@@ -179,6 +185,7 @@ class Decoder(nn.Module):
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
+        """input_ids [T] -> hidden states [T, H]; see `Llama.forward` for the rest."""
         hidden_states = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):

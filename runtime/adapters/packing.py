@@ -1,7 +1,8 @@
 """One adapter's tensors into its slot's layout, alike layers together: some hundred large operations instead of ten
 thousand small ones.
 
-Whoever launches steps shares the interpreter with whoever packs, so what counts is how rarely packing asks for it.
+The thread that launches steps shares the interpreter with those that pack, so what counts is how rarely packing asks
+for it.
 """
 
 import re
@@ -72,7 +73,7 @@ class Packing:
 
 
 def use_few_threads() -> None:
-    """For the calling thread, which packs beside running steps: torch's operations use at most half of the processor's
+    """For the calling thread, which packs while steps run: torch's operations use at most half of the processor's
     cores and PACKING_THREADS.
 
     torch gives threads to come the number that was set last; a thread that ends at once sets the usual one.

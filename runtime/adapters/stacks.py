@@ -1,4 +1,4 @@
-"""The adapters' way into the device's stacks, beside the steps: disk -> host memory -> slot, each on a thread of its
+"""The adapters' way into the device's stacks, while steps run: disk -> host memory -> slot, each on a thread of its
 own.
 """
 
@@ -41,7 +41,7 @@ NO_READ: Read = (-1, -1, None, -1)
 @dataclass
 class Flight:
     """A copy that the device works on: its first and last event, and when its end is expected (time.monotonic; None:
-    nobody knows).
+    not known).
     """
 
     slot: int
@@ -58,9 +58,9 @@ class AdapterStacks:
 
     `start` begins a copy into a slot that no step at work reads, `finished` tells which copies have ended; the caller
     lets no step use the slot in between. A copy from host memory is a run of asynchronous copies on a stream of its own
-    (`slot_copy`). One that is about to end is told early, so that the next step can be planned with it: whoever
-    launches a step calls `before_step` first, which has the device wait for what has not quite arrived. `device_calls`
-    must be held by whoever captures a CUDA graph: other threads must not call the device meanwhile.
+    (`slot_copy`). One that is about to end is told early, so that the next step can be planned with it: the
+    thread that launches a step calls `before_step` first, which has the device wait for what has not quite arrived.
+    `device_calls` must be held while a CUDA graph is captured: other threads must not call the device meanwhile.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class AdapterStacks:
     def note_step(self, now: float) -> None:
         """A step has ended (time.monotonic).
 
-        A step that is planned when one ends starts behind the one that starts then. So a copy that ends within the
-        shortest of the last steps' times counts as ended, and nobody waits for it; `lead_seconds` is a share of that.
+        A step that is planned when one ends starts after the one that starts then. So a copy that ends within the
+        shortest of the last steps' times counts as ended, and nothing waits for it; `lead_seconds` is a share of that.
         """
         times = self._step_times
         times.append(now)
@@ -154,7 +154,7 @@ class AdapterStacks:
                 self.store.release(flight.block)
 
     def load(self, slot: int, number: int) -> None:
-        """Copy an adapter into a slot behind the current stream's work, and wait for it; reads it first if need be."""
+        """Copy an adapter into a slot after the current stream's work, and wait for it; reads it first if need be."""
         block = self.store.prepare(number)
         if self._stream is None:
             self._copies_into.enqueue(slot, block)
@@ -252,7 +252,7 @@ def _work(owner: "weakref.ref[AdapterStacks]", name: str, jobs: Any, on_gpu: boo
 def _stop(
     reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]", threads: list[threading.Thread]
 ) -> None:
-    """Ends the threads behind their present job and waits: an interpreter that exits while one is inside torch is
+    """Ends the threads after their present job and waits: an interpreter that exits while one is inside torch is
     terminated by the C++ runtime.
     """
     reads.put(NO_READ)

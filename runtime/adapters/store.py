@@ -1,5 +1,5 @@
-"""Adapters in host memory, laid out as their slots: one block each, page-locked beside a GPU, so that a copy needs
-no further work.
+"""Adapters in host memory, laid out as their slots: one block each, page-locked for a GPU, so that a copy needs no
+further work.
 """
 
 import math
@@ -28,7 +28,7 @@ ALIGNMENT = 4096
 """A page of the operating system: page-locking one tensor must not touch its neighbours."""
 LOCK_PAUSE = 0.0002
 PIECE = 1 << 20
-"""Bytes that are page-locked, and copied, at a time: whoever launches steps waits for a call that locks pages."""
+"""Bytes that are page-locked, and copied, at a time: a step cannot be launched during a call that locks pages."""
 
 
 def block_starts(sizes: Sequence[int]) -> list[int]:

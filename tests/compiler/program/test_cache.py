@@ -46,7 +46,7 @@ def test_a_second_start_captures_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["option", "config", "bucket", "damage"])
-def test_what_differs_is_made_anew(tmp_path: Path, change: str) -> None:
+def test_what_differs_is_made_again(tmp_path: Path, change: str) -> None:
     program = compiled(tmp_path).program(BUCKET)
     if change == "damage":
         (path,) = tmp_path.iterdir()

@@ -1,5 +1,5 @@
 """Adapters on disk, in host memory and in slots: names, roots, replacement, files that change or vanish, and the
-copies beside the steps.
+copies while steps run.
 """
 
 import gc

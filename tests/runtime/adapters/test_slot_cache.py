@@ -159,7 +159,7 @@ def test_a_cold_start_within_one_process(config, paths, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["content", "scaling", "recipes", "sources"])
-def test_what_differs_is_packed_anew(config, paths, tmp_path, change, monkeypatch):
+def test_what_differs_is_packed_again(config, paths, tmp_path, change, monkeypatch):
     copy = shutil.copytree(paths[0], tmp_path / "copy")
     first, _ = start(config, copy, tmp_path)
     more: dict[str, Any] = {}
@@ -335,7 +335,7 @@ def test_the_longest_unused_are_removed(tmp_path):
 
 
 def test_writers_at_once(tmp_path):
-    """Whoever reads meanwhile finds nothing or all of it."""
+    """A reader finds nothing or all of it meanwhile."""
     data = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
     caches = [new_cache(tmp_path) for _ in range(4)]
     writers = [
