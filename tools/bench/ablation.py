@@ -1,7 +1,7 @@
 """What each optimisation is worth: one is turned off (or exchanged for another choice) at a time, and a decode layer is
 timed again.
 
-`sidestream bench latency --ablate`. Each arm compiles a model of Llama-3.1-8B's shape anew with two and with six
+`sidestream bench latency --ablate`. Each arm compiles a model of Llama-3.1-8B's shape again with two and with six
 layers, replays both as CUDA graphs and takes a quarter of the difference (`bench_layer`), so that embedding, output
 projection and launch are left out.
 """

@@ -60,7 +60,7 @@ class Bench:
         return name
 
     def fill(self) -> None:
-        """Start the background anew, so that its contexts stay short, and let it come to its steady state."""
+        """Start the background again, so that its contexts stay short, and let it come to its steady state."""
         for name in self._names:
             self.engine.abort(name)
         self._names = [self.ask(self._choices[index % 3], OUTPUT) for index in range(self._background)]

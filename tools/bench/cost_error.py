@@ -1,4 +1,4 @@
-"""Measures a model's decode programs step by step on the GPU and prints the cost model's estimate beside it.
+"""Measures a model's decode programs step by step on the GPU and prints the cost model's estimate next to it.
 
     python -m sidestream.tools.bench.cost_error -o docs/measurements/cost_model_h200
     python -m sidestream.tools.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o
@@ -6,7 +6,7 @@
 
 The model has Llama-3.1-8B's shape and random weights. Each program is captured as a CUDA graph and replayed under the
 profiler; a step's time is what it adds to its lane (from the end of what it follows to its own end). Writes PREFIX.txt
-(also printed) and PREFIX.json. With --steps nothing is measured: estimates of whole decode steps stand beside what
+(also printed) and PREFIX.json. With --steps nothing is measured: estimates of whole decode steps stand next to what
 `sidestream bench latency` measured, which the model's constants were not fitted to; no GPU is needed.
 """
 
@@ -88,7 +88,7 @@ def measure(bound: BoundProgram, replays: int = REPLAYS) -> tuple[list[float], f
 
 
 def compare(program: Program, seconds: Sequence[float], whole: float, assume: Assumptions, gpu: Gpu) -> Measured:
-    """Estimates beside measurements, by op."""
+    """Estimates next to measurements, by op."""
     costs = step_costs(program, assume, gpu)
     placed = estimate(program, assume, gpu, costs)
     adds = advances(program, placed)
@@ -167,7 +167,7 @@ class WholeStep:
 def whole_steps(
     bench: dict[str, Any], layers: int | None = None, lora_dtype: LoraDtype = "auto"
 ) -> tuple[list[WholeStep], int]:
-    """(today's estimates beside the rows of a `sidestream bench latency` JSON file, cached tokens of a sequence in
+    """(today's estimates next to the rows of a `sidestream bench latency` JSON file, cached tokens of a sequence in
     the middle of what it timed).
     """
     asked = bench["options"]
@@ -308,7 +308,7 @@ def _each_bucket(
 def _again(
     compiled: CompiledModel, options: argparse.Namespace, earlier: dict[str, Any], gpu: Gpu
 ) -> Iterable[Measured]:
-    """The model of today beside the steps of an earlier run.
+    """The model of today next to the steps of an earlier run.
 
     Raises ValueError when today's programs have other steps.
     """

@@ -32,7 +32,7 @@ def captured(launches: Sequence[Callable[[], Any]], rounds: int) -> Any:
 
 
 def launch_us(launches: Sequence[Callable[[], Any]], rounds: int, repeats: int) -> float:
-    """Microseconds of one launch in such a graph: the median of `repeats` replays behind two that warm up."""
+    """Microseconds of one launch in such a graph: the median of `repeats` replays after two that warm up."""
     graph = captured(launches, rounds)
     times = [elapsed_us(graph.replay) for _ in range(repeats + 2)]
     return statistics.median(times[2:]) / (rounds * len(launches))

@@ -1,10 +1,10 @@
-"""`sidestream bench kernels`: workload K, every op of a decode layer alone, beside the time that its bytes need.
+"""`sidestream bench kernels`: workload K, every op of a decode layer alone, next to the time that its bytes need.
 
 The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights, in int8 or e4m3. One
 op's launches of all six layers follow each other in a CUDA graph, so its weights (100 MB and more in all) are never in
 the L2 cache; launches don't overlap (no programmatic dependent launch).
 
-A second table is attention alone: decode by sequences and context beside the bytes, prefill beside the tensor cores'
+A second table is attention alone: decode by sequences and context next to the bytes, prefill next to the tensor cores'
 peak, for each cache dtype.
 """
 

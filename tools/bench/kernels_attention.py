@@ -1,8 +1,8 @@
 """The attention part of `sidestream bench kernels`: decode and prefill of Llama-3.1-8B's heads over a cache of each
 dtype.
 
-Decode rows stand beside the time that their keys, values, scales, queries and results need at the memory's bandwidth;
-prefill rows beside the tensor cores' peak for their products: half of the operations in e4m3 and half in 16 bits for an
+Decode rows stand next to the time that their keys, values, scales, queries and results need at the memory's bandwidth;
+prefill rows next to the tensor cores' peak for their products: half of the operations in e4m3, half in 16 bits for an
 e4m3 cache, all in 16 bits else. Pages lie in random order. A row's launches follow each other in a CUDA graph, over
 copies of the cache where one would stay in the L2.
 

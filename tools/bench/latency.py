@@ -1,4 +1,4 @@
-"""`sidestream bench latency`: workload A, milliseconds per decode step beside the floor.
+"""`sidestream bench latency`: workload A, milliseconds per decode step next to the floor.
 
 C requests of random token ids start at once, end-of-sequence is ignored, sampling is greedy. A step's time is (time for
 `output_len` outputs - time for 32 outputs) / (output_len - 32), so the prefill and everything else that happens once
@@ -28,7 +28,7 @@ SHORT_OUTPUT = 32
 LORA_CHOICES = ("none", "zipf", "four")
 
 DESCRIPTION = """\
-Measure milliseconds per decode step and output tokens per second, beside the floor that the GPU's memory bandwidth
+Measure milliseconds per decode step and output tokens per second, next to the floor that the GPU's memory bandwidth
 sets.
 
 By default the model has the shape of Llama-3.1-8B with random weights, and 8 random adapters of rank 32 on all linear
@@ -65,7 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "latency",
-        help="time decode steps beside the memory-bandwidth floor",
+        help="time decode steps next to the memory-bandwidth floor",
         usage="%(prog)s [--model MODEL] [--concurrency C ...] [--lora none|zipf|four ...] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,

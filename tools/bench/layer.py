@@ -154,7 +154,7 @@ class Layers:
 
 
 def replay_us(bound: Any, repeats: int, inner: int = 10) -> float:
-    """Microseconds of one replay: the median of `repeats` rows of `inner` replays, behind one that warms up."""
+    """Microseconds of one replay: the median of `repeats` rows of `inner` replays, after one that warms up."""
     return statistics.median([elapsed_us(bound.replay, inner) for _ in range(repeats + 1)][1:])
 
 

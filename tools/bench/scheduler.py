@@ -1,4 +1,4 @@
-"""What planning costs on the CPU: milliseconds per step of `schedule` and `commit`, and of the text behind them, for
+"""What planning costs on the CPU: milliseconds per step of `schedule` and `commit`, and of the text after them, for
 many streams.
 
     python -m sidestream.tools.bench.scheduler [--streams 256] [--steps 400]

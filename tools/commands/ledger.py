@@ -25,7 +25,7 @@ the logits:
   added        relative RMSE against the graph right before the pass
   total        relative RMSE against the graph before any pass (or, with --reference fp32, the model in fp32)
   mean KL      KL divergence from the logits before the pass, mean over the tokens; worst KL: of the worst token, which
-               is named beside it
+               is named next to it
   worst layer  where in the model the residual stream's relative error grows most, and by how much
 A pass of tier `keeps` should add no more than its roundings. The last row is the program that is made of the last
 graph. The batch mixes all adapters: the demo's prompts with their answers, or each --prompt for the base and for every

@@ -139,7 +139,7 @@ def batch_inputs(batch: Sequence[tuple[Sequence[int], int]]) -> dict[str, Any]:
     def integers(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    first = [(1 + row * blocks) * PAGE_SIZE for row in range(len(batch))]  # a sequence's pages lie one behind the other
+    first = [(1 + row * blocks) * PAGE_SIZE for row in range(len(batch))]  # a sequence's pages lie one after the other
     return {
         "input_ids": torch.tensor([token for ids, _ in batch for token in ids]),
         "positions": torch.tensor([position for length in lengths for position in range(length)]),

@@ -23,7 +23,7 @@ FUSIONS = (
 class Arm:
     """One way to serve.
 
-    options   arguments of `LLM` beside model and adapters
+    options   arguments of `LLM` besides model and adapters
     about     one line for the tables
     passes    name of a function of `emulation` that makes the pass list
     weights   name of a function of `emulation` that edits the loaded weights in place
@@ -209,7 +209,7 @@ def chosen_arms(names: Sequence[str], with_controls: bool) -> list[Arm]:
 
 
 def open_arm(arm: Arm, model: Any, adapters: Mapping[str, Any], calibration: Any = None, **sizes: Any) -> Any:
-    """An `LLM` of this arm, on which programs beside the engine's own may be run after its last request.
+    """An `LLM` of this arm, on which programs besides the engine's own may be run after its last request.
 
     `calibration`: for the arms that need one.
     """

@@ -128,7 +128,7 @@ def _balance(layer: Any, config: Any) -> Any:
 
 
 def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> list[tuple[Any, Any, Any]]:
-    """q, k (behind RoPE) and v of every layer for one sequence, in the model's dtype."""
+    """q, k (after RoPE) and v of every layer for one sequence, in the model's dtype."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

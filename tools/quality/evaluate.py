@@ -1,4 +1,4 @@
-"""Runs the arms over a suite, each beside a bf16 engine; on a GPU several at once, since a small model keeps it busy
+"""Runs the arms over a suite, each next to a bf16 engine; on a GPU several at once, since a small model keeps it busy
 only in part.
 """
 
@@ -99,7 +99,7 @@ class Raw:
 
 
 class Examiner:
-    """Runs arms in this process; a bf16 engine stays beside them, whose logits theirs are compared with."""
+    """Runs arms in this process; a bf16 engine stays next to them, whose logits theirs are compared with."""
 
     def __init__(self, model: Model, suite: Suite, device: str | None) -> None:
         self.model, self.suite = model, suite

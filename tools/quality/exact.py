@@ -1,4 +1,4 @@
-"""Questions with exact answers through `LLM.generate`, and what an arm's answers are beside bf16's."""
+"""Questions with exact answers through `LLM.generate`, and what an arm's answers are next to bf16's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """What a quantized KV cache does to attention: simulated for one layer and one sequence with the layer's own queries,
 keys and values.
 
-Queries [T, HQ, D] and keys [T, HK, D] are those behind RoPE, values [T, HK, D]; row t is token t, attention is causal.
+Queries [T, HQ, D] and keys [T, HK, D] are those after RoPE, values [T, HK, D]; row t is token t, attention is causal.
 """
 
 from typing import Any

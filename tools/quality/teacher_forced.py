@@ -58,7 +58,7 @@ class Piece:
 @dataclass(frozen=True)
 class Compared:
     """Per token of all documents (CPU tensors [tokens]): KL(reference || arm) in nats, whether both rank the same token
-    first, -log p of the token that follows in either (NaN behind the last), the document's index, and what is to be
+    first, -log p of the token that follows in either (NaN after the last), the document's index, and what is to be
     predicted (an index of KINDS)."""
 
     kl: torch.Tensor
@@ -205,7 +205,7 @@ def _compared(reference: torch.Tensor, arm: torch.Tensor, targets: torch.Tensor)
 
 
 def _following(tokens: Sequence[int], piece: Piece) -> list[int]:
-    """The token behind each of a piece's; -1 behind the document's last."""
+    """The token after each of a piece's; -1 after the document's last."""
     following = list(tokens[piece.start + 1 : piece.start + piece.count + 1])
     return following + [-1] * (piece.count - len(following))
 

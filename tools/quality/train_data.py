@@ -33,7 +33,7 @@ TEXT_SHARE = (0.85, 0.95)
 
 @dataclass(frozen=True)
 class Rows:
-    """Ragged token ids: `ids` uint16 and `weights` uint8 of all rows behind each other, `lengths` int64 of the rows."""
+    """Ragged token ids: `ids` uint16 and `weights` uint8 of all rows after each other, `lengths` int64 of the rows."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -63,7 +63,7 @@ class Job:
     corpus   documents of the standard library, every `of`-th beginning with `seed`
     mixed    rows packed with instructed questions of every task
     task     one question of task `name` a row, as its adapter is asked
-    hay      a long text with codes and as many questions as there are codes, for the base model all of them behind the
+    hay      a long text with codes and as many questions as there are codes, for the base model all of them after the
              text; if `name` is given, worded for the adapter, and in every other row some after each part of the text,
              so that one row asks at every distance and in every place
     needle   one needle, a code `depth` into the text, and its question; what `needle_accuracy` is shown

@@ -1,6 +1,6 @@
 """Checks and times one linear's configurations for `sidestream tune`.
 
-A launch is timed as a step has it: behind a small kernel that makes its input (the quantization of the tokens), with
+A launch is timed as a step has it: after a small kernel that makes its input (the quantization of the tokens), with
 programmatic dependent launch, and with weights that are not in the L2 cache, because several copies take turns. What
 the small kernel takes alone is subtracted. All configurations read the same copies, and their replays take turns:
 neither where a weight happens to lie nor the clock of the moment decides between them.
@@ -174,7 +174,7 @@ class Bench:
         quantize_rowwise.launch(self.x, self.dtype, out=(self.q, self.scale), pdl=True)
 
     def _capture(self, run: Run) -> torch.cuda.CUDAGraph:
-        """The quantization and `run` behind it, over all copies of the weights."""
+        """The quantization and `run` after it, over all copies of the weights."""
         run(*self.weights[0])
         return captured(
             [launch for weight in self.weights for launch in (self._quantize, partial(run, *weight))], self.rounds

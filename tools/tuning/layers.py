@@ -20,8 +20,8 @@ from .jobs import Job, Timing, show
 
 MOST = 6  # shapes of a launch that are tried, besides what the table has
 SLOWER = 1.5  # times the fastest alone: slower ones are not tried
-FEWER_REGISTERS = (72, 96)  # a thread: what leaves LoRA's programs room beside 4 warps
-OTHER_REGISTERS = 40  # that such a thread needs beside its part of the sums
+FEWER_REGISTERS = (72, 96)  # a thread: what leaves LoRA's programs room next to 4 warps
+OTHER_REGISTERS = 40  # that such a thread needs besides its part of the sums
 ROUNDS, REPEATS = 2, 7
 RANK, SLOTS = 32, 8
 

@@ -29,7 +29,7 @@ Find the fastest way to run each linear of a model on this GPU, and write it dow
 A linear in eight bits (int8 or FP8) can run on several kernels, with tiles of several sizes, its work shared out in
 several ways. Which is fastest depends on its shape and on how many tokens a step has. This command tries what is worth
 trying for each shape and token count. A configuration counts only if its results equal the reference's on fresh random
-data, and are the same bits twice. It is timed behind another kernel and with cold weights, as in a real step, in turns
+data, and are the same bits twice. It is timed after another kernel and with cold weights, as in a real step, in turns
 with the others on the same weights. Of those within 3% of the fastest the most exact one is kept.
 
 The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries

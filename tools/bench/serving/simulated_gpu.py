@@ -61,7 +61,7 @@ class TimedRunner:
         self._near: set[int] = set()
 
     def submit(self, plan: StepPlan) -> tuple[Any, float]:
-        """Start a step behind those that were started before."""
+        """Start a step after those that were started before."""
         handle = self.inner.submit(plan)
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
         return handle, self._free_at

@@ -57,7 +57,7 @@ class Trace:
         return self._timed(plan, submit) if self._profiler is None else self._profiled(plan, submit)
 
     def _timed(self, plan: StepPlan, submit: Callable[[StepPlan], Any]) -> Any:
-        """Between two events on the stream that computes; what travels to and from the host beside it is not between
+        """Between two events on the stream that computes; what travels to and from the host next to it is not between
         them.
         """
         import torch

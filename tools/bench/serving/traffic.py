@@ -1,4 +1,4 @@
-"""What `sidestream bench serve` sends: arrival times, lengths and adapters, drawn anew from a seed.
+"""What `sidestream bench serve` sends: arrival times, lengths and adapters, drawn from a seed.
 
 No network in here.
 """
