@@ -21,7 +21,7 @@ from .safetensors_file import FLOATING
 
 WEIGHTS = "adapter_model.safetensors"
 MODULES_AT_ONCE = 14
-TENSORS_PER_MODULE = 4  # A and B, and room for what is refused by name
+TENSORS_PER_MODULE = 3  # A and B, and room for what is refused by name
 _AGAIN = "save the adapter again with peft's save_pretrained"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _OTHER_BASE = "the adapter was trained on another base; use that one"

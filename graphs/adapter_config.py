@@ -107,6 +107,8 @@ _PEFT_TYPES = (
     "XLORA",
 )
 _EMBEDDINGS = ("embed_tokens", "lm_head")
+MAX_CONFIG_BYTES = 256 << 10
+"""A rank for each module of a large model is 30 kB; JSON is parsed without giving the interpreter away."""
 MAX_NAMES = 4096
 MAX_ALPHA = 1e6
 
@@ -132,7 +134,8 @@ class AdapterConfig:
     ) -> "AdapterConfig":
         """Reads `directory`/adapter_config.json, which must lie under one of `roots` if given. Raises AdapterError."""
         remedy = "give the directory that peft's save_pretrained wrote"
-        return cls.from_dict(read_json_object(directory / CONFIG, AdapterError, remedy, roots=roots), lenient)
+        fields = read_json_object(directory / CONFIG, AdapterError, remedy, MAX_CONFIG_BYTES, roots)
+        return cls.from_dict(fields, lenient)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], lenient: bool = False) -> "AdapterConfig":

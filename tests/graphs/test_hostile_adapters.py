@@ -140,6 +140,12 @@ def test_headers_are_bounded_before_they_are_read(
             AdapterFile(adapter / WEIGHTS, AdapterError, "do this", 56)
 
 
+def test_a_large_config_is_not_parsed(base: TinyBase, adapter: Path) -> None:
+    configure(adapter, auto_mapping="x" * 300_000)
+    with pytest.raises(AdapterError, match="larger than 262144 bytes"):
+        load(base, adapter)
+
+
 def test_impossible_shapes(base: TinyBase, adapter: Path) -> None:
     """Products of huge sizes take quadratic time."""
     for shape in ([1 << 62] * 9, [1] * 9, [1 << 48]):
