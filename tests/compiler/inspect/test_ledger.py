@@ -151,7 +151,7 @@ def test_a_fault_in_a_pass_of_decode_programs_is_named(
     monkeypatch.setattr(
         "sidestream.compiler.inspect.ledger.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps"))
     )
-    monkeypatch.setattr("sidestream.compiler.build.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
+    monkeypatch.setattr("sidestream.compiler.pipeline.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_residual, "keeps")))
     rows = ledger(captured, CompileOptions(precision="fp8"), inputs, state)
     found = {row.name: row for row in rows if row.name.endswith(DECODE)}
     assert list(found) == [*(each.name + DECODE for each in DECODE_PASSES), "wrong_residual" + DECODE] and not set(
@@ -178,7 +178,7 @@ def wrong_adapters(graph: fx.Graph, context: Context) -> PassReport:
 
 def test_a_fault_with_adapters_is_named(models: dict[torch.dtype, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     captured, inputs, state, _ = models[torch.bfloat16]
-    for module in ("inspect.ledger", "build"):
+    for module in ("inspect.ledger", "pipeline"):
         monkeypatch.setattr(
             f"sidestream.compiler.{module}.DECODE_PASSES", (*DECODE_PASSES, Pass(wrong_adapters, "keeps"))
         )
