@@ -100,7 +100,7 @@ def load_adapter(
         tensors = {module: (file.tensor(names[0]), file.tensor(names[1])) for module, names in pairs.items()}
     differences = _differences(settings, config, set(pairs))
     for difference in differences:
-        _log.warning("adapter %s: %s", directory.name, difference)
+        _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(
         rank=max(ranks.values()),
         scaling=scaling,

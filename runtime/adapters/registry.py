@@ -125,18 +125,19 @@ class AdapterRegistry:
         self._check_room(name, replace_name)
         directory = self._resolve(name, path)
         stamp = _stamp(directory)
+        lora = self.lora  # what does not fit the stacks is refused before it takes memory
         adapter = load_adapter(
             directory,
             self.config,
-            self.max_rank,
+            self.max_rank if lora is None else min(self.max_rank, lora.rank),
             recall=None if self.cache is None else self.cache.recall,
             roots=self.allowed_roots,
         )
         if self.cache is not None and adapter.tensors:
             self.cache.remember(adapter)
-        if self.lora is not None:
+        if lora is not None:
             try:
-                check_fits(adapter, self.lora)
+                check_fits(adapter, lora)
             except ValueError as error:
                 raise RequestError(f"adapter {name!r}: {error}") from error
         return directory, adapter, stamp

@@ -16,6 +16,7 @@ import pytest
 import torch
 from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight
 from sidestream.graphs.adapter import AdapterError, load_adapter
+from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.stack import slot_tensors
@@ -243,6 +244,15 @@ def test_a_name_that_is_removed_while_it_is_replaced_stays_removed(config, paths
     with pytest.raises(RequestError, match="removed or replaced meanwhile"):
         registry.add("a", paths[1], replace_name=True)
     assert registry.adapters[0].rank == 6
+
+
+def test_an_adapter_too_large_for_the_stacks_is_not_read(config, base, monkeypatch):
+    (large,) = tiny_adapters(base, [AdapterSpec(rank=24)])
+    registry = AdapterRegistry(config, 64)
+    registry.lora = LoraShape(2, 16)
+    monkeypatch.setattr(AdapterFile, "read", lambda self: pytest.fail("it was read"))
+    with pytest.raises(AdapterError, match=r"rank 24, above the limit of 16: start with --max-lora-rank 24"):
+        registry.add("large", large)
 
 
 def test_files_that_lead_out_of_the_roots(config, paths, tmp_path):
