@@ -29,7 +29,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> the same shape and dtype."""
         wide = x.to(torch.float32)
         variance = wide.pow(2).mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(variance + self.eps)
@@ -146,7 +145,6 @@ class DecoderLayer(nn.Module):
         query_start: torch.Tensor,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden_states [T, H] -> [T, H]; see `Llama.forward` for the rest."""
         attended = self.self_attn(
             self.input_layernorm(hidden_states),
             cos,
