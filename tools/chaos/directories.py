@@ -1,4 +1,6 @@
-"""Adapter directories that hold traps: each must be refused with one error, and nothing else may come of it."""
+"""Adapter directories that hold traps: each must be answered in time, nearly all with an error, and nothing else may
+come of it.
+"""
 
 import json
 import os
@@ -59,6 +61,8 @@ TRAPS: dict[str, Callable[[Path], None]] = {
     "another kind of adapter": lambda folder: _config(folder, use_dora=True),
     "half of the weights": lambda folder: os.truncate(folder / "adapter_model.safetensors", 4096),
 }
+MAY_LOAD = ("many patterns",)
+"""Slow to read where patterns backtrack, but not wrong: an adapter's tensors say what it targets."""
 
 
 def hostile_directories(address: str, root: Path, honest: Path, source: random.Random) -> tuple[int, list[str]]:
@@ -75,8 +79,9 @@ def hostile_directories(address: str, root: Path, honest: Path, source: random.R
         try:
             with Client(address, call_timeout=CALL_SECONDS) as client:
                 client.load_adapter(folder.name, folder)
-                surprises.append(f"{title}: loaded")
                 client.unload_adapter(folder.name)
+                if title not in MAY_LOAD:
+                    surprises.append(f"{title}: loaded")
         except TimeoutError:
             surprises.append(f"{title}: no answer within {CALL_SECONDS:g} s")
         except (RequestError, ServerError) as problem:
