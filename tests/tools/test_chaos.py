@@ -15,7 +15,7 @@ def test_a_round_of_harmless_attacks_finds_nothing(capsys: pytest.CaptureFixture
     code = main(["--minutes", "0", "--clients", "2", "--only", "hostile frames", "half greetings", "killed process"])
     told = capsys.readouterr().out
     assert code == 0 and "no findings" in told, told
-    assert "hostile frames               1      2000         1         0" in told
+    assert "hostile frames               1     10000         1         0" in told
 
 
 def test_the_same_seed_gives_the_same_frames_and_most_are_refused() -> None:
@@ -48,3 +48,9 @@ def test_damage_changes_half_of_the_files(tmp_path: Path) -> None:
     assert caches.damage(tmp_path, random.Random(0)) == 5
     changed = [p for p in tmp_path.iterdir() if p.read_bytes() != bytes([int(p.stem)]) * 1000]
     assert 4 <= len(changed) <= 5, "a file may be exchanged for itself"
+
+
+def test_two_minutes_of_everything_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--minutes", "2", "--seed", "1"])
+    told = capsys.readouterr().out
+    assert code == 0, told

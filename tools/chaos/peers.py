@@ -119,8 +119,8 @@ def greeted(peer: "zmq.Socket[Any]") -> bytes | None:
 
 
 def hostile_frames(address: str, source: random.Random) -> int:
-    """2,000 frames of `frames` from one connection, which reads its answers."""
-    count = 2000
+    """10,000 frames of `frames` from one connection, which reads its answers."""
+    count = 10_000
     with dealer(address) as peer:
         instance = greeted(peer) or protocol.NO_INSTANCE
         for frame in frames(source, count, instance):
