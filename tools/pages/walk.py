@@ -30,7 +30,6 @@ OUTPUT = "SIDESTREAM_WALK"  # environment: the folder that the wrapped processes
 WRAPPER = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
 PROCESSES = ("batcher", "gpu_process")
 IDLE_SECONDS = 1.5  # recorded after the answer, so that what comes in beats is always seen
-GENERATE_AIM, STREAM_AIM = 15, 26  # files that a prompt should pass at most
 
 
 class Recorder:
@@ -196,16 +195,16 @@ def _process(name: str, arguments: list[str]) -> None:
 
 def generate_table() -> str:
     """The table of `LLM.generate`."""
-    return table({"": generate_walk()}, GENERATE_AIM)
+    return table({"": generate_walk()})
 
 
 def stream_table() -> str:
     """The table of `Client.stream`; a file that several processes run is in each one's part."""
-    return table(stream_walk(), STREAM_AIM)
+    return table(stream_walk())
 
 
-def table(walks: dict[str, list[str]], most: int) -> str:
-    """Rows of files, each with the first sentence of its docstring; and how many there are, of at most so many."""
+def table(walks: dict[str, list[str]]) -> str:
+    """Rows of files, each with the first sentence of its docstring; and how many there are."""
     parts = any(walks)
     rows = (
         ["| process | file | what it is |", "| --- | --- | --- |"]
@@ -216,7 +215,7 @@ def table(walks: dict[str, list[str]], most: int) -> str:
         for file in files:
             rows.append(f"{f'| {process} ' if parts else ''}| [{file}](../{file}) | {_says(ROOT / file)} |")
     count = len({file for files in walks.values() for file in files})
-    return "\n".join([*rows, "", f"{count} files; the aim is at most {most}.", ""])
+    return "\n".join([*rows, "", f"{count} files.", ""])
 
 
 def _says(path: Path) -> str:
