@@ -245,6 +245,10 @@ class Scheduler:
         self.states.finish(sequence, reason, text)
         self._ended.append(sequence)
 
+    def issued(self, step: int) -> list[Sequence]:
+        """The unfinished sequences of a step that was planned and has not come back."""
+        return [sequence for sequence in self._issued[step][1] if not sequence.finished]
+
     # -- results ---------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> list[Sampled]:

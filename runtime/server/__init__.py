@@ -12,6 +12,7 @@ connections      the clients, and what has to go out to them
 stepper          plans out, results in, adapters brought in
 gpu_process      the process that drives the GPU
 gpu_link         plans and results between those two
+watch            who beats, and which step takes too long
 settings         what `sidestream serve` is told
 channel          the supervisor's line to its children
 """

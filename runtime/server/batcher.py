@@ -24,7 +24,7 @@ from ..text.encoder import Encoder
 from ..text.tokenizer import load_tokenizer
 from ..wire.addresses import make_private_directory, parse
 from ..wire.keys import load_server_keys
-from ..wire.protocol import INSTANCE_BYTES
+from ..wire.protocol import HEARTBEAT_SECONDS, INSTANCE_BYTES
 from .adapter_desk import AdapterDesk
 from .channel import Channel, ChannelClosed
 from .connections import Connections
@@ -36,6 +36,7 @@ from .settings import ServeSettings
 from .state import ServerState
 from .stepper import Stepper
 from .submissions import Submissions
+from .watch import STALL_SECONDS, AwakeClock
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
@@ -44,6 +45,10 @@ FRAMES_AT_ONCE = 64
 RESTART_RETRY = 5.0
 FAREWELL_SECONDS = 1.0
 DESCRIPTORS = MAX_PEERS + 256
+HUNG_STEP = (
+    "the step that computed this request and perhaps others did not return within {:g} s, and the engine was ended; "
+    "send it again by itself"
+)
 
 
 class Batcher:
@@ -75,6 +80,9 @@ class Batcher:
         self._stop_at: float | None = None
         self._poller = zmq.Poller()
         self._link: BatcherEnd | None = None
+        self._clock = AwakeClock()
+        self._gpu_heard = 0.0
+        self._gave_up = False
         self._expect_gpu(settings.generation)
         for source in (self._listener.source, channel, *([self._encoder] if self._encoder else [])):
             self._poller.register(source, zmq.POLLIN)
@@ -93,13 +101,14 @@ class Batcher:
         self._channel.send({"event": "bound", "address": self._listener.address})
         _allow_descriptors()
         _tame_garbage_collector()
-        next_tick = 0.0
+        next_tick = next_beat = 0.0
         try:
             while True:
                 stepper = self._state.stepper
                 busy = self._connections.waiting or (stepper is not None and stepper.in_flight)
                 wait = 0 if self._listener.pending else BUSY_TICK_MS if busy else int(TICK_SECONDS * 1000)
                 ready = dict(self._poller.poll(wait))
+                self._clock.look()
                 if self._link is not None and self._link.results in ready:
                     self._hear_gpu(self._link)
                 if self._channel.fileno() in ready:
@@ -113,6 +122,10 @@ class Batcher:
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
                     self._connections.beat()
+                    self._watch_gpu()
+                if now >= next_beat:
+                    next_beat = now + HEARTBEAT_SECONDS
+                    self._channel.beat()
                 self._settle()
                 if self._stop_at is not None and (not self._requests or now >= self._stop_at):
                     return self._farewell()
@@ -123,6 +136,7 @@ class Batcher:
 
     def _hear_gpu(self, link: BatcherEnd) -> None:
         """Results and messages of the GPU process."""
+        self._gpu_heard = self._clock.seconds
         while (message := link.receive()) is not None:
             stepper = self._state.stepper
             if isinstance(message, Loading):
@@ -175,13 +189,40 @@ class Batcher:
 
     # -- the GPU process's lives -----------------------------------------------------------------------------------
 
+    def _watch_gpu(self) -> None:
+        """Notice a GPU process that is stopped, and have one ended whose step does not return."""
+        stepper = self._state.stepper
+        if stepper is None:
+            return
+        self._state.stalled = self._clock.seconds - self._gpu_heard > STALL_SECONDS or stepper.watch.late
+        step = stepper.watch.overdue
+        if step is None or self._gave_up:
+            return
+        self._gave_up = True
+        limit = stepper.watch.limit
+        for key in stepper.requests_of(step):
+            request = self._requests.get(key)
+            if request is not None:
+                self._submissions.fail(request, HUNG_STEP.format(limit))
+        self._channel.send({"event": "overdue", "generation": self._generation, "seconds": limit})
+
     def _expect_gpu(self, generation: int) -> None:
         """Be ready for a new GPU process."""
+        self._generation = generation
+        self._gpu_heard = self._clock.seconds
+        self._gave_up = False
         self._link = BatcherEnd(self._context, Path(self._settings.directory), generation)
         self._poller.register(self._link.results, zmq.POLLIN)
 
     def _gpu_ready(self, ready: Ready, link: BatcherEnd) -> None:
-        self._state.stepper = Stepper(ready, link, self._tokenizer, int(self._settings.llm.get("seed", 0)))
+        self._state.stepper = Stepper(
+            ready,
+            link,
+            self._tokenizer,
+            int(self._settings.llm.get("seed", 0)),
+            self._settings.step_timeout,
+            self._clock,
+        )
         self._state.phase, self._state.progress = "ready", 1.0
         self._channel.send({"event": "serving"})
 
@@ -191,7 +232,7 @@ class Batcher:
             self._link.close()
             self._link = None
         retry_after = RESTART_RETRY if restarting else None
-        self._state.stepper = None
+        self._state.stepper, self._state.stalled = None, False
         self._submissions.engine_died(retry_after)
         self._adapters.engine_died(retry_after)
         self._connections.flush()

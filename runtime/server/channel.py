@@ -3,7 +3,9 @@
 Its end closes with the process, however that dies.
 """
 
+import contextlib
 import socket
+import threading
 from typing import Any
 
 import msgspec
@@ -17,11 +19,15 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """One end. `send` blocks (messages are few and small); `receive` takes what has arrived."""
+    """One end. `send` blocks (messages are few and small); `receive` takes what has arrived.
+
+    Several threads may send, one receives.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._buffer = bytearray()
+        self._sending = threading.Lock()
 
     @classmethod
     def pair(cls) -> tuple["Channel", socket.socket]:
@@ -40,11 +46,17 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises ChannelClosed when nobody listens any more."""
-        body = msgspec.msgpack.encode(message)
         try:
-            self._socket.sendall(len(body).to_bytes(_LENGTH, "big") + body)
+            with self._sending:
+                self._socket.sendall(_frame(message))
         except OSError as error:
             raise ChannelClosed("the other process is gone") from error
+
+    def beat(self) -> None:
+        """Say that this process is alive. Never waits: to a process that does not read, or is gone, nothing is sent."""
+        # so short that the socket takes all of it or nothing
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.send(_BEAT, socket.MSG_DONTWAIT)
 
     def receive(self, block: bool = False) -> list[dict[str, Any]]:
         """Messages that have arrived, perhaps none (`block`: at least one).
@@ -81,3 +93,11 @@ class Channel:
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
+
+
+def _frame(message: dict[str, Any]) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(_LENGTH, "big") + body
+
+
+_BEAT = _frame({"event": "beat"})

@@ -57,6 +57,10 @@ class Ready(Notice, frozen=True, tag="ready"):
     seconds: dict[str, float] = {}
 
 
+class Alive(Notice, frozen=True, tag="alive"):
+    """GPU -> batcher: the process runs, whatever its other threads do."""
+
+
 class StepFailed(Notice, frozen=True, tag="step_failed"):
     """GPU -> batcher: a step raised; its tokens do not exist."""
 
@@ -116,7 +120,7 @@ class Answer(Notice, frozen=True, tag="answer"):
 
 
 _decode = msgspec.msgpack.Decoder(
-    Loading | Ready | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | Answer
+    Loading | Ready | Alive | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | Answer
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -3,7 +3,8 @@
 `python -m sidestream.runtime.server.gpu_process FD` is how the supervisor starts it.
 
 Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads
-adapters from disk. So a plan that arrives while the device is busy is launched at once, after the step that runs.
+adapters from disk; a fourth says that the process is alive (`watch`). So a plan that arrives while the device is busy
+is launched at once, after the step that runs.
 """
 
 import logging
@@ -24,6 +25,7 @@ from ...ops.core.kv_layout import PAGE_SIZE
 from ..steps.runner import Runner
 from .channel import Channel, ChannelClosed
 from .gpu_link import (
+    Alive,
     Answer,
     GpuEnd,
     InHostMemory,
@@ -40,6 +42,7 @@ from .gpu_link import (
     Unload,
 )
 from .settings import ServeSettings
+from .watch import Pulse
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_MS = 1
@@ -291,24 +294,35 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
     settings = msgspec.convert(first["settings"], ServeSettings)
     with zmq.Context() as context:
         link = GpuEnd(context, Path(settings.directory), settings.generation)
-        reporter = link.reporter()
-        reporter.tell(Loading("loading"))
+        linger = 0
         try:
-            served = build(settings)
-        except Exception as error:
-            if not isinstance(error, (ValueError, OSError, MemoryError)) and not type(error).__module__.startswith(
-                "sidestream."
-            ):
-                _log.exception("the model could not be loaded")
-            channel.send({"event": "failed", "message": " ".join(str(error).split()) or type(error).__name__})
-            context.destroy(linger=0)
-            return 2
-        channel.send({"event": "ready", "ready": msgspec.to_builtins(served.ready)})
-        try:
-            _Loop(link, channel, served).run()
+            with _pulse(channel, link.reporter()):
+                link.reporter().tell(Loading("loading"))
+                try:
+                    served = build(settings)
+                except Exception as error:
+                    if not isinstance(error, (ValueError, OSError, MemoryError)) and not type(
+                        error
+                    ).__module__.startswith("sidestream."):
+                        _log.exception("the model could not be loaded")
+                    channel.send({"event": "failed", "message": " ".join(str(error).split()) or type(error).__name__})
+                    return 2
+                channel.send({"event": "ready", "ready": msgspec.to_builtins(served.ready)})
+                linger = 200
+                _Loop(link, channel, served).run()
         finally:
-            context.destroy(linger=200)
+            context.destroy(linger=linger)
     return 0
+
+
+def _pulse(channel: Channel, reporter: Reporter) -> Pulse:
+    """Beats for the supervisor and for the batcher."""
+
+    def beat() -> None:
+        channel.beat()
+        reporter.tell(Alive())
+
+    return Pulse(beat, reporter.close)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from .watch import SILENCE_SECONDS
+
 DRAIN_SECONDS = 30.0
 MAX_WAITING = 4096
 
@@ -17,7 +19,10 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     bind              the clients' address
     keys              directory of CURVE keys
     drain_seconds     how long open requests may go on after SIGTERM
-    restart           start the processes again when one dies
+    restart           start the processes again when one dies or is ended
+    step_timeout      seconds after which a step that has not returned ends the GPU process; None: see
+                      `watch.StepWatch`; 0: no process is ended for being late or silent
+    silence_seconds   after so many seconds without a beat a process is ended
     admin             clients may load and unload adapters
     adapter_roots     directories under which a loaded adapter must lie
     max_waiting       requests that may wait to be admitted before newcomers are told `overloaded`
@@ -33,7 +38,9 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     bind: str = ""
     keys: str | None = None
     drain_seconds: float = DRAIN_SECONDS
-    restart: bool = False
+    restart: bool = True
+    step_timeout: float | None = None
+    silence_seconds: float = SILENCE_SECONDS
     admin: bool = True
     adapter_roots: list[str] = field(default_factory=list)
     max_waiting: int = MAX_WAITING

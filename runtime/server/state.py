@@ -11,7 +11,8 @@ from .stepper import Stepper
 @dataclass
 class ServerState:
     """`stepper` is None while no model is ready; `draining` refuses new requests; `dead`: no model will be ready any
-    more. `phase` and `progress` (0..1) say how far a start has come.
+    more; `stalled`: the GPU process gives no sign of life, or a step takes far too long. `phase` and `progress` (0..1)
+    say how far a start has come.
     """
 
     stepper: Stepper | None = None
@@ -19,6 +20,7 @@ class ServerState:
     progress: float = 0.0
     draining: bool = False
     dead: bool = False
+    stalled: bool = False
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -28,9 +30,11 @@ class ServerState:
 
     def health(self, call: int) -> Health:
         """The answer to `get_health`."""
-        status: Literal["loading", "ok", "draining", "dead"] = "ok"
+        status: Literal["loading", "ok", "stalled", "draining", "dead"] = "ok"
         if self.dead:
             status = "dead"
+        elif self.stalled:
+            status = "stalled"
         elif self.draining:
             status = "draining"
         elif self.stepper is None:

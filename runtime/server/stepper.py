@@ -13,6 +13,7 @@ from ..scheduling.scheduler import Scheduler, SchedulerLimits
 from ..steps.plan import AHEAD, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
+from .watch import AwakeClock, StepWatch
 
 BRIEF_TOKENS = 1024
 """A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make
@@ -60,10 +61,18 @@ class Stepper:
     `late_plans`: plans that came when the device had nothing left to do though requests were open; `idle_seconds`: how
     long it stood still for want of them; `busy_seconds`: this process's own work on steps, `plan_seconds` the part of
     it that the next plan waits for; `launch_seconds`: from a plan's arrival at the GPU process until all of it is
-    launched.
+    launched; `watch`: whether a step takes too long (`step_timeout`: see there).
     """
 
-    def __init__(self, ready: Ready, link: BatcherEnd, tokenizer: Tokenizer | None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        ready: Ready,
+        link: BatcherEnd,
+        tokenizer: Tokenizer | None,
+        seed: int = 0,
+        step_timeout: float | None = None,
+        clock: AwakeClock | None = None,
+    ) -> None:
         self.ready = ready
         self.link = link
         self.numbers: dict[str, int] = {adapter.name: adapter.number for adapter in ready.adapters}
@@ -82,6 +91,7 @@ class Stepper:
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
+        self.watch = StepWatch(clock or AwakeClock(), step_timeout, ready.device)
         self.steps = self.late_plans = self.failed_steps = 0
         self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = (
             self.launch_seconds
@@ -107,12 +117,14 @@ class Stepper:
             self._brief = plan.num_tokens <= BRIEF_TOKENS and not self.scheduler.holds_back
             self._continuing[plan.step] = continuing or self.in_flight > 0
             self._remote.submit(plan)
+            self.watch.shipped(plan.step)
             self.in_flight += 1
 
     def take(self, result: StepResult, timing: Timing) -> Progress:
         """A step's tokens: first the next plan goes out, then they become text."""
         begin = time.perf_counter()
         self.in_flight -= 1
+        self.watch.returned()
         progress = self.engine.commit(result)
         self.pump(continuing=True)
         self.plan_seconds += time.perf_counter() - begin
@@ -121,11 +133,16 @@ class Stepper:
         return output
 
     def fail(self, step: int) -> None:
-        """A step raised on the device: its requests end with an error."""
+        """A step raised on the device: its requests are computed again in smaller groups."""
         self.in_flight -= 1
+        self.watch.returned()
         self.failed_steps += 1
         self._continuing.pop(step, None)
         self.scheduler.fail_step(step)
+
+    def requests_of(self, step: int) -> set[str]:
+        """The ids of the requests that a step in flight computes."""
+        return {sequence.request_id for sequence in self.scheduler.issued(step)}
 
     def take_ended(self) -> Progress:
         """What the scheduler ended by itself: deadlines, failed loads, failed steps."""

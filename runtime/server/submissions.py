@@ -151,10 +151,10 @@ class Submissions:
             self._drop(request)
             self._requests.aborted(request)
 
-    def fail(self, request: OpenRequest) -> None:
-        """End a request with which the server's own code failed."""
+    def fail(self, request: OpenRequest, text: str = FAULT) -> None:
+        """End a request with which the server's own code failed, or a step did not return."""
         self._drop(request)
-        self._requests.refuse(request, "request_failed", FAULT)
+        self._requests.refuse(request, "request_failed", text)
 
     def lose(self, client: Client) -> None:
         """A client is gone or too slow: its requests end, and their pages are free for the next plan."""

@@ -27,6 +27,7 @@ from ..wire.addresses import AddressLock, check_keys, make_private_directory, pa
 from .channel import Channel, ChannelClosed
 from .gpu_link import Ready
 from .settings import ServeSettings
+from .watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
 
 STOP_SECONDS = 5.0
 DEATHS = 5
@@ -38,15 +39,21 @@ EXIT_SETTINGS = 2
 
 @dataclass
 class Child:
-    """A process and the line to it."""
+    """A process and the line to it.
+
+    heard    when it last said anything, on the supervisor's `AwakeClock`
+    started  whether its start is over
+    """
 
     name: str
     process: "subprocess.Popen[bytes]"
     channel: Channel
+    heard: float = 0.0
+    started: bool = False
     inbox: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, name: str, command: list[str], settings: ServeSettings) -> "Child":
+    def start(cls, name: str, command: list[str], settings: ServeSettings, now: float) -> "Child":
         """Run `command FD` in a session of its own (a terminal's Ctrl-C is the supervisor's business)."""
         channel, theirs = Channel.pair()
         with theirs:
@@ -55,7 +62,7 @@ class Child:
                 [*command, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True
             )
         channel.send({"settings": msgspec.to_builtins(settings)})
-        return cls(name, process, channel)
+        return cls(name, process, channel, now)
 
     def stop(self, seconds: float = STOP_SECONDS) -> int:
         """Hang up, wait, kill if need be; returns the exit status."""
@@ -82,6 +89,7 @@ class Supervisor:
         self._settings = structs.replace(settings, directory=str(self._runtime), generation=0)
         self._batcher: Child | None = None
         self._gpu: Child | None = None
+        self._clock = AwakeClock()
         self._deaths: list[float] = []
         self._was_ready = False
         self._draining_until: float | None = None
@@ -112,28 +120,44 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _start_batcher(self) -> Child:
-        return Child.start("batcher", [sys.executable, "-m", "sidestream.runtime.server.batcher"], self._settings)
+        command = [sys.executable, "-m", "sidestream.runtime.server.batcher"]
+        return Child.start("batcher", command, self._settings, self._clock.seconds)
 
     def _start_gpu(self) -> Child:
         command = self._settings.gpu_command or [sys.executable, "-m", "sidestream.runtime.server.gpu_process"]
-        return Child.start("GPU process", command, self._settings)
+        return Child.start("GPU process", command, self._settings, self._clock.seconds)
 
     def _watch(self) -> int:
         while True:
-            timeout = None if self._draining_until is None else max(0.0, self._draining_until - time.monotonic())
+            timeout = LOOK_SECONDS
+            if self._draining_until is not None:
+                timeout = min(timeout, max(0.0, self._draining_until - time.monotonic()))
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake, selectors.EVENT_READ)
                 for child in (self._batcher, self._gpu):
                     if child is not None:
                         selector.register(child.channel, selectors.EVENT_READ, child)
                 ready = [key.data for key, _ in selector.select(timeout)]
+            self._clock.look()
             code: int | None = None
             for child in ready:
                 code = self._hear(child) if child is not None else self._signalled()
                 if code is not None:
                     return code
+            self._end_silent()
             if self._draining_until is not None and time.monotonic() >= self._draining_until:
                 return 0
+
+    def _end_silent(self) -> None:
+        """Kill a process that has not beaten for too long; its death is then noticed like any other."""
+        for child in (self._batcher, self._gpu):
+            if child is None or self._settings.step_timeout == 0:
+                continue
+            seconds = self._settings.silence_seconds if child.started else START_SILENCE_SECONDS
+            if self._clock.seconds - child.heard > seconds:
+                child.heard = self._clock.seconds
+                self._say(f"the {child.name} gave no sign of life for {seconds:g} s; ending it")
+                child.process.kill()
 
     def _signalled(self) -> int | None:
         received = self._wake.recv(64)
@@ -153,21 +177,32 @@ class Supervisor:
             messages = child.channel.receive()
         except ChannelClosed:
             return self._died(child)
+        child.heard = self._clock.seconds
         for message in messages:
             event = message["event"]
             if event == "failed":
                 self._say(f"error: {message['message']}")
                 return EXIT_SETTINGS
             if event == "ready":
+                child.started = True
                 self._say(capacity_line(msgspec.convert(message["ready"], Ready)))
             elif event == "serving":
                 self._was_ready = True
                 self._say(f"serving at {self._settings.bind}")
+            elif event == "overdue":
+                self._end_overdue(message)
             elif event == "bound":
+                child.started = True
                 self._settings = structs.replace(self._settings, bind=message["address"])
             elif event == "drained":
                 return 0 if self._draining_until is not None else EXIT_DEAD
         return None
+
+    def _end_overdue(self, message: dict[str, Any]) -> None:
+        """The batcher has waited too long for a step: kill the GPU process, unless it has been replaced meanwhile."""
+        if self._gpu is not None and message["generation"] == self._settings.generation:
+            self._say(f"a step did not return within {message['seconds']:g} s; ending the GPU process")
+            self._gpu.process.kill()
 
     def _died(self, child: Child) -> int | None:
         status = child.stop()

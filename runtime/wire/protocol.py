@@ -281,12 +281,12 @@ class Stats(Message, tag="stats", frozen=True):
 
 
 class Health(Message, tag="health", frozen=True):
-    """Answers `get_health`. status: loading, ok, draining, dead; `phase` and `progress` (0..1) say more while it
-    loads.
+    """Answers `get_health`. status: loading, ok, stalled (the GPU process gives no sign of life, or a step takes far
+    too long), draining, dead; `phase` and `progress` (0..1) say more while it loads.
     """
 
     call: CallId
-    status: Literal["loading", "ok", "draining", "dead"]
+    status: Literal["loading", "ok", "stalled", "draining", "dead"]
     phase: Short = ""
     progress: float = 0.0
     uptime_seconds: float = 0.0

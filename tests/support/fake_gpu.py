@@ -20,11 +20,13 @@ from support.fake_runner import FakeRunner
 class FakeSizes(SimulatedSizes, kw_only=True):
     """`ServeSettings.llm` of a fake server.
 
-    `poison`: a step that holds this token thrice in a row raises; `fail_start`: what the start-up fails with.
+    `poison`: a step that holds this token thrice in a row raises; `hang`: one that holds this token so never returns;
+    `fail_start`: what the start-up fails with.
     """
 
     step_seconds: float = 0.0
     poison: int | None = None
+    hang: int | None = None
     fail_start: str | None = None
 
 
@@ -33,20 +35,26 @@ class Checked(FakeRunner):
 
     def __init__(self, sizes: FakeSizes) -> None:
         super().__init__(sizes.num_pages, sizes.num_slots, sizes.vocabulary, lag=AHEAD - 1)
-        self.poison = sizes.poison
+        self.poison, self.hang = sizes.poison, sizes.hang
 
     def submit(self, plan: StepPlan) -> StepResult:
-        if (
-            self.poison is not None
-            and plan.num_tokens > 2
-            and [self.poison] * 3 in np.lib.stride_tricks.sliding_window_view(plan.input_ids, 3).tolist()
-        ):
+        if _holds_thrice(plan, self.hang):
+            threading.Event().wait()
+        if _holds_thrice(plan, self.poison):
             self.fail(plan)
             raise RuntimeError("a poisoned step")
         return super().submit(plan)
 
     def place(self, slot: int, number: int) -> None:
         self.slots[slot] = number
+
+
+def _holds_thrice(plan: StepPlan, token: int | None) -> bool:
+    return (
+        token is not None
+        and plan.num_tokens > 2
+        and [token] * 3 in np.lib.stride_tricks.sliding_window_view(plan.input_ids, 3).tolist()
+    )
 
 
 class FakeServed:

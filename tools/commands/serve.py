@@ -22,7 +22,7 @@ examples:
   sidestream serve models/llama --lora-modules sql=adapters/sql chat=adapters/chat
   sidestream serve models/llama --bind tcp://127.0.0.1:5757
   sidestream serve models/llama --bind tcp://0.0.0.0:5757 --keys keys/server
-  sidestream serve --config server.toml --restart
+  sidestream serve --config server.toml --no-restart
 
 server.toml has the flags as keys:
   model = "models/llama"
@@ -73,7 +73,17 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="how long open requests may go on after SIGTERM (default: %(default)g)",
     )
     group.add_argument(
-        "--restart", action="store_true", help="start the processes again when one dies, instead of ending"
+        "--restart",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="start the processes again when one dies or hangs (default); --no-restart: end instead",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=seconds,
+        metavar="S",
+        help="end the GPU process when a step takes longer (default: ten times the longest of the last steps, at least "
+        "120 s, on a CPU 600 s); 0: end no process for being late or silent",
     )
     group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)"
@@ -140,6 +150,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         keys=options.keys and str(Path(options.keys).resolve()),
         drain_seconds=options.drain_seconds,
         restart=options.restart,
+        step_timeout=options.step_timeout,
         admin=bind.startswith("ipc://") if allowed is None else allowed,
         adapter_roots=roots,
         max_waiting=options.max_waiting,

@@ -159,7 +159,7 @@ def _supervise(address: str) -> int:
 
     class Recorded(supervisor.Supervisor):
         def _start_batcher(self) -> supervisor.Child:
-            return supervisor.Child.start("batcher", [*WRAPPER, "batcher"], self._settings)
+            return supervisor.Child.start("batcher", [*WRAPPER, "batcher"], self._settings, self._clock.seconds)
 
     settings = ServeSettings(
         model=str(DEMO_MODEL),

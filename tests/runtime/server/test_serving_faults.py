@@ -212,7 +212,11 @@ def test_ten_thousand_requests_with_aborts_leave_nothing(tmp_path):
 
 
 def test_the_death_of_the_gpu_process_is_told(tmp_path):
-    with serve_fake(tmp_path, step_seconds=0.005) as server, server.connect() as wire, server.connect() as other:
+    with (
+        serve_fake(tmp_path, step_seconds=0.005, restart=False) as server,
+        server.connect() as wire,
+        server.connect() as other,
+    ):
         wire.submit("a", LONG, prompt_token_ids=[1])
         other.submit("b", LONG, prompt_token_ids=[2], stream=False)
         wire.until(lambda: len(wire.answers["a"].chunks) > 2)
@@ -224,8 +228,8 @@ def test_the_death_of_the_gpu_process_is_told(tmp_path):
     assert not Path(server.address.removeprefix("ipc://")).exists()
 
 
-def test_with_restart_the_engine_comes_back(tmp_path):
-    with serve_fake(tmp_path, step_seconds=0.005, restart=True) as server, server.connect() as wire:
+def test_the_engine_comes_back(tmp_path):
+    with serve_fake(tmp_path, step_seconds=0.005) as server, server.connect() as wire:
         wire.submit("a", LONG, prompt_token_ids=[1])
         wire.until(lambda: len(wire.answers["a"].chunks) > 2)
         former = wire.instance
@@ -246,7 +250,7 @@ def test_with_restart_the_engine_comes_back(tmp_path):
 
 
 def test_the_death_of_the_batcher_ends_everything(tmp_path):
-    with serve_fake(tmp_path) as server, server.connect():
+    with serve_fake(tmp_path, restart=False) as server, server.connect():
         gpu, batcher = server.child("fake_gpu"), server.child("server.batcher")
         os.kill(batcher, signal.SIGKILL)
         assert server.process.wait(10) == 1

@@ -42,14 +42,16 @@ def test_flags(model, tmp_path):
     assert found.admin is False, "over tcp, adapters are loaded only when that was asked for"
     assert found.adapter_roots == [f"{tmp_path}/adapters"]
     assert settings(str(model)).admin is True and settings(str(model), "--no-allow-adapter-loading").admin is False
+    assert found.restart is True and found.step_timeout is None
+    assert settings(str(model), "--no-restart").restart is False
     json.dumps(found.llm)
 
 
 def test_a_file_fills_in_what_the_command_line_leaves_open(model, tmp_path):
     file = tmp_path / "server.toml"
     file.write_text(
-        f'model = "{model}"\nmax-num-seqs = 5\nmax_model_len = 99\nrestart = true\ndrain-seconds = 1.5\ndisable-pass '
-        '= ["quantize_kv"]\n'
+        f'model = "{model}"\nmax-num-seqs = 5\nmax_model_len = 99\nrestart = false\nstep-timeout = 90\n'
+        'drain-seconds = 1.5\ndisable-pass = ["quantize_kv"]\n'
         f'[lora-modules]\nx = "{tmp_path}/adapters/a"\n'
     )
     for arguments in (["--config", str(file), "--max-num-seqs", "6"], ["--max-num-seqs", "6", "--config", str(file)]):
@@ -60,7 +62,7 @@ def test_a_file_fills_in_what_the_command_line_leaves_open(model, tmp_path):
             and found.llm["max_model_len"] == 99
             and found.llm["disable_passes"] == ["quantize_kv"]
         )
-        assert found.restart is True and found.drain_seconds == 1.5
+        assert found.restart is False and found.drain_seconds == 1.5 and found.step_timeout == 90.0
 
 
 @pytest.mark.parametrize(

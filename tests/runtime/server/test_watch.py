@@ -1,0 +1,200 @@
+"""What counts as stopped, hung or late; and that a server ends such a process, tells the truth, and goes on."""
+
+import os
+import signal
+from time import sleep
+from typing import Any
+
+import pytest
+from sidestream.runtime.server import gpu_process
+from sidestream.runtime.server.channel import Channel
+from sidestream.runtime.server.watch import (
+    CPU_STEP_SECONDS,
+    GPU_STEP_SECONDS,
+    LOOK_SECONDS,
+    STEP_FACTOR,
+    AwakeClock,
+    StepWatch,
+)
+from sidestream.runtime.wire.protocol import Sampling
+from support.fake_runner import continuation
+from support.serving import Wire, serve_fake
+
+LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=400)
+SHORT = Sampling(temperature=0.0, ignore_eos=True, max_tokens=6)
+GUARD = 120.0
+"""Seconds after which a test gives up; nothing is measured against them."""
+
+
+class Time:
+    """A clock that goes on when it is told to; `watch` looks at it as a loop would."""
+
+    def __init__(self, timeout: float | None = None, device: str = "cuda:0") -> None:
+        self.now = 1000.0
+        self.clock = AwakeClock(lambda: self.now)
+        self.watch = StepWatch(self.clock, timeout, device)
+
+    def pass_by(self, seconds: float) -> None:
+        """The process is awake for so long."""
+        for _ in range(round(seconds / LOOK_SECONDS)):
+            self.now += LOOK_SECONDS
+            self.clock.look()
+
+    def pause(self, seconds: float) -> None:
+        """The process is stopped for so long."""
+        self.now += seconds
+        self.clock.look()
+
+
+def test_a_step_is_late_and_then_overdue():
+    time = Time(timeout=40.0)
+    time.pass_by(100)
+    time.watch.shipped(7)
+    time.pass_by(10)
+    assert not time.watch.late
+    time.pass_by(1)
+    assert time.watch.late and time.watch.overdue is None
+    time.pass_by(29)
+    assert time.watch.overdue is None
+    time.pass_by(1)
+    assert time.watch.overdue == 7
+    time.watch.returned()
+    assert not time.watch.late and time.watch.overdue is None
+
+
+def test_a_step_in_line_begins_when_the_one_before_it_has_returned():
+    time = Time(timeout=40.0)
+    time.watch.shipped(7)
+    time.watch.shipped(8)
+    time.pass_by(39)
+    time.watch.returned()
+    time.pass_by(40)
+    assert time.watch.overdue is None
+    time.pass_by(1)
+    assert time.watch.overdue == 8
+
+
+@pytest.mark.parametrize(("device", "floor"), [("cpu", CPU_STEP_SECONDS), ("cuda:0", GPU_STEP_SECONDS)])
+def test_a_step_may_take_what_others_took(device, floor):
+    time = Time(device=device)
+    assert time.watch.limit == floor
+    time.watch.shipped(0)
+    time.pass_by(floor / 2)
+    time.watch.returned()
+    assert time.watch.limit == STEP_FACTOR * floor / 2
+
+
+def test_zero_waits_for_ever():
+    time = Time(timeout=0.0)
+    time.watch.shipped(0)
+    time.pass_by(10_000)
+    assert time.watch.overdue is None and not time.watch.late
+
+
+def test_a_pause_is_no_waiting():
+    time = Time(timeout=40.0)
+    time.watch.shipped(0)
+    time.pause(86_400)
+    assert time.watch.overdue is None and not time.watch.late
+
+
+def test_beats_wait_for_nobody():
+    mine, theirs = Channel.pair()
+    other = Channel(theirs)
+    for _ in range(10_000):  # more than the socket holds
+        mine.beat()
+    received = other.receive()
+    assert 0 < len(received) < 10_000 and all(message == {"event": "beat"} for message in received)
+    mine.send({"event": "after"})
+    assert other.receive() == [{"event": "after"}], "no beat was sent in part"
+    other.close()
+    mine.beat()
+
+
+def assert_works(wire: Wire) -> None:
+    wire.submit("works", SHORT, prompt_token_ids=[7, 8])
+    assert wire.answer("works", GUARD).token_ids[0] == continuation([7, 8], -1, 6, 251)
+
+
+def again(wire: Wire) -> Wire:
+    """Say hello to the engine's next life."""
+    wire.welcome = None
+    wire.others.clear()
+    return wire.hello(GUARD)
+
+
+def test_a_stopped_gpu_process_is_told_ended_and_replaced(tmp_path):
+    with serve_fake(tmp_path, step_seconds=0.005, silence_seconds=6.0) as server, server.connect() as wire:
+        wire.submit("a", LONG, prompt_token_ids=[1])
+        wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+        os.kill(server.child("fake_gpu"), signal.SIGSTOP)
+        wire.until(lambda: server.health().status == "stalled", GUARD)
+        error = wire.answer("a", GUARD).error
+        assert error.code == "engine_dead" and error.retry_after > 0
+        assert_works(again(wire))
+        assert server.health().status == "ok"
+        assert "the GPU process gave no sign of life for 6 s" in server.log.read_text()
+
+
+def test_a_stopped_batcher_is_ended_and_replaced(tmp_path):
+    with serve_fake(tmp_path, silence_seconds=2.0) as server, server.connect():
+        former = server.child("server.batcher")
+        os.kill(former, signal.SIGSTOP)
+        fresh = server.connect().hello(GUARD)
+        assert_works(fresh)
+        fresh.socket.close(0)
+        assert server.child("server.batcher") != former
+        assert "the batcher gave no sign of life for 2 s" in server.log.read_text()
+
+
+def test_a_step_that_does_not_return_ends_its_requests_and_the_engine_goes_on(tmp_path):
+    with (
+        serve_fake(tmp_path, step_seconds=0.005, hang=250, step_timeout=8.0, max_num_seqs=2) as server,
+        server.connect() as wire,
+    ):
+        wire.submit("hangs", SHORT, prompt_token_ids=[1, 250, 250, 250])
+        wire.until(lambda: server.health().status == "stalled", GUARD)
+        wire.submit("waits", SHORT, prompt_token_ids=[2])
+        error = wire.answer("hangs", GUARD).error
+        assert (
+            error.code == "request_failed"
+            and error.retry_after is None
+            and "did not return within 8 s" in error.message
+        )
+        error = wire.answer("waits", GUARD).error
+        assert error.code == "engine_dead" and error.retry_after > 0, "it was in no step"
+        assert_works(again(wire))
+        assert "a step did not return within 8 s" in server.log.read_text()
+
+
+def test_after_a_pause_of_everything_nobody_is_ended(tmp_path):
+    """All three are stopped for longer than each may be silent; the supervisor goes on first."""
+    with (
+        serve_fake(tmp_path, step_seconds=0.005, silence_seconds=3.0, step_timeout=3.0) as server,
+        server.connect() as wire,
+    ):
+        wire.submit("a", LONG, prompt_token_ids=[1])
+        wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+        processes = [server.process.pid, server.child("server.batcher"), server.child("fake_gpu")]
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        sleep(5.0)
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+        assert wire.answer("a", GUARD).token_ids[0] == continuation([1], -1, 400, 251)
+        assert [server.process.pid, server.child("server.batcher"), server.child("fake_gpu")] == processes
+
+
+def test_a_gpu_process_beats_while_its_main_thread_is_busy(tmp_path, monkeypatch):
+    """A model that takes long to load is not a silent process."""
+    mine, theirs = Channel.pair()
+    beats: list[Any] = []
+
+    def build(settings: Any) -> Any:
+        while len(beats) < 2:
+            beats.extend(message for message in mine.receive(block=True) if message == {"event": "beat"})
+        raise ValueError("that is all")
+
+    mine.send({"settings": {"model": "m", "directory": str(tmp_path)}})
+    assert gpu_process.run(os.dup(theirs.fileno()), build) == 2
+    assert any(message["event"] == "failed" for message in mine.receive())
