@@ -4,6 +4,7 @@ The driver, not the passes, removes dead code, checks the graph, counts matches 
 before and after.
 """
 
+import difflib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -149,7 +150,12 @@ def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -
     names = list(dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)))
     for name in options.disable:
         if name not in names:
-            raise OptionError(f"disable names {name!r}, which is no pass; passes: {', '.join(names)}")
+            near = difflib.get_close_matches(name, names, 1)
+            raise OptionError(
+                f"disable names {name!r}, which is no pass"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + f" Passes: {', '.join(names)}"
+            )
         if name in ALWAYS_ON:
             raise OptionError(f"pass {name!r} can't be switched off: every later pattern builds on it")
 

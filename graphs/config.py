@@ -156,13 +156,13 @@ def read_json_object(
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror}): check its permissions") from None
     except FileRefusedError as problem:
-        raise error(f"{path.name} {problem}: put the file itself there") from None
+        raise error(f"{path} {problem}: put the file itself there") from None
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise error(f"{path.name} is not valid JSON: download or save it again") from None
+        raise error(f"{path} is not valid JSON: download or save it again") from None
     if content is None:
-        raise error(f"{path.name} is larger than {max_bytes} bytes: it is not the file that it is named after")
+        raise error(f"{path} is larger than {max_bytes} bytes: it is not the file that it is named after")
     if not isinstance(value, dict):
-        raise error(f"{path.name} does not hold a JSON object: download or save it again")
+        raise error(f"{path} does not hold a JSON object: download or save it again")
     return value
 
 

@@ -3,7 +3,9 @@ into one line and exit code 2.
 """
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -41,7 +43,22 @@ class Parser(ConfigParser):
     """Says what is wrong with an option in one line, instead of printing every option there is."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if choice is not None:
+            near = difflib.get_close_matches(choice[1], re.findall(r"'(.*?)'", choice[2]), 1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}{'' if message.endswith('?') else ';'} see {self.prog} --help\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, but what this parser does not know is its own error, which names the nearest flag."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            near = difflib.get_close_matches(rest[0].partition("=")[0], flags, 1)
+            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; did you mean {near[0]}?" if near else ""))
+        return found, rest
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -160,8 +160,23 @@ class Connection:
                 self._greeting = None
             await asyncio.sleep(min(pause, max(0.0, give_up - time.monotonic())))
         self._lose(EngineDeadError("the server did not answer", "engine_dead"))
+        reason = str(problem).removeprefix(f"nothing serves at {self.address}: ")
+        if not isinstance(problem, AddressError):  # which says what to do itself
+            reason += self._remedy()
         raise EngineDeadError(
-            f"nothing serves at {self.address} (waited {self.connect_timeout:g} s): {problem}", "engine_dead"
+            f"nothing serves at {self.address} (waited {self.connect_timeout:g} s): {reason}",
+            "engine_dead",
+        )
+
+    def _remedy(self) -> str:
+        """A server says nothing to a client with the wrong keys, so a missing answer may be their fault."""
+        if self.address.scheme != "tcp":
+            return "; start `sidestream serve`, or give its address"
+        if self.keys is None:
+            return "; start `sidestream serve` there, and if it has keys, name this client's folder with --keys"
+        return (
+            "; if a server runs there, its keys do not go with these: use the client's folder that `sidestream keygen` "
+            "made together with the server's"
         )
 
     def _send(self, message: Message) -> None:

@@ -47,7 +47,12 @@ class FastTokenizer:
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise RequestError(
+                f"{path} is no tokenizer that can be read ({error}); download or copy it again"
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tables: dict[bool, BytePieces | None] = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.demo_model import DEMO_MODEL
-from ..options.engine import add_compile_options, add_run_options, given, positive, precision_arguments
+from ..options.engine import add_compile_options, add_run_options, check_output, given, positive, precision_arguments
 from ..options.environment import collect
 from ..options.models import LLAMA_8B, pick_adapters
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
@@ -173,8 +173,8 @@ def check(options: argparse.Namespace) -> None:
             f"--output-len {options.output_len} must be above {SHORT_OUTPUT}: a step's time is the difference to a "
             f"run of {SHORT_OUTPUT} outputs"
         )
-    if options.output_json.is_dir() or not options.output_json.absolute().parent.is_dir():
-        raise ValueError(f"--output-json {options.output_json} is not a file in an existing directory")
+    check_output("--output-json", options.output_json)
+    check_output("--profile", options.profile)
 
 
 def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_compile_options, add_run_options, positive
+from ..options.engine import add_compile_options, add_run_options, at_least, check_output, positive
 from ..options.environment import collect
 from .latency import build, make_adapters, model_fields
 
@@ -28,6 +28,10 @@ EXAMPLES = """\
 examples:
   sidestream bench startup                    a cold start, then a warm one
   sidestream bench startup --model demo       the demo model"""
+
+
+class StartError(Exception):
+    """A start in a process of its own did not come to its end; the text says why."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,7 +57,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="requests at once (default: 256)",
     )
     parser.add_argument(
-        "--num-adapters", type=int, default=8, metavar="N", help="random adapters to make, 0 for none (default: 8)"
+        "--num-adapters",
+        type=at_least(0),
+        default=8,
+        metavar="N",
+        help="random adapters to make, 0 for none (default: 8)",
     )
     parser.add_argument(
         "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)"
@@ -71,6 +79,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> int:
     """Starts twice in processes of their own, prints the split and writes the JSON."""
+    check_output("--output-json", options.output_json)
+    model_fields(options)  # a mistake in naming the model is said here, not by a process
     if options.once:
         print(json.dumps(start(options)))
         return 0
@@ -88,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def start_in_a_process(caches: Path) -> dict[str, float]:
-    """The figures of one start with the same arguments. Raises RuntimeError with what it said when it fails."""
+    """The figures of one start with the same arguments. Raises StartError with the last line that it said."""
     environment = {
         **os.environ,
         "SIDESTREAM_CACHE": str(caches / "sidestream"),
@@ -102,7 +112,8 @@ def start_in_a_process(caches: Path) -> dict[str, float]:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"the start failed: {done.stderr.strip()[-2000:]}")
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise StartError(f"the start failed: {said[-1].removeprefix('sidestream: error: ')}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

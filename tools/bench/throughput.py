@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_compile_options, add_run_options, positive
+from ..options.engine import add_compile_options, add_run_options, check_output, positive
 from ..options.environment import collect
 from ..options.models import pick_adapters
 from .latency import LORA_CHOICES, build, make_adapters, model_fields
@@ -115,6 +115,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> int:
     """Builds the engine once, measures every line, prints the table and writes the JSON."""
+    check_output("--output-json", options.output_json)
     config, directory = model_fields(options)
     jobs = [("B", count, BALANCED[0], BALANCED[1]) for count in options.concurrency] if "B" in options.workloads else []
     if "P" in options.workloads:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS
-from ..options.engine import adapters_of, add_lora_options, add_model, add_option, model_directory, positive
+from ..options.engine import (
+    adapters_of,
+    add_lora_options,
+    add_model,
+    add_option,
+    check_output,
+    model_directory,
+    positive,
+)
 from ..options.models import load_model
 
 DESCRIPTION = """\
@@ -101,8 +109,9 @@ def run(options: argparse.Namespace) -> int:
     """Runs the model twice over the text (means first, then errors), prints the table, writes the file."""
     directory = model_directory(options)
     names = list(adapters_of(options))
-    if not options.output.parent.is_dir():
-        raise ValueError(f"--output {options.output}: name a file in an existing directory")
+    check_output("--output", options.output)
+    if options.prompts is not None and not options.prompts.is_file():
+        raise ValueError(f"--prompts {options.prompts} is no file; name a text file")
     if options.max_loras is not None and options.max_loras < len(names):
         raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters; leave it out")
     import torch

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.demo_model import DEMO_MODEL
-from ..options.engine import add_compile_options, add_option, demo_prompts, given, precision_arguments
+from ..options.engine import (
+    add_compile_options,
+    add_option,
+    check_output_directory,
+    demo_prompts,
+    given,
+    precision_arguments,
+)
 
 if TYPE_CHECKING:
     from ...compiler.records import PassRecord
@@ -51,6 +58,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the demo. Returns 1 when an answer is not the one that the demo model was trained to give."""
+    check_output_directory("--output", options.output)
     from ...runtime.llm import LLM
     from ...runtime.requests.sampling_params import SamplingParams
     from .streaming import stream_answers

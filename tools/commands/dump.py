@@ -15,6 +15,7 @@ from ..options.engine import (
     add_compile_options,
     add_lora_options,
     add_model,
+    check_output_directory,
     compile_arguments,
     model_directory,
 )
@@ -108,8 +109,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run(options: argparse.Namespace) -> int:
     """Compiles on the meta device and writes the dump."""
     directory = model_directory(options)
-    if options.output.exists() and not options.output.is_dir():
-        raise ValueError(f"--output {options.output} is a file; name a directory")
+    check_output_directory("--output", options.output)
     from ...compiler.api import compile_model
     from ...compiler.cost.timings import Timings
     from ...compiler.options import CompileOptions

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import adapters_of, add_lora_options, add_model, add_option, model_directory, positive
+from ..options.engine import (
+    adapters_of,
+    add_lora_options,
+    add_model,
+    add_option,
+    at_least,
+    check_output,
+    model_directory,
+    positive,
+)
 
 DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:
@@ -89,7 +98,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="texts read by each adapter, and as many of its questions with their answers (default: %(default)s)",
     )
     group.add_argument(
-        "--needles", type=int, default=50, metavar="N", help="needles of each length and depth (default: %(default)s)"
+        "--needles",
+        type=at_least(0),
+        default=50,
+        metavar="N",
+        help="needles of each length and depth (default: %(default)s)",
     )
     group.add_argument(
         "--max-length",
@@ -98,7 +111,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="N",
         help="longest document or needle, in tokens (default: %(default)s)",
     )
-    group.add_argument("--smoke", action="store_true", help="little of everything: a minute on a CPU")
+    group.add_argument("--smoke", action="store_true", help="little of everything and two controls: a minute on a CPU")
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", type=Path, metavar="FILE", help="all figures")
     group.add_argument(
@@ -121,14 +134,13 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(f"{arm.name:28} {arm.about}" for arm in known.ARMS))
         return 0
     directory, adapters = model_directory(options), all_adapters(options)
-    for path in (options.output_json, options.plot, options.markdown):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path}: name a file in an existing directory")
+    for name in ("output_json", "plot", "markdown"):
+        check_output(f"--{name.replace('_', '-')}", getattr(options, name))
     names = [name.strip() for name in options.arms.split(",") if name.strip()] or list(
         known.SMOKE if options.smoke else ()
     )
-    chosen = known.chosen_arms(names, options.controls)
-    if options.smoke and options.controls:
+    chosen = known.chosen_arms(names, options.controls or options.smoke)
+    if options.smoke:
         chosen = [arm for arm in chosen if not arm.control or arm.name in known.SMOKE_CONTROLS or arm.name in names]
     begin = time.perf_counter()
     from ..quality.report import tables, verdicts

@@ -84,13 +84,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def prompts_of(options: argparse.Namespace) -> list[str | list[int]]:
     """The prompts of the command line, or those of standard input.
 
-    Raises ValueError when there are none.
+    Raises ValueError when there are none, or one is empty.
     """
     prompts: list[str | list[int]] = [*options.prompt, *options.prompt_ids]
     if not prompts and not sys.stdin.isatty():
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValueError('there is no prompt; give one with -p "..." or one a line on standard input')
+    if any(isinstance(prompt, str) and not prompt.strip() for prompt in prompts):
+        raise ValueError("a prompt is empty; give it some text, or token ids with --prompt-ids")
     return prompts
 
 

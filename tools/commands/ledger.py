@@ -13,6 +13,7 @@ from ..options.engine import (
     add_compile_options,
     add_lora_options,
     add_model,
+    check_output,
     compile_arguments,
     demo_prompts,
     model_directory,
@@ -76,8 +77,7 @@ def run(options: argparse.Namespace) -> int:
     """Loads the model on the CPU, runs the ledger, prints it."""
     directory = model_directory(options)
     names = list(adapters_of(options))
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ValueError(f"--json {options.json}: name a file in an existing directory")
+    check_output("--json", options.json)
     if any(not prompt for prompt in options.prompt):
         raise ValueError("--prompt is empty; give it some text")
     if options.max_loras is not None and options.max_loras < len(names):

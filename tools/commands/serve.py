@@ -2,12 +2,21 @@
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from ..options.config_file import ConfigAction
-from ..options.engine import add_engine_options, add_model, add_option, given, llm_arguments, positive
+from ..options.engine import (
+    add_engine_options,
+    add_model,
+    add_option,
+    check_output,
+    given,
+    llm_arguments,
+    positive,
+)
 
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.
@@ -161,12 +170,44 @@ def settings_of(options: argparse.Namespace) -> Any:
     )
 
 
+def check_place(bind: str, keys: str | None) -> None:
+    """Raises ValueError for an address that cannot be served at, or keys that are not a server's, before a model is
+    loaded.
+    """
+    from ...runtime.wire.addresses import check_keys, parse
+    from ...runtime.wire.keys import load_server_keys
+
+    address = parse(bind)
+    check_keys(address, keys is not None)
+    if keys is not None:
+        load_server_keys(keys)
+    if address.scheme != "tcp" or not address.port:
+        return
+    host = "" if address.host == "*" else address.host
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, address.port))
+        except socket.gaierror:
+            return  # the name of a network interface, which ZeroMQ knows
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen at {address}: {error.strerror}; stop what listens there, or choose another address "
+                "with --bind"
+            ) from None
+
+
 def run(options: argparse.Namespace) -> int:
     """Serves; returns 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
     from ...runtime.server.supervisor import serve
 
     settings = settings_of(options)
+    check_place(settings.bind, settings.keys)
+    missing = next((root for root in options.adapter_root if not Path(root).is_dir()), None)
+    if missing is not None:
+        raise ValueError(f"--adapter-root {missing} is no directory; name one that adapters may be loaded from")
     if options.trace_steps is not None:
+        check_output("--trace-steps", Path(options.trace_steps))
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())
     print(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters", file=sys.stderr, flush=True)
     return serve(settings, lambda line: print(f"sidestream: {line}", file=sys.stderr, flush=True))

@@ -4,6 +4,7 @@ and `CompileOptions`.
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,8 @@ def layers(text: str) -> bool | tuple[int, ...]:
         if not re.fullmatch(r"\d{1,4}(-\d{1,4})?", part):
             raise argparse.ArgumentTypeError(f"{text!r} is not on, off, or numbers of layers such as 0,3-7")
         first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise argparse.ArgumentTypeError(f"{text!r}: {part} runs backwards; write {last}-{first}")
         chosen |= set(range(int(first), int(last or first) + 1))
     return tuple(sorted(chosen))
 
@@ -228,6 +231,25 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Those of `names` that have a value."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def check_output(flag: str, path: Path | None) -> None:
+    """Raises ValueError for a file that could not be written, before any work; None is no file."""
+    if path is None:
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: name a file in an existing directory")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be written; name a file in a directory of your own")
+
+
+def check_output_directory(flag: str, path: Path) -> None:
+    """Raises ValueError for a directory that could not be made or written, before any work."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{flag} {path} is a file; name a directory")
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path} cannot be written; name a directory of your own")
 
 
 def demo_prompts() -> list[dict[str, str | None]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...options.client import add_connection_options, seconds
-from ...options.engine import positive
+from ...options.engine import check_output, positive
 
 MOST_REQUESTS = 100_000
 DESCRIPTION = """\
@@ -161,8 +161,7 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {low} {high}: the lower bound comes first")
     if not 0 <= options.num_adapters <= MOST_REQUESTS or options.num_requests > MOST_REQUESTS:
         raise ValueError(f"--num-adapters and --num-requests must be at most {MOST_REQUESTS}")
-    if options.output_json.is_dir() or not options.output_json.absolute().parent.is_dir():
-        raise ValueError(f"--output-json {options.output_json} is not a file in an existing directory")
+    check_output("--output-json", options.output_json)
     if options.adapter_dir is not None and not options.adapter_dir.is_dir():
         raise ValueError(f"--adapter-dir {options.adapter_dir} is no directory")
 
