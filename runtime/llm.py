@@ -1,10 +1,12 @@
 """`LLM`: a model with many adapters, in this process."""
 
+import gc
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import torch
 from tqdm import tqdm
 
 from .demo_model import DEMO_MODEL, demo_adapters
@@ -17,8 +19,10 @@ from .requests.outputs import FinishReason, RequestOutput
 from .requests.request import Request
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
+from .text.chat import ChatRenderer
+from .text.chat_template import chat_words
 from .text.requests import make_requests
-from .text.tokenizer import load_tokenizer
+from .text.tokenizer import Tokenizer, adds_token, load_tokenizer
 
 
 class StreamChunk(NamedTuple):
@@ -39,6 +43,8 @@ class LLM:
 
         llm = LLM("path/to/llama", adapters={"poetry": "path/to/adapter"})
         outputs = llm.generate(["To be"], SamplingParams(max_tokens=32), adapter="poetry")
+
+    `close` gives the memory back, as does the end of `with LLM(...) as llm:`. Not thread-safe.
 
     model            directory in the Hugging Face format (None: the demo model with its adapters); with
                      load_format="dummy" also config.json's fields as a dict
@@ -81,15 +87,60 @@ class LLM:
         )
         self._requests = 0
         self._busy = False
+        self._closed = False
+        self._open_stream: Generator[Any, None, None] | None = None
+        self._renderer: ChatRenderer | None = None
+
+    def close(self) -> None:
+        """Give all memory back and end the threads, each after its present job; open streams end. May be called twice.
+
+        Every later call raises RequestError. Memory that the caller still refers to (`llm.engine`, `llm.model`) stays.
+        """
+        if self._closed:
+            return
+        if self._open_stream is not None:
+            self._open_stream.close()
+        self._closed = True
+        if self._renderer is not None:
+            self._renderer.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        del self.engine, self.model, self.compiled, self.registry, self.calibration
+        gc.collect()  # programs and what they are bound to refer to each other; threads end with what they serve
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("this LLM is closed; make a new one")
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode(text)` with the special tokens at the start, `decode(token_ids)`.
+
+        Raises RequestError for a model without one.
+        """
+        self._check_open()
+        if self.tokenizer is None:
+            raise RequestError("the model's directory has neither tokenizer.json nor tokenizer.model; use token ids")
+        return self.tokenizer
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that requests may use."""
+        self._check_open()
         return tuple(self.registry.numbers)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens that a prompt and its output may come to."""
+        self._check_open()
         return self.engine.scheduler.limits.max_model_len
 
     def prefetch_adapters(self) -> None:
@@ -97,6 +148,7 @@ class LLM:
 
         Without it they get there while the first requests run.
         """
+        self._check_open()
         self.model.prefetch_adapters()
 
     def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
@@ -106,6 +158,7 @@ class LLM:
         Raises RequestError or AdapterError, and changes nothing, for one that does not fit what the engine was started
         with.
         """
+        self._check_open()
         former = self.registry.numbers.get(name)
         self.model.add_adapter(name, path, replace)
         if former is not None:
@@ -115,6 +168,7 @@ class LLM:
         """Forget an adapter: no new request may use it; its slot and its host copy come free when those under way
         are finished.
         """
+        self._check_open()
         self.engine.scheduler.forget_adapter(self.registry.remove(name))
 
     def generate(
@@ -144,6 +198,48 @@ class LLM:
                     )
         return [outputs[request.request_id] for request in requests]
 
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or every one of a list of them; outputs come in their order, `prompt` is what the
+        model's chat template made.
+
+        messages                a list of {"role": "user", "content": text}, or a list of such lists; roles are system,
+                                user, assistant and tool
+        sampling_params, adapter   as for `generate`
+        chat_template           a Jinja template's text to use instead of the model's own
+        add_generation_prompt   end the prompt where the assistant's answer begins
+        continue_final_message  let the model go on with the last message; needs add_generation_prompt=False
+        tools, chat_template_kwargs   what else the template may use
+
+        The template is run in a child process, with limits on time, memory and output. Raises RequestError for messages
+        that are none, for a model without a template, and for what the template refuses (ChatTemplateError).
+        """
+        self._check_open()
+        words = chat_words(self.model.source.directory)
+        if self._renderer is None:
+            self._renderer = ChatRenderer(strip_bos=adds_token(self.tokenizer, words.bos_token))
+        prompts = self._renderer.prompts(
+            words,
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, adapter, use_tqdm=use_tqdm)
+
     def stream(
         self,
         prompts: Any,
@@ -155,7 +251,8 @@ class LLM:
         index = {request.request_id: place for place, request in enumerate(requests)}
 
         def chunks() -> Iterator[StreamChunk]:
-            for deltas, _ in self._run(requests, stream=True):
+            self._open_stream = steps = self._run(requests, stream=True)
+            for deltas, _ in steps:
                 for delta in deltas:
                     yield StreamChunk(
                         index[delta.request_id],
@@ -165,10 +262,12 @@ class LLM:
                         delta.stop_reason,
                         delta.index,
                     )
+            self._check_open()
 
         return chunks()
 
     def _make_requests(self, prompts: Any, sampling_params: Any, adapter: Any) -> list[Request]:
+        self._check_open()
         if self._busy:
             raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
         requests = make_requests(
@@ -184,8 +283,11 @@ class LLM:
         self._requests += len(requests)
         return requests
 
-    def _run(self, requests: list[Request], stream: bool) -> Iterator[tuple[list[Any], list[RequestOutput]]]:
+    def _run(
+        self, requests: list[Request], stream: bool
+    ) -> Generator[tuple[list[Any], list[RequestOutput]], None, None]:
         """Steps of the engine until all requests are done; whatever interrupts this ends them."""
+        self._check_open()
         if self._busy:
             raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
         self._busy = True

@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ..requests.errors import EngineDeadError
 from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
+from ..text.chat import ChatRenderer
+from ..text.chat_template import ChatWords
 from ..text.prompts import Prompt, as_list, one_for_each
 from ..wire import protocol
 from ..wire.addresses import AddressError, check_keys, default_address, parse
@@ -68,6 +70,7 @@ class AsyncClient:
             raise AddressError(f"{self.address} names no port to connect to")
         self.connect_timeout, self.call_timeout = connect_timeout, call_timeout
         self._requests_made = itertools.count(1)
+        self._renderer = ChatRenderer()
         self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
 
     async def connect(self) -> Welcome:
@@ -80,6 +83,7 @@ class AsyncClient:
     async def close(self) -> None:
         """End the connection; open requests are aborted and raise EngineDeadError."""
         self._connection.close()
+        self._renderer.close()
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -181,6 +185,42 @@ class AsyncClient:
         else:
             return [task.result() for task in tasks]
         raise failure
+
+    async def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        adapter: Any = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or to a list of them, as `LLM.chat` gives them. The template that the server
+        reports is run here, in a child process with limits; see `LLM.chat` for its options, `generate` for the others.
+        """
+        prompts = await self.chat_prompts(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return await self.generate(
+            prompts, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout
+        )
+
+    async def chat_prompts(self, messages: Any, **options: Any) -> list[str]:
+        """The prompts that `chat` would send, for `stream`; `options`: those of `chat` that the template sees."""
+        server = await self.connect()
+        words = ChatWords(server.chat_template, server.bos_token, server.eos_token)
+        return await asyncio.to_thread(self._renderer.prompts, words, messages, **options)
 
     async def abort(self, request_id: str) -> None:
         """End an open request; its stream gets a last chunk with finish_reason `abort`.

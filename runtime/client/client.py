@@ -6,7 +6,7 @@ An `AsyncClient` on a loop in a thread of its own does the work, heartbeats incl
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -104,6 +104,42 @@ class Client:
                 prompts, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout
             )
         )
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        adapter: Any = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or to a list of them; see `AsyncClient.chat`."""
+        return self._wait(
+            self._client.chat(
+                messages,
+                sampling_params,
+                adapter,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                priority=priority,
+                deadline_seconds=deadline_seconds,
+                timeout=timeout,
+            )
+        )
+
+    def chat_prompts(self, messages: Any, **options: Any) -> list[str]:
+        """The prompts that `chat` would send, for `stream`; see `AsyncClient.chat_prompts`."""
+        return self._wait(self._client.chat_prompts(messages, **options))
 
     def stream(
         self,

@@ -5,5 +5,6 @@ detokenizer      text that grows token by token, never half a character
 prompts          what callers may pass as prompts
 requests         prompts as the engine's requests
 encoder          text to ids on a thread of its own
+chat             what callers may pass as conversations, as prompts
 chat_template    messages to text; chat_worker is the child process that renders them
 """

@@ -145,12 +145,14 @@ class ChatWords(NamedTuple):
     eos_token: str
 
 
-def chat_words(directory: Path) -> ChatWords:
-    """What a model's directory says. The template is chat_template.jinja, or else the field of tokenizer_config.json:
-    a text, or a list of named ones, of which "default" is taken.
+def chat_words(directory: Path | None) -> ChatWords:
+    """What a model's directory says (None: nothing). The template is chat_template.jinja, or else the field of
+    tokenizer_config.json: a text, or a list of named ones, of which "default" is taken.
 
     Raises ChatTemplateError for files that cannot be read as such.
     """
+    if directory is None:
+        return ChatWords(None, "", "")
     config, alone = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     try:
         fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}

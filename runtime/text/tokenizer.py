@@ -132,6 +132,14 @@ def load_tokenizer(directory: Path | None) -> Tokenizer | None:
     return None
 
 
+def adds_token(tokenizer: Tokenizer | None, text: str) -> bool:
+    """Whether the tokenizer puts the token that reads so in front of every text."""
+    if tokenizer is None or not text:
+        return False
+    first = tokenizer.encode("")[:1]
+    return bool(first) and tokenizer.token_text(first[0]) == text
+
+
 def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) -> frozenset[int]:
     """The ids that end a text:
 

@@ -10,7 +10,8 @@ from ..options.client import add_connection_options, add_sampling_options, conne
 if TYPE_CHECKING:
     from ...runtime.client.client import Client
     from ...runtime.requests.sampling_params import SamplingParams
-    from ...runtime.text.chat_template import ChatTemplate
+    from ...runtime.text.chat import ChatRenderer
+    from ...runtime.text.chat_template import ChatWords
 
 DESCRIPTION = """\
 Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each
@@ -58,21 +59,21 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run)
 
 
-def load_template(path: Path | None, client: "Client") -> "ChatTemplate | None":
-    """The template to use; None if neither the server nor --chat-template has one. Raises ChatTemplateError."""
-    from ...runtime.text.chat_template import ChatTemplate, ChatTemplateError, chat_words
+def find_words(path: Path | None, client: "Client") -> "ChatWords":
+    """The template to use, if the server or --chat-template has one. Raises ChatTemplateError."""
+    from ...runtime.text.chat_template import ChatTemplateError, ChatWords, chat_words
 
     server = client.connect()
     if path is None:
-        return ChatTemplate(server.chat_template, server.bos_token, server.eos_token) if server.chat_template else None
-    if path.is_dir():
-        words = chat_words(path)
-        if words.template is None:
-            raise ChatTemplateError(
-                f"{path} has no chat template: neither chat_template.jinja nor the field in tokenizer_config.json"
-            )
-        return ChatTemplate(words.template, words.bos_token, words.eos_token)
-    return ChatTemplate(path.read_text(encoding="utf-8"), server.bos_token, server.eos_token)
+        return ChatWords(server.chat_template, server.bos_token, server.eos_token)
+    if not path.is_dir():
+        return ChatWords(path.read_text(encoding="utf-8"), server.bos_token, server.eos_token)
+    words = chat_words(path)
+    if words.template is None:
+        raise ChatTemplateError(
+            f"{path} has no chat template: neither chat_template.jinja nor the field in tokenizer_config.json"
+        )
+    return words
 
 
 class Conversation:
@@ -81,22 +82,23 @@ class Conversation:
     def __init__(
         self,
         client: "Client",
-        template: "ChatTemplate | None",
+        words: "ChatWords",
+        renderer: "ChatRenderer",
         params: "SamplingParams",
         adapter: str | None,
         system: str | None,
     ) -> None:
-        self.client, self.template, self.params = client, template, params
+        self.client, self.words, self.renderer, self.params = client, words, renderer, params
         self.adapter = None if adapter == "none" else adapter
         self.system = system
         self.messages: list[dict[str, str]] = []
 
     def prompt(self) -> str:
         """The prompt for the next answer. Raises ChatTemplateError."""
-        if self.template is None:
+        if self.words.template is None:
             return self.messages[-1]["content"]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.template.render(system + self.messages)
+        return self.renderer.prompts(self.words, system + self.messages)[0]
 
     def turn(self, text: str) -> str:
         """Say something and show the answer as it grows; an interruption ends the answer and keeps what came.
@@ -144,20 +146,21 @@ class Conversation:
 
 def run(options: argparse.Namespace) -> int:
     """Talks."""
+    from ...runtime.text.chat import ChatRenderer
+
     params = sampling_params(options)
     with connect(options) as client:
-        template = load_template(options.chat_template, client)
+        words, renderer = find_words(options.chat_template, client), ChatRenderer()
         try:
-            if template is None:
+            if words.template is None:
                 print("The server has no chat template: each line is answered by itself.", file=sys.stderr)
-            conversation = Conversation(client, template, params, options.adapter, options.system)
+            conversation = Conversation(client, words, renderer, params, options.adapter, options.system)
             if options.message is not None:
                 conversation.turn(options.message)
                 return 0
             return talk(conversation)
         finally:
-            if template is not None:
-                template.close()
+            renderer.close()
 
 
 def talk(conversation: Conversation) -> int:

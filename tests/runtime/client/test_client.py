@@ -53,6 +53,22 @@ def test_requests_and_calls(server: WireServer) -> None:
         assert client.stats()["pages_in_use"] == 0 and client.health().status == "ok"
 
 
+def test_chat_sends_what_the_servers_template_makes(address: str) -> None:
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    hello, bye = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "bye"}]
+    with WireServer(address, chat_template=template, bos_token="<s>") as server, Client(address) as client:
+        outputs = client.chat([hello, bye], SamplingParams(max_tokens=2), ["pirate", None])
+        assert [output.prompt for output in outputs] == ["<user>hello<assistant>", "<user>bye<assistant>"]
+        assert [output.outputs[0].text for output in outputs] == [" 0 1"] * 2
+        sent = {message.prompt: message.adapter for message in server.submits}
+        assert sent == {"<user>hello<assistant>": "pirate", "<user>bye<assistant>": None}
+        assert client.chat_prompts(hello, chat_template="{{ messages[0].content }}!") == ["hello!"]
+        with pytest.raises(RequestError, match="message 0 must have a role"):
+            client.chat([{"role": "root", "content": "x"}])
+        children = client._client._renderer._template
+    assert children is not None and children._child is None, "it ends with the client"
+
+
 def test_it_stays_alive_between_calls_and_hears_of_death(address: str) -> None:
     with WireServer(address, hold=True, silence_seconds=0.5) as server, Client(server.address) as client:
         stream = client.stream("x")

@@ -1,0 +1,128 @@
+"""Conversations with `LLM`, its tokenizer, and its end."""
+
+import gc
+import shutil
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import tokenizers
+from sidestream.runtime.llm import LLM
+from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.text.chat_template import ChatTemplateError
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL = {"device": "cpu", "show_progress": False, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("model"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return tiny_adapters(base, [AdapterSpec(rank=4)])[0]
+
+
+@pytest.fixture
+def llm(base, adapter):
+    (base.path / "chat_template.jinja").write_text(TEMPLATE)
+    (base.path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    with LLM(base.path, {"first": adapter}, precision="fp32", **SMALL) as llm:
+        yield llm
+
+
+def test_an_answer_is_that_to_the_prompt_which_the_template_makes(llm):
+    hello, bye = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "bye"}]
+    prompts = ["<s><user>hello<assistant>", "<s><user>bye<assistant>"]  # this tokenizer adds no BOS of its own
+    outputs = llm.chat([hello, bye], GREEDY, adapter=[None, "first"], use_tqdm=False)
+    expected = llm.generate(prompts, GREEDY, adapter=[None, "first"], use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
+    assert [output.adapter for output in outputs] == [None, "first"]
+    (one,) = llm.chat(hello, GREEDY, use_tqdm=False)
+    assert one.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    changed = {"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": "!"}}
+    (other,) = llm.chat(hello, GREEDY, use_tqdm=False, **changed)
+    assert other.prompt == "hello!"
+    with pytest.raises(RequestError, match="messages must be a list"):
+        llm.chat("hello")
+
+
+def test_no_second_bos_where_the_tokenizer_adds_one(base, tmp_path):
+    path = shutil.copytree(base.path, tmp_path / "model")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    with LLM(path, precision="fp32", **SMALL) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [256, *b"<user>x<assistant>"]
+
+
+def test_the_tokenizer(llm):
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("To be")) == "To be"
+
+
+def test_a_model_without_a_template_and_one_without_a_tokenizer(tmp_path):
+    bare = tiny_llama(tmp_path)
+    with LLM(bare.path, precision="fp32", **SMALL) as llm:
+        with pytest.raises(ChatTemplateError, match="the model has no chat template"):
+            llm.chat([{"role": "user", "content": "x"}])
+        with pytest.raises(RequestError, match="use token ids"):
+            llm.get_tokenizer()
+
+
+def test_close_gives_memory_and_threads_back(base, adapter):
+    before = set(threading.enumerate())
+    llm = LLM(base.path, {"first": adapter}, precision="fp32", **SMALL)
+    llm.generate("x", GREEDY, adapter="first", use_tqdm=False)
+    own = {"adapter_read", "adapter_copy", "adapter-keeper"}  # others serve the whole process
+    started = [thread for thread in threading.enumerate() if thread not in before and thread.name in own]
+    assert {"adapter_read", "adapter_copy"} <= {thread.name for thread in started}
+    runner = weakref.ref(llm.model.runner)
+    held = [weakref.ref(tensor) for tensor in llm.model.runner.tensors.values()]
+    stream = llm.stream("open", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert runner() is None and not any(tensor() is not None for tensor in held)
+    for thread in started:
+        thread.join(60)  # after its present job
+        assert not thread.is_alive()
+    with pytest.raises(RequestError, match="this LLM is closed"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate("x", use_tqdm=False),
+        lambda llm: llm.stream("x"),
+        lambda llm: llm.chat([{"role": "user", "content": "x"}]),
+        lambda llm: llm.add_adapter("x", Path("x")),
+        lambda llm: llm.remove_adapter("first"),
+        lambda llm: llm.prefetch_adapters(),
+        lambda llm: llm.get_tokenizer(),
+        lambda llm: llm.adapters,
+        lambda llm: llm.max_model_len,
+        lambda llm: llm.__enter__(),
+    ],
+)
+def test_a_closed_llm_says_so(closed, call):
+    with pytest.raises(RequestError, match="this LLM is closed; make a new one"):
+        call(closed)
+
+
+@pytest.fixture(scope="module")
+def closed(base):
+    llm = LLM(base.path, precision="fp32", **SMALL)
+    llm.close()
+    return llm
