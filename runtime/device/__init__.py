@@ -7,5 +7,6 @@ staging          small arrays to the device in one copy
 buckets          which sizes have a program
 model            from a directory to a model that runs: `load_model`
 weights          a program's weights from a checkpoint
+threads          how many threads the reference ops take on a CPU
 capacity         does it fit, and how many KV pages the rest holds
 """

@@ -36,6 +36,7 @@ from ..text.tokenizer import eos_token_ids
 from .buckets import Buckets
 from .capacity import kv_specs, num_kv_pages, specs_of
 from .runner import ModelRunner
+from .threads import fit_threads
 from .weights import checkpoint_lookup, dummy_lookup, load_weights
 
 
@@ -100,11 +101,12 @@ class Model:
 
 def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> ModelSource:
     """What the caller named: a directory in the Hugging Face format, or with random weights also config.json's fields.
-    A GPU begins to wake up meanwhile.
+    A GPU begins to wake up meanwhile; on a CPU torch gets its threads.
 
     Raises OptionError or ConfigError.
     """
     _wake(options.device)
+    fit_threads(options.device)
     if isinstance(model, Mapping):
         if not options.dummy:
             raise OptionError(
