@@ -12,11 +12,23 @@ _HOME = {
     "LLM": "runtime.llm",
     "SamplingParams": "runtime.requests.sampling_params",
     "RequestOutput": "runtime.requests.outputs",
+    "CompletionOutput": "runtime.requests.outputs",
+    "Logprob": "runtime.requests.outputs",
+    "RequestMetrics": "runtime.requests.outputs",
+    "LoRARequest": "runtime.requests.lora_request",
+    "RequestError": "runtime.requests.errors",
+    "CapacityError": "runtime.requests.errors",
+    "ServerError": "runtime.requests.errors",
+    "EngineDeadError": "runtime.requests.errors",
+    "OverloadedError": "runtime.requests.errors",
+    "DeadlineError": "runtime.requests.errors",
+    "EngineOptions": "runtime.engine.options",
     "Client": "runtime.client.client",
     "AsyncClient": "runtime.client.async_client",
     "compile": "compiler.api:compile_model",
     "CompiledModel": "compiler.api",
     "CompileOptions": "compiler.options",
+    "OptionError": "compiler.options",
 }
 __all__ = ["__version__", *_HOME]
 

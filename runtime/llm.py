@@ -15,6 +15,7 @@ from .engine.engine import Engine
 from .engine.options import keyword_docs, with_keywords
 from .engine.resolve import load_options
 from .requests.errors import RequestError
+from .requests.lora_request import LoRARequest
 from .requests.outputs import FinishReason, RequestOutput
 from .requests.request import Request
 from .requests.sampling_params import SamplingParams
@@ -178,14 +179,22 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the prompts' order.
 
         prompts          text, token ids, a list of either, or dicts {"prompt": text} / {"prompt_token_ids": ids}
         sampling_params  one for all or one a prompt; None: SamplingParams()
         adapter          an adapter's name for all, or one a prompt (None = the base model)
+        lora_request     instead of `adapter`: a LoRARequest for all, or one a prompt; an adapter that is not known is
+                         loaded from its path and stays
+        priority         one for all or one a prompt: lower is served sooner
         """
-        requests = self._make_requests(prompts, sampling_params, adapter)
+        given = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request]
+        if lora_request is not None:
+            adapter = self._adapters_of(lora_request, given, adapter)
+        requests = self._make_requests(prompts, sampling_params, adapter, priority)
         outputs: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm) as progress:
             before = self.engine.num_sampled
@@ -196,7 +205,12 @@ class LLM:
                     progress.set_postfix_str(
                         f"{(self.engine.num_sampled - before) / max(progress.format_dict['elapsed'], 1e-9):.0f} tok/s"
                     )
-        return [outputs[request.request_id] for request in requests]
+        if not isinstance(lora_request, Sequence):
+            given *= len(requests)
+        ordered = [outputs[request.request_id] for request in requests]
+        for output, asked in zip(ordered, given, strict=False):
+            output.lora_request = asked
+        return ordered
 
     def chat(
         self,
@@ -205,6 +219,7 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -216,7 +231,7 @@ class LLM:
 
         messages                a list of {"role": "user", "content": text}, or a list of such lists; roles are system,
                                 user, assistant and tool
-        sampling_params, adapter   as for `generate`
+        sampling_params, adapter, lora_request   as for `generate`
         chat_template           a Jinja template's text to use instead of the model's own
         add_generation_prompt   end the prompt where the assistant's answer begins
         continue_final_message  let the model go on with the last message; needs add_generation_prompt=False
@@ -238,7 +253,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, adapter, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, adapter, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(
         self,
@@ -266,7 +281,31 @@ class LLM:
 
         return chunks()
 
-    def _make_requests(self, prompts: Any, sampling_params: Any, adapter: Any) -> list[Request]:
+    def _adapters_of(self, lora_request: Any, given: list[Any], adapter: Any) -> Any:
+        """Names of the adapters that LoRARequests name; those that are not known are loaded."""
+        self._check_open()
+        if adapter is not None:
+            raise RequestError("adapter and lora_request name the same thing; give one of them")
+        wrong = next((asked for asked in given if asked is not None and not isinstance(asked, LoRARequest)), None)
+        if wrong is not None:
+            raise RequestError(
+                f"lora_request must be a LoRARequest, a list of them or None, not {type(wrong).__name__}"
+            )
+        for asked in dict.fromkeys(asked for asked in given if asked is not None):
+            number = self.registry.numbers.get(asked.lora_name)
+            if number is None and asked.lora_path:
+                self.add_adapter(asked.lora_name, asked.lora_path)
+            elif number is not None and asked.lora_path:
+                known = self.registry.by_number(number).path
+                if Path(asked.lora_path).resolve() != known.resolve():
+                    raise RequestError(
+                        f"adapter {asked.lora_name!r} was loaded from another directory than {asked.lora_path!r}; use "
+                        "another name, or add_adapter(..., replace=True)"
+                    )
+        names = [None if asked is None else asked.lora_name for asked in given]
+        return names[0] if isinstance(lora_request, LoRARequest) else names
+
+    def _make_requests(self, prompts: Any, sampling_params: Any, adapter: Any, priority: Any = None) -> list[Request]:
         self._check_open()
         if self._busy:
             raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
@@ -279,6 +318,7 @@ class LLM:
             max_model_len=self.max_model_len,
             adapters=self.registry.numbers,
             first=self._requests,
+            priority=priority,
         )
         self._requests += len(requests)
         return requests

@@ -136,3 +136,15 @@ def test_the_version_is_said_once_and_the_same() -> None:
     import sidestream
 
     assert sidestream.__version__ == PROJECT["project"]["version"]
+
+
+def test_what_callers_need_is_exported() -> None:
+    import sidestream
+
+    loaded = {name: getattr(sidestream, name) for name in sidestream.__all__}
+    assert issubclass(loaded["EngineDeadError"], loaded["ServerError"])
+    errors = {"RequestError", "OptionError", "CapacityError", "OverloadedError", "DeadlineError"}
+    assert all(issubclass(loaded[name], Exception) for name in errors)
+    assert {"RequestOutput", "CompletionOutput", "Logprob", "LoRARequest", "EngineOptions"} < set(loaded)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = sidestream.Nothing

@@ -147,8 +147,10 @@ class AsyncClient:
         deadline_seconds: float | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """The whole answers, in the order of the prompts, as `LLM.generate` gives them (token ids of a text prompt are
-        not sent back: that list is empty).
+        """The whole answers, in the order of the prompts, as `LLM.generate` gives them.
+
+        `prompt_token_ids` of a text prompt is empty: the server tokenizes, and a long prompt's ids would be larger than
+        its answer. Times in `metrics` are those of this machine's clock. Request ids are not used twice.
 
         sampling_params and adapter are one for all prompts, or a list of one for each. `timeout`: seconds for all
         together, before TimeoutError. The first error is raised, and the other requests are aborted.
@@ -160,13 +162,15 @@ class AsyncClient:
 
         async def one(index: int) -> RequestOutput:
             async with at_once:
-                assembly = Assembly(str(index), items[index], adapters[index], params[index].n)
+                request_id = f"r{next(self._requests_made)}"
+                assembly = Assembly(request_id, items[index], adapters[index], params[index].n)
                 chunks = self.stream(
                     items[index],
                     params[index],
                     adapters[index],
                     priority=priority,
                     deadline_seconds=deadline_seconds,
+                    request_id=request_id,
                     stream=False,
                 )
                 async with contextlib.aclosing(chunks):

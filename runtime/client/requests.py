@@ -1,10 +1,11 @@
 """A client's open requests: what is asked as a message, and chunks put together as outputs. Knows no socket."""
 
 import asyncio
+import time
 from typing import Any
 
 from ..requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
-from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
+from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from ..requests.sampling_params import SamplingParams
 from ..text.prompts import Prompt, text_or_ids
 from ..wire.protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Chunk, Error, Sampling, Submit, sampling_from
@@ -124,4 +125,8 @@ class Assembly:
             )
         if chunk.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
-        self.output.finished = self.output.finished or chunk.usage is not None
+        if chunk.usage is not None:
+            now, first = time.time(), chunk.usage.first_token_seconds
+            arrival = now - chunk.usage.total_seconds
+            self.output.finished, self.output.num_cached_tokens = True, chunk.usage.cached_tokens
+            self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)

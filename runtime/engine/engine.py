@@ -1,13 +1,14 @@
 """The loop between scheduler and runner, and what becomes of the tokens. Knows neither torch nor a device."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..requests.errors import RequestError
-from ..requests.outputs import FinishReason, RequestOutput
+from ..requests.outputs import FinishReason, RequestMetrics, RequestOutput
 from ..requests.request import Delta, Request
 from ..requests.sampling_params import SEED_LIMIT, SamplingParams
 from ..scheduling.scheduler import Sampled, Scheduler
@@ -28,6 +29,8 @@ class _Live:
     completions: list[Completion]
     open: set[int]  # completions that are not finished
     stream: bool
+    arrival_time: float  # this and the next: seconds since the epoch
+    first_token_time: float | None = None
 
 
 class Engine:
@@ -95,7 +98,7 @@ class Engine:
             self.scheduler.add(sequence)
             self._arrivals += 1
             completions.append(Completion(sequence, self.tokenizer, stream))
-        self._live[request.request_id] = _Live(request, completions, set(range(params.n)), stream)
+        self._live[request.request_id] = _Live(request, completions, set(range(params.n)), stream, time.time())
         self._start_loads()
 
     def abort(self, request_id: str) -> None:
@@ -182,6 +185,8 @@ class Engine:
             # ended meanwhile, by the scheduler or by another completion's fault
             if live is None or sequence.index not in live.open:
                 continue
+            if live.first_token_time is None:
+                live.first_token_time = time.time()
             completion = live.completions[sequence.index]
             try:
                 if completion.plain and sequence.finish_reason is None:
@@ -252,6 +257,7 @@ def _output(live: _Live) -> RequestOutput:
     request = live.request
     outputs = [completion.output() for completion in live.completions]
     cached = live.completions[0].sequence.cached_tokens
+    metrics = RequestMetrics(live.arrival_time, live.first_token_time, time.time())
     return RequestOutput(
-        request.request_id, request.prompt, list(request.prompt_ids), outputs, True, request.adapter, cached
+        request.request_id, request.prompt, list(request.prompt_ids), outputs, True, request.adapter, cached, metrics
     )

@@ -2,6 +2,7 @@
 
 sampling_params  how one request samples
 request          what is asked of the engine, and what a step adds to an answer
+lora_request     an adapter as vLLM's users name it
 outputs          what a caller gets back
 errors           what goes wrong through a caller's doing
 """

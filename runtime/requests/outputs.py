@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .lora_request import LoRARequest
+
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
@@ -45,11 +47,22 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When a request came, got its first token (None: it got none) and ended; seconds since the epoch."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float
+
+
 @dataclass
 class RequestOutput:
     """One request's prompt and its n completions; `adapter` is the LoRA adapter's name or None for the base model.
 
-    `num_cached_tokens`: how many tokens of the prompt were found in the prefix cache.
+    num_cached_tokens   how many tokens of the prompt were found in the prefix cache
+    metrics             when it came and ended
+    lora_request        what the caller gave as such, or None
     """
 
     request_id: str
@@ -59,3 +72,5 @@ class RequestOutput:
     finished: bool
     adapter: str | None = None
     num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    lora_request: LoRARequest | None = None

@@ -20,8 +20,8 @@ def as_list(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    values = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(values, Sequence):
+    values = prompts.tolist() if hasattr(prompts, "tolist") and not isinstance(prompts, memoryview) else prompts
+    if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
         raise RequestError(f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}")
     return [values] if values and all(_is_id(value) for value in values) else list(values)
 
@@ -65,8 +65,8 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
             raise RequestError(f"{where}the value of 'prompt' must be text; use 'prompt_token_ids' for token ids")
     if isinstance(prompt, str):
         return prompt, None
-    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray)):
+    values = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview) else prompt
+    if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
         raise RequestError(f"{where}a prompt is text or a list of token ids, not {type(prompt).__name__}")
     wrong = next((value for value in values if not _is_id(value)), None)
     if wrong is not None:

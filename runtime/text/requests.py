@@ -20,6 +20,7 @@ def make_requests(
     max_model_len: int,
     adapters: Mapping[str, int],
     first: int,
+    priority: Any = None,
 ) -> list[Request]:
     """One request a prompt, numbered from `first`.
 
@@ -28,6 +29,7 @@ def make_requests(
     items = as_list(prompts)
     params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), SamplingParams())
     chosen = one_for_each("adapter", adapter, str, len(items), None)
+    priorities = one_for_each("priority", priority, int, len(items), 0)
     requests = []
     for index, item in enumerate(items):
         where = f"prompt {index}: " if len(items) > 1 else ""
@@ -41,7 +43,7 @@ def make_requests(
                 f"{where}adapter {chosen[index]!r} is not known (known: {known}); give it to LLM(adapters=...) or "
                 "call add_adapter first"
             )
-        requests.append(Request(str(first + index), text, ids or [], params[index], chosen[index]))
+        requests.append(Request(str(first + index), text, ids or [], params[index], chosen[index], priorities[index]))
     return requests
 
 

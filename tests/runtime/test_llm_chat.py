@@ -1,8 +1,10 @@
 """Conversations with `LLM`, its tokenizer, and its end."""
 
+import dataclasses
 import gc
 import shutil
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import tokenizers
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.requests.lora_request import LoRARequest
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.text.chat_template import ChatTemplateError
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
@@ -63,6 +66,60 @@ def test_no_second_bos_where_the_tokenizer_adds_one(base, tmp_path):
     with LLM(path, precision="fp32", **SMALL) as llm:
         (output,) = llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == [256, *b"<user>x<assistant>"]
+
+
+def test_an_adapter_as_vllm_names_it(llm, base, adapter):
+    first, late = LoRARequest("first", 1), LoRARequest("late", 2, str(adapter))
+    by_name = llm.generate(["a", "b", "c"], GREEDY, adapter=["first", None, "first"], use_tqdm=False)
+    by_request = llm.generate(["a", "b", "c"], GREEDY, lora_request=[first, None, late], use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in by_request] == [out.outputs[0].token_ids for out in by_name]
+    assert [output.adapter for output in by_request] == ["first", None, "late"] and "late" in llm.adapters
+    assert [output.lora_request for output in by_request] == [first, None, late]
+    assert [output.lora_request for output in by_name] == [None] * 3
+    outputs = llm.chat([[{"role": "user", "content": "x"}]] * 2, GREEDY, lora_request=late, use_tqdm=False)
+    assert [output.lora_request for output in outputs] == [late, late]
+    for asked, said in [
+        (LoRARequest("nobody", 3), "'nobody' is not known"),
+        (LoRARequest("first", 1, str(base.path)), "loaded from another directory"),
+        ("first", "must be a LoRARequest"),
+        (7, "not int"),
+        ([first], "1 entries for 2 prompts"),
+    ]:
+        with pytest.raises(RequestError, match=said):
+            llm.generate(["a", "b"], GREEDY, lora_request=asked, use_tqdm=False)
+    with pytest.raises(RequestError, match="give one of them"):
+        llm.generate("a", GREEDY, "first", lora_request=first, use_tqdm=False)
+    for name, number in (("", 1), ("x", 0)):
+        with pytest.raises(RequestError, match="lora_"):
+            LoRARequest(name, number)
+
+
+def test_results_say_when(llm):
+    before = time.time()
+    short, long = (
+        output.metrics
+        for output in llm.generate(
+            ["a", "b"], [dataclasses.replace(GREEDY, max_tokens=count) for count in (1, 6)], use_tqdm=False
+        )
+    )
+    after = time.time()
+    for metrics in (short, long):
+        assert before <= metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time <= after
+    assert long.first_token_time < long.finished_time and short.finished_time < long.finished_time
+
+
+def test_priority_decides_who_comes_first(llm):
+    outputs = llm.generate(["x"] * 6, GREEDY, priority=[5, 4, 3, 2, 1, 0], use_tqdm=False)  # four at a time
+    firsts = [output.metrics.first_token_time for output in outputs]
+    assert max(firsts[2:]) < min(firsts[:2])
+    with pytest.raises(RequestError, match="priority has 1 entries for 2 prompts"):
+        llm.generate(["x", "y"], priority=[1], use_tqdm=False)
+
+
+@pytest.mark.parametrize("prompts", [b"abc", bytearray(b"abc"), memoryview(b"abc"), [b"abc"], [memoryview(b"abc")]])
+def test_bytes_are_no_prompt(llm, prompts):
+    with pytest.raises(RequestError, match=r"not (bytes|bytearray|memoryview)"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
 def test_the_tokenizer(llm):

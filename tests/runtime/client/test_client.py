@@ -69,6 +69,19 @@ def test_chat_sends_what_the_servers_template_makes(address: str) -> None:
     assert children is not None and children._child is None, "it ends with the client"
 
 
+def test_results_have_ids_of_their_own_and_times(server: WireServer) -> None:
+    with Client(server.address) as client:
+        before = time.time()
+        outputs = [output for _ in range(2) for output in client.generate(["a", [1, 2]], SamplingParams(max_tokens=2))]
+        after = time.time()
+    assert len({output.request_id for output in outputs}) == 4
+    assert {output.request_id for output in outputs} == {message.request_id for message in server.submits}
+    assert [output.prompt_token_ids for output in outputs] == [[], [1, 2]] * 2
+    for output in outputs:
+        assert output.metrics is not None and before <= output.metrics.arrival_time <= output.metrics.finished_time
+        assert output.metrics.finished_time <= after
+
+
 def test_it_stays_alive_between_calls_and_hears_of_death(address: str) -> None:
     with WireServer(address, hold=True, silence_seconds=0.5) as server, Client(server.address) as client:
         stream = client.stream("x")
