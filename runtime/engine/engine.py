@@ -93,6 +93,7 @@ class Engine:
                 eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
                 adapter=request.adapter,
                 priority=request.priority,
+                owner=request.owner,
                 deadline=deadline,
             )
             self.scheduler.add(sequence)

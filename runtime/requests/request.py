@@ -10,7 +10,8 @@ from .sampling_params import SamplingParams
 class Request:
     """What is asked: already tokenized and checked.
 
-    `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is.
+    `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is;
+    `owner`: whose it is, such as a client's connection: steps are shared fairly between owners.
     """
 
     request_id: str
@@ -20,6 +21,7 @@ class Request:
     adapter: str | None = None
     priority: int = 0
     timeout: float | None = None
+    owner: str = ""
 
 
 @dataclass(slots=True)

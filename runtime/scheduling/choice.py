@@ -2,6 +2,7 @@
 pages, rows and adapters last.
 """
 
+from collections import Counter
 from heapq import heappop, heappush
 
 from ...ops.core.kv_layout import PAGE_SIZE
@@ -25,6 +26,7 @@ class Choice:
         self.at: Sequence | None = None
         self.uses_priorities = False
         self.holds_back = False
+        self._crowded: tuple[Sequence, int] | None = None  # the first that found no room, and since which step
 
     def fill(self, work: Work, idle: bool) -> Work:
         """Fill `work` with what the step computes, which may be nothing; returns it.
@@ -41,6 +43,7 @@ class Choice:
         self._vacate_slot()
         if self.uses_priorities:
             self._make_way()
+        self._share_room()
         preempted = self.holds_back = False
         budget = states.limits.max_num_batched_tokens
         prompts: list[Sequence] = []
@@ -65,9 +68,10 @@ class Choice:
                     continue
             work.append((sequence, 1))
         budget -= len(work)
-        for sequence in prompts:
-            if budget > 0 and sequence.status is Status.RUNNING:
-                budget -= self._assign(work, sequence, min(budget, sequence.length - sequence.computed))
+        kept = self._kept_for_others(prompts, budget)
+        for sequence in _in_turn(prompts):
+            if budget > kept and sequence.status is Status.RUNNING:
+                budget -= self._assign(work, sequence, min(budget - kept, sequence.length - sequence.computed))
         self._admit(work, budget, preempted)
         return work
 
@@ -116,6 +120,7 @@ class Choice:
         """Let the step compute so many tokens of a prompt; returns how many."""
         self.at = sequence
         work.append((sequence, count))
+        sequence.chunked_at = self.states.step
         self.states.prefix_cache.publish(sequence, sequence.computed + count)
         return count
 
@@ -164,6 +169,54 @@ class Choice:
         ):
             states.preempt(states.running[-1])
 
+    def _share_room(self) -> None:
+        """Put back sequences of the owner that runs the most for one of another that has found no room for too long."""
+        states = self.states
+        if self._crowded is None or states.step - self._crowded[1] < states.limits.owner_patience:
+            return
+        first, _ = self._crowded
+        self._crowded = None
+        if first.status is not Status.WAITING or first.in_flight:
+            return
+        runs = Counter(sequence.owner for sequence in states.running)
+        while not (states.rows.num_free and states.fits(first, states.prefix_cache.match(first))):
+            # after that it still runs as many: two owners do not take a row from each other for ever
+            victims = [
+                sequence
+                for sequence in states.running
+                if runs[sequence.owner] >= runs[first.owner] + 2 and sequence.priority >= first.priority
+            ]
+            if not victims:
+                return
+            victim = max(victims, key=lambda sequence: (runs[sequence.owner], sequence.order))
+            runs[victim.owner] -= 1
+            states.preempt(victim)
+
+    def _kept_for_others(self, prompts: list[Sequence], budget: int) -> int:
+        """How many tokens prompts under way leave to owners that wait and have none under way: at most half."""
+        states = self.states
+        if not prompts or states.waiting.num_owners < 2 or not states.rows.num_free:
+            return 0
+        busy = {sequence.owner for sequence in prompts}
+        wanted = sum(
+            head.length
+            for head in states.waiting.heads()
+            if head.owner not in busy
+            and not head.in_flight
+            and (head.number < 0 or states.slots.is_resident(head.number))
+            and states.fits(head, [])
+        )
+        return min(budget // 2, wanted)
+
+    def _note_crowded(self, sequence: Sequence | None) -> None:
+        """Remember since when the first one that finds no room, or another of its owner, has found none."""
+        if sequence is None:
+            self._crowded = None
+        elif self._crowded is None or self._crowded[0].owner != sequence.owner:
+            self._crowded = sequence, self.states.step
+        else:
+            self._crowded = sequence, self._crowded[1]
+
     def _admit(self, work: Work, budget: int, preempted: bool) -> None:
         """Start waiting sequences as long as tokens, rows and pages last, and see to it that the adapters of the others
         come.
@@ -171,26 +224,54 @@ class Choice:
         Nothing is admitted in a step that had to preempt for pages.
         """
         states = self.states
+        crowded: Sequence | None = None
+        shared = states.waiting.num_owners > 1
+        if shared and len(states.waiting):
+            states.charge_running()
         turns = states.waiting.turns()
-        if not turns:
-            return
-        states.residency.begin_pass(states.step)
+        if turns:
+            states.residency.begin_pass(states.step)
+        absent: set[int] = set()
         while turns:
-            *_, number = heappop(turns)
-            self.at = sequence = states.waiting.head(number)
-            full = preempted or budget <= 0 or not states.rows.num_free
-            if full and not states.residency.wants_more:
-                break
+            *_, key = heappop(turns)
+            number = key[1]
+            self.at = sequence = states.waiting.head(key)
+            short = preempted or not states.rows.num_free
+            # no further copy can be started: at most the first is looked for that could run if there were room
+            if (short or budget <= 0) and not states.residency.wants_more:
+                if crowded is not None or not (short and shared):
+                    break
+                if number >= 0 and not states.slots.is_resident(number):
+                    continue
+            if sequence is None or number in absent:
+                continue
+            if not states.residency.ready(number):
+                absent.add(number)
+                continue
+            if short and crowded is None:
+                crowded = sequence
             # in flight: preempted while its token is on the way
-            if sequence is None or not states.residency.ready(number) or full or sequence.in_flight:
+            if short or budget <= 0 or sequence.in_flight:
                 continue
             cached = states.prefix_cache.match(sequence)
             if not states.fits(sequence, cached):
                 preempted = True
+                crowded = sequence
                 continue
-            states.waiting.pop(number)
+            states.waiting.pop(key)
             states.start(sequence, cached)
             budget -= self._assign(work, sequence, min(budget, sequence.length - sequence.computed))
-            turn = states.waiting.turn(number)
+            turn = states.waiting.turn(key)
             if turn is not None:
                 heappush(turns, turn)
+        self._note_crowded(crowded if shared else None)
+
+
+def _in_turn(prompts: list[Sequence]) -> list[Sequence]:
+    """Prompts under way, first those of the owner whose last chunk is the longest ago."""
+    last: dict[str, int] = {}
+    for sequence in prompts:
+        last[sequence.owner] = max(last.get(sequence.owner, -1), sequence.chunked_at)
+    if len(last) < 2:
+        return prompts
+    return sorted(prompts, key=lambda sequence: (sequence.priority, last[sequence.owner], sequence.order))

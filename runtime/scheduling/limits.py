@@ -11,6 +11,8 @@ class SchedulerLimits:
 
     slot_patience: after so many steps a request whose adapter finds every slot in use has the sequences of another
     adapter put back.
+    owner_patience: after so many steps a request that finds no row or pages has sequences put back of the owner that
+    runs the most, if its own owner runs at least two fewer.
     """
 
     num_pages: int
@@ -20,6 +22,7 @@ class SchedulerLimits:
     num_slots: int = 0
     prefix_caching: bool = True
     slot_patience: int = 128
+    owner_patience: int = 32
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -2,10 +2,10 @@
 device.
 
 A step first gives every decoding sequence its one token, then goes on with prompts that are under way, then admits
-waiting sequences (by priority, fairly between adapters: `waiting`), all under `max_num_batched_tokens` (long prompts
-are cut into chunks). What the prefix cache holds of a prompt is not computed again. When pages run out, the last
-running sequence (lowest priority, newest) is put back and computed again later (preemption by recompute): its tokens
-are kept, so its output does not change.
+waiting sequences (by priority, fairly between owners and adapters: `waiting`), all under `max_num_batched_tokens` (long
+prompts are cut into chunks). What the prefix cache holds of a prompt is not computed again. When pages run out, the
+last running sequence (lowest priority, newest) is put back and computed again later (preemption by recompute): its
+tokens are kept, so its output does not change. So it is when an owner finds no room for long (`choice`).
 
 Adapters: at most `num_slots` are resident (`residency`). A request whose adapter finds no slot, or is on its way into
 one, waits, and others pass it.

@@ -29,11 +29,13 @@ class Sequence:
     number      the adapter's number, which stays the same when its name is given to another adapter; -1 = the base
                 model
     priority    lower is served sooner
+    owner       whose it is: steps are shared fairly between owners
     deadline    when it ends unfinished, on the scheduler's clock
     page_keys   names of its full pages' contents, as far as they were needed
     published   how many of its pages are findable, and `publish_at` the number of tokens that fill the next one
     cached_tokens  how many tokens of its prompt were found in the prefix cache
-    charged     how many of its tokens its adapter's share was charged for
+    charged     how many of its tokens its owner's and its adapter's shares were charged for
+    chunked_at  the last step that computed a part of its prompt
     edits_logits  whether a bias, a ban or a penalty applies to some of its steps; `needs_history`: a penalty does
     sampled_at  (step, row of that step's plan) of the last sample, which is where a token in flight will be found
     """
@@ -51,6 +53,7 @@ class Sequence:
     adapter: str | None = None
     number: int = -1
     priority: int = 0
+    owner: str = ""
     deadline: float | None = None
     status: Status = Status.WAITING
     in_flight: int = 0
@@ -67,6 +70,7 @@ class Sequence:
     publish_at: int = 0
     cached_tokens: int = 0
     charged: int = 0
+    chunked_at: int = -1
     edits_logits: bool = field(init=False)
     needs_history: bool = field(init=False)
 

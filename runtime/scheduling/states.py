@@ -17,7 +17,7 @@ class States:
     """The sequences, and what they hold: KV pages, rows of the tables, adapter slots.
 
     running      those that compute, by priority, then arrival
-    waiting      those that are to be admitted, by adapter
+    waiting      those that are to be admitted, by owner and adapter
     step         the number of the next plan
     preemptions  how often a running sequence was put back
     """
@@ -62,12 +62,21 @@ class States:
         sequence.computed = len(cached) * PAGE_SIZE
         sequence.published = len(cached)
         sequence.publish_at = sequence.computed + PAGE_SIZE
-        self.waiting.charge(sequence.number, len(sequence.tokens) - sequence.computed)
+        self.waiting.charge(sequence, len(sequence.tokens) - sequence.computed)
         sequence.charged = len(sequence.tokens)
         self.prefix_cache.started(sequence)
         self.rows.claim(sequence, slot)
         self.rows.set_pages(sequence, 0)
         insort(self.running, sequence, key=lambda other: other.order)
+
+    def charge_running(self) -> None:
+        """Bring the shares up to date, which else happens when a sequence stops running."""
+        for sequence in self.running:
+            self._charge(sequence)
+
+    def _charge(self, sequence: Sequence) -> None:
+        self.waiting.charge(sequence, len(sequence.tokens) - sequence.charged)
+        sequence.charged = len(sequence.tokens)
 
     def preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back: it is computed again later, its tokens are kept."""
@@ -91,7 +100,7 @@ class States:
         self.pages.free(sequence.pages)
         sequence.pages = []
         self.rows.release(sequence)
-        self.waiting.charge(sequence.number, len(sequence.tokens) - sequence.charged)
+        self._charge(sequence)
         if sequence.number >= 0:
             self.slots.release(sequence.number, self.step - 1)
 

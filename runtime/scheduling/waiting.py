@@ -1,113 +1,167 @@
-"""Who is admitted next: by priority, then fairly between adapters, then by arrival."""
+"""Who is admitted next: by priority, then fairly between clients, then between adapters, then by arrival."""
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
 
 from .sequence import Sequence
 
+Key = tuple[str, int]
+"""(owner, adapter number) of a queue."""
+Turn = tuple[int, int, int, int, Key]
+"""When it is a queue's turn: (priority, tokens its owner was served, tokens its adapter was served, arrival, key), the
+least first.
+"""
+K = TypeVar("K")
 
-class WaitingQueues:
-    """Waiting sequences, a queue for each adapter (by number; the base model, -1, counts as one).
 
-    Among equal priorities the adapter comes first that was served the fewest tokens since it became active, so that a
-    popular adapter's backlog cannot hold up another's few requests; within an adapter, and among adapters that were
-    served alike, the oldest. An adapter is active while it has an unfinished sequence; one that becomes active starts
-    level with the least served of the others, neither with a debt nor with savings.
+class Shares(Generic[K]):
+    """How many tokens each active party was served. A party is active while it has an unfinished sequence.
+
+    One that becomes active starts level with the least served of the others, neither with a debt nor with savings.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[int, list[tuple[int, int, Sequence]]] = {}
-        self._served: dict[int, int] = {}
-        self._unfinished: dict[int, int] = {}
+        self.served: dict[K, int] = {}
+        self._unfinished: dict[K, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.served)
+
+    def __contains__(self, party: K) -> bool:
+        return party in self.served
+
+    def enter(self, party: K) -> None:
+        """A new sequence of this party."""
+        if party not in self.served:
+            self._unfinished[party] = 0
+            self.served[party] = min(self.served.values(), default=0)
+        self._unfinished[party] += 1
+
+    def leave(self, party: K) -> bool:
+        """A sequence is finished; returns whether it was its party's last."""
+        self._unfinished[party] -= 1
+        if self._unfinished[party]:
+            return False
+        del self._unfinished[party], self.served[party]
+        return True
+
+
+class WaitingQueues:
+    """Waiting sequences, a queue for each owner and adapter (by number; the base model, -1, counts as one).
+
+    Among equal priorities the owner comes first that was served the fewest tokens, so that one client's backlog cannot
+    hold up another's few requests; of one owner's queues the one whose adapter was served the fewest, for
+    any owner; within a queue, and among those that were served alike, the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[int, dict[str, list[tuple[int, int, Sequence]]]] = {}
+        self._owners: Shares[str] = Shares()
+        self._adapters: Shares[int] = Shares()
         self._dead = 0
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def num_owners(self) -> int:
+        """Owners with an unfinished sequence."""
+        return len(self._owners)
+
     def enter(self, sequence: Sequence) -> None:
         """A new sequence: it waits, and counts as unfinished until `leave`."""
-        number = sequence.number
-        if number not in self._unfinished:
-            self._unfinished[number] = 0
-            self._served[number] = min(self._served.values(), default=0)
-        self._unfinished[number] += 1
+        self._owners.enter(sequence.owner)
+        self._adapters.enter(sequence.number)
         self.push(sequence)
 
     def leave(self, sequence: Sequence, waiting: bool) -> bool:
         """A sequence is finished (`waiting`: before it was admitted); returns whether it was its adapter's last."""
-        number = sequence.number
         if waiting:
             self._count -= 1
             self._dead += 1
             if self._dead > 64 + self._count:
                 self._bury()
-        self._unfinished[number] -= 1
-        if self._unfinished[number]:
-            return False
-        del self._unfinished[number], self._served[number]
-        return True
+        self._owners.leave(sequence.owner)
+        return self._adapters.leave(sequence.number)
 
     def push(self, sequence: Sequence) -> None:
         """Wait (again): a preempted sequence comes before those that arrived later."""
-        heappush(self._queues.setdefault(sequence.number, []), (*sequence.order, sequence))
+        queue = self._queues.setdefault(sequence.number, {}).setdefault(sequence.owner, [])
+        heappush(queue, (*sequence.order, sequence))
         self._count += 1
 
-    def pop(self, number: int) -> Sequence:
-        """Take the adapter's first sequence out."""
-        sequence = heappop(self._queues[number])[-1]
+    def pop(self, key: Key) -> Sequence:
+        """Take the first sequence of a queue out."""
+        owner, number = key
+        sequence = heappop(self._queues[number][owner])[-1]
         self._count -= 1
         return sequence
 
-    def head(self, number: int) -> Sequence | None:
-        """The adapter's first sequence."""
-        queue = self._queues.get(number)
+    def head(self, key: Key) -> Sequence | None:
+        """The first sequence of a queue."""
+        owner, number = key
+        queues = self._queues.get(number, {})
+        queue = queues.get(owner)
         while queue and queue[0][-1].finished:
             heappop(queue)
             self._dead -= 1
         if queue:
             return queue[0][-1]
-        self._queues.pop(number, None)
+        if queues.pop(owner, None) is not None and not queues:
+            del self._queues[number]
         return None
 
-    def turn(self, number: int) -> tuple[int, int, int, int] | None:
-        """When it is the adapter's turn: (priority, tokens served, arrival, number), the least first; None if nobody
-        waits.
-        """
-        sequence = self.head(number)
-        return None if sequence is None else (sequence.priority, self._served[number], sequence.arrival, number)
+    def heads(self) -> Iterator[Sequence]:
+        """The first sequence of each queue."""
+        for key in [(owner, number) for number, queues in self._queues.items() for owner in queues]:
+            sequence = self.head(key)
+            if sequence is not None:
+                yield sequence
 
-    def turns(self) -> list[tuple[int, int, int, int]]:
-        """All adapters' turns, as a heap."""
-        turns = [turn for number in list(self._queues) if (turn := self.turn(number)) is not None]
+    def turn(self, key: Key) -> Turn | None:
+        """When it is the queue's turn; None if nobody waits in it."""
+        sequence = self.head(key)
+        return None if sequence is None else self._turn(sequence)
+
+    def _turn(self, sequence: Sequence) -> Turn:
+        owner, number = sequence.owner, sequence.number
+        served = self._owners.served[owner], self._adapters.served[number]
+        return (sequence.priority, *served, sequence.arrival, (owner, number))
+
+    def turns(self) -> list[Turn]:
+        """All queues' turns, as a heap."""
+        turns = [self._turn(sequence) for sequence in self.heads()]
         heapify(turns)
         return turns
 
     def first(self) -> Sequence | None:
         """The sequence whose turn it is."""
-        turn = min((turn for number in list(self._queues) if (turn := self.turn(number)) is not None), default=None)
-        return None if turn is None else self.head(turn[-1])
+        return min(self.heads(), key=self._turn, default=None)
 
-    def charge(self, number: int, tokens: int) -> None:
-        """An active adapter was served so many tokens."""
-        self._served[number] += tokens
+    def charge(self, sequence: Sequence, tokens: int) -> None:
+        """So many tokens of an unfinished sequence were served."""
+        self._owners.served[sequence.owner] += tokens
+        self._adapters.served[sequence.number] += tokens
 
     def of(self, number: int) -> list[Sequence]:
         """All that wait for an adapter, in order."""
-        return [
-            sequence
-            for _, _, sequence in sorted(self._queues.get(number, ()), key=lambda entry: entry[:2])
-            if not sequence.finished
-        ]
+        waiting = [entry[-1] for queue in self._queues.get(number, {}).values() for entry in queue]
+        return sorted((sequence for sequence in waiting if not sequence.finished), key=lambda sequence: sequence.order)
 
     def active(self, number: int) -> bool:
         """Whether the adapter has an unfinished sequence."""
-        return number in self._unfinished
+        return number in self._adapters
 
     def _bury(self) -> None:
-        for number, queue in list(self._queues.items()):
-            alive = [entry for entry in queue if not entry[-1].finished]
-            heapify(alive)
-            self._queues[number] = alive
-            if not alive:
+        for number, queues in list(self._queues.items()):
+            for owner, queue in list(queues.items()):
+                alive = [entry for entry in queue if not entry[-1].finished]
+                heapify(alive)
+                queues[owner] = alive
+                if not alive:
+                    del queues[owner]
+            if not queues:
                 del self._queues[number]
         self._dead = 0

@@ -119,6 +119,7 @@ class Submissions:
                     message.adapter,
                     message.priority,
                     message.deadline_seconds,
+                    str(request.client.number),
                 ),
                 request.stream,
             )

@@ -95,7 +95,8 @@ def assert_idle(engine: Engine) -> None:
     assert not any(scheduler.states.pages._references)
     assert scheduler.states.rows.num_free == scheduler.limits.max_num_seqs, "rows leaked"
     assert not scheduler.states.running and not scheduler.has_work and not scheduler.states.slots.draining_order()
-    assert not scheduler._issued and not scheduler.states.waiting._unfinished and not scheduler.states.waiting._served
+    waiting = scheduler.states.waiting
+    assert not scheduler._issued and not waiting.num_owners and not waiting._adapters.served
     used = scheduler.states.slots.resident.values()
     assert (
         len(used) + scheduler.states.slots.num_loading + len(scheduler.states.slots._free) == scheduler.limits.num_slots

@@ -28,16 +28,17 @@ requests_strategy = st.lists(
     st.sampled_from([8, 33, 200, 1000]),
     st.integers(1, 4),
     st.booleans(),
+    st.integers(1, 3),
 )
-def test_outputs_are_those_of_each_request_alone(requests, pages, max_num_seqs, budget, slots, overlap):
+def test_outputs_are_those_of_each_request_alone(requests, pages, max_num_seqs, budget, slots, overlap, owners):
     engine = make_engine(pages, 420, max_num_seqs, budget, slots, 6, overlap)
     outputs, pending, step = {}, list(enumerate(requests)), 0
     while pending or engine.has_work:
         for index, (length, count, adapter, _) in [entry for entry in pending if entry[1][3] <= step]:
             name = None if adapter < 0 else f"adapter{adapter}"
-            engine.add(
-                Request(f"r{index}", None, prompt(length, index), SamplingParams(temperature=0, max_tokens=count), name)
-            )
+            params = SamplingParams(temperature=0, max_tokens=count)
+            ids = prompt(length, index)
+            engine.add(Request(f"r{index}", None, ids, params, name, owner=str(index % owners)))
         pending = [entry for entry in pending if entry[1][3] > step]
         for output in engine.step()[1]:
             outputs[output.request_id] = output
