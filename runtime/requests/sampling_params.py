@@ -1,8 +1,8 @@
 """How one request samples: `SamplingParams`, with the spellings that vLLM's users know."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, cast
 
 from .errors import RequestError
 
@@ -15,17 +15,23 @@ MAX_TOKENS = 1 << 24
 SEED_LIMIT = 1 << 63
 BIAS_LIMIT = 100.0
 
-_REFUSED = {
+REFUSED = {
     "prompt_logprobs": "score the prompt with max_tokens=1 calls and logprobs instead",
     "best_of": "use n and pick by cumulative_logprob",
     "use_beam_search": "use n with temperature > 0",
-    "bad_words": "use logit_bias with the words' token ids",
-    "allowed_token_ids": "use logit_bias to favour the allowed tokens",
+    "bad_words": "give the words' token ids -100 in logit_bias",
+    "allowed_token_ids": "give the allowed token ids 100 in logit_bias",
     "logits_processors": "use logit_bias, temperature, top_k, top_p or min_p",
     "guided_decoding": "constrain the text after generation",
     "structured_outputs": "constrain the text after generation",
     "truncate_prompt_tokens": "cut the prompt's token ids before the call",
+    "flat_logprobs": "leave it out",
+    "extra_args": "leave it out",
+    "skip_reading_prefix_cache": "give LLM enable_prefix_caching=False",
 }
+"""vLLM's fields that ask for what there is not, and what to do instead."""
+_LISTS = ("bad_words", "logits_processors")
+_FINAL, _CUMULATIVE, _DELTA = 2, 0, 1  # vLLM's RequestOutputKind
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class SamplingParams:
     repetition_penalty   divides positive and multiplies negative logits of tokens in prompt and output, > 0
     logit_bias           {token id: number added to its logit}, -100..100
     detokenize           False = token ids only, the text stays ''
+    output_kind          vLLM's RequestOutputKind; `generate` gives whole answers whatever it is, DELTA is refused
+
+    The other fields are vLLM's, and refused unless they ask for nothing.
     """
 
     n: int = 1
@@ -80,11 +89,21 @@ class SamplingParams:
     guided_decoding: Any = None
     structured_outputs: Any = None
     truncate_prompt_tokens: int | None = None
+    output_kind: Any = None
+    flat_logprobs: bool = False
+    extra_args: Mapping[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, remedy in _REFUSED.items():
-            if getattr(self, name) not in (None, False):
+        for name, remedy in REFUSED.items():
+            if not self._asks_nothing(name):
                 raise RequestError(f"{name} is not supported; {remedy}")
+        if self.output_kind is not None:
+            kind = getattr(self.output_kind, "value", self.output_kind)
+            if kind == _DELTA:
+                raise RequestError("output_kind=DELTA is not supported; use stream, which gives what each step added")
+            if kind not in (_CUMULATIVE, _FINAL):
+                raise RequestError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
         if self.spaces_between_special_tokens is not True:
             raise RequestError("spaces_between_special_tokens=False is not supported; leave it out")
         _integer("n", self.n, 1, MAX_CHOICES)
@@ -115,6 +134,24 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text; set detokenize=True or use stop_token_ids")
+
+    def _asks_nothing(self, name: str) -> bool:
+        value = getattr(self, name)
+        if name in _LISTS:
+            return value is None or (isinstance(value, Sequence) and len(value) == 0)
+        if name == "best_of":
+            return value is None or value == self.n
+        return value is None or value is False
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """Parameters of these fields, where None stands for the default (max_tokens=None still for no limit)."""
+        kept = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        return cls(**kept)
+
+    def clone(self) -> Self:
+        """A copy; as parameters do not change, `dataclasses.replace` makes a changed one."""
+        return replace(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

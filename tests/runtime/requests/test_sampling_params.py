@@ -1,10 +1,18 @@
 """SamplingParams says at once, and by name, what it cannot do."""
 
 import dataclasses
+import enum
 
 import pytest
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
+
+
+class Kind(enum.Enum):
+    """As vLLM's RequestOutputKind."""
+
+    FINAL_ONLY = 2
+
 
 REFUSED = [
     ({"n": 0}, "n=0"),
@@ -35,6 +43,13 @@ REFUSED = [
     ({"stop": "a", "detokenize": False}, "detokenize=True"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs is not supported"),
+    ({"allowed_token_ids": [3]}, "allowed_token_ids is not supported; give"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is not supported"),
+    ({"output_kind": 1}, "output_kind=DELTA is not supported; use stream"),
+    ({"output_kind": 7}, "output_kind=7"),
+    ({"extra_args": {"a": 1}}, "extra_args"),
+    ({"flat_logprobs": True}, "flat_logprobs"),
     ({"bad_words": ["x"]}, "bad_words is not supported"),
     ({"best_of": 2}, "best_of"),
     ({"use_beam_search": True}, "use_beam_search"),
@@ -79,3 +94,35 @@ def test_defaults_and_spellings():
     )
     assert dataclasses.replace(params, temperature=0.5).stop_ids == (1, 2)
     assert "stop=('a',)" in repr(params) and "top_p" not in repr(params)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bad_words": []},
+        {"bad_words": None},
+        {"logits_processors": []},
+        {"best_of": 1},
+        {"n": 3, "best_of": 3},
+        {"use_beam_search": False},
+        {"output_kind": Kind.FINAL_ONLY},
+        {"output_kind": 0},
+        {"flat_logprobs": False},
+        {"skip_reading_prefix_cache": False},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_is_accepted(fields):
+    params = SamplingParams(temperature=0.5, **fields)
+    assert (params.temperature, params.n) == (0.5, fields.get("n", 1))
+
+
+def test_clone_and_from_optional():
+    params = SamplingParams(n=2, stop=["a"], logit_bias={5: 1}, max_tokens=None)
+    copy = params.clone()
+    assert copy == params and copy is not params and copy.biases is not params.biases
+    made = SamplingParams.from_optional(n=None, temperature=None, stop="a", top_k=None, max_tokens=None, seed=None)
+    assert made == SamplingParams(stop="a", max_tokens=None)
+    assert SamplingParams.from_optional() == SamplingParams()
+    with pytest.raises(RequestError, match="temperature"):
+        SamplingParams.from_optional(temperature=-1.0)
