@@ -14,6 +14,7 @@ from .device.model import find_model, load_model
 from .engine.engine import Engine
 from .engine.options import keyword_docs, with_keywords
 from .engine.resolve import load_options
+from .engine.vllm_keywords import without_vllm_keywords
 from .requests.errors import RequestError
 from .requests.lora_request import LoRARequest
 from .requests.outputs import FinishReason, RequestOutput
@@ -50,7 +51,8 @@ class LLM:
     model            directory in the Hugging Face format (None: the demo model with its adapters); with
                      load_format="dummy" also config.json's fields as a dict
     adapters         name -> directory of a PEFT adapter
-    Every other option is a keyword: a field of EngineOptions or of CompileOptions, as listed at the end.
+    Every other option is a keyword: a field of EngineOptions or of CompileOptions, as listed at the end. vLLM's others
+    are refused with the remedy, unless they ask for what happens anyway; `enable_lora=True` makes room for adapters.
 
     Raises OptionError, ConfigError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when
     the device is too small. `generate` and `stream` raise RequestError, before anything runs, for a request that cannot
@@ -68,11 +70,11 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         **keywords: Any,
     ) -> None:
-        options = load_options(**keywords)
-        source = find_model(DEMO_MODEL if model is None else model, options)
-        self.tokenizer = load_tokenizer(source.directory)
         if model is None and adapters is None:
             adapters = demo_adapters()
+        options = load_options(**without_vllm_keywords(keywords, bool(adapters)))
+        source = find_model(DEMO_MODEL if model is None else model, options)
+        self.tokenizer = load_tokenizer(source.directory)
         self.model = loaded = load_model(source, adapters or {}, options)
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry

@@ -1,0 +1,98 @@
+"""What callers of vLLM's `LLM` write is served, accepted, or refused with the remedy; README's table says which."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from sidestream.compiler.options import OptionError
+from sidestream.runtime.engine.options import keywords
+from sidestream.runtime.engine.vllm_keywords import ACCEPTED, FOREIGN, without_vllm_keywords
+from sidestream.runtime.llm import LLM
+from sidestream.runtime.requests.sampling_params import REFUSED, SamplingParams
+from support import vllm_names
+
+README = (Path(__file__).parents[3] / "README.md").read_text()
+CALLS = {
+    "LLM": (LLM, vllm_names.LLM.split()),
+    "LLM.generate": (LLM.generate, vllm_names.GENERATE.split()),
+    "LLM.chat": (LLM.chat, vllm_names.CHAT.split()),
+    "SamplingParams": (SamplingParams, vllm_names.SAMPLING_PARAMS.split()),
+}
+
+
+def parameters(call: object) -> set[str]:
+    return set(inspect.signature(call).parameters) - {"self"}  # type: ignore[arg-type]
+
+
+def table() -> dict[str, tuple[set[str], set[str]]]:
+    """README's table: call -> (only in vLLM, only here)."""
+    text = README.partition("<!-- vllm -->")[2].partition("<!-- end -->")[0]
+    rows = [line.strip("|").split("|") for line in text.strip().splitlines()[2:]]
+    names = [[re.findall(r"`([^`]*)`", cell) for cell in row] for row in rows]
+    return {call[0]: (set(theirs), set(ours)) for call, theirs, ours in names}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_readme_lists_every_difference(call: str) -> None:
+    ours, theirs = parameters(CALLS[call][0]), set(CALLS[call][1])
+    refused = set(REFUSED) if call == "SamplingParams" else set()
+    assert set(table()) == set(CALLS)
+    assert table()[call] == ((theirs - ours) | refused, ours - theirs)
+
+
+def test_every_keyword_of_vllm_is_an_option_or_has_a_remedy() -> None:
+    ours = {"model", *keywords()}
+    assert not (set(FOREIGN) | set(ACCEPTED)) & ours
+    assert set(vllm_names.LLM.split()) - ours == set(FOREIGN) | set(ACCEPTED)
+    assert set(vllm_names.SAMPLING_PARAMS.split()) <= parameters(SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("trust_remote_code", True, "no code of a model is run"),
+        ("tensor_parallel_size", 2, "one server for each GPU"),
+        ("tensor_parallel_size", True, "one server for each GPU"),
+        ("quantization", "awq", "use precision='int8'"),
+        ("tokenizer", "other/model", "put tokenizer.json"),
+        ("tokenizer_mode", "slow", "put tokenizer.json"),
+        ("revision", "main", "download the model first"),
+        ("swap_space", 16, "lower max_num_seqs"),
+        ("cpu_offload_gb", 4, "smaller precision"),
+        ("speculative_config", {"model": "x"}, "one at a time"),
+        ("enable_lora", 1, "True or False"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_remedy(name: str, value: object, remedy: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}={re.escape(repr(value))} .*{re.escape(remedy)}"):
+        LLM("no/such/model", device="cpu", **{name: value})
+
+
+def test_values_that_ask_for_what_happens_anyway_are_accepted() -> None:
+    defaults = {
+        "trust_remote_code": False,
+        "tensor_parallel_size": 1,
+        "quantization": None,
+        "tokenizer": None,
+        "tokenizer_mode": "auto",
+        "swap_space": 4.0,
+        "cpu_offload_gb": 0,
+        "hf_overrides": {},
+        "seed": None,
+    }
+    assert without_vllm_keywords({**defaults, "max_model_len": 5}, adapters=False) == {"max_model_len": 5}
+    with pytest.raises(OptionError, match="download the model first"):
+        LLM("no/such/model", device="cpu", **defaults)
+    with pytest.raises(TypeError, match="there is no option 'max_model_length'; did you mean 'max_model_len'"):
+        LLM("no/such/model", max_model_length=3)
+
+
+def test_enable_lora_makes_room_for_adapters_to_come() -> None:
+    assert without_vllm_keywords({"enable_lora": True}, adapters=False) == {"max_loras": 1, "max_lora_rank": 16}
+    given = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64}
+    assert without_vllm_keywords(given, adapters=False) == {"max_loras": 4, "max_lora_rank": 64}
+    assert without_vllm_keywords({"enable_lora": True}, adapters=True) == {}
+    assert without_vllm_keywords({"enable_lora": False}, adapters=False) == {}
+    with pytest.raises(OptionError, match="contradicts adapters"):
+        without_vllm_keywords({"enable_lora": False}, adapters=True)
