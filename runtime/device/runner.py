@@ -125,7 +125,8 @@ class ModelRunner:
         ready.inputs.fill(plan, self._last_tokens)
         ready.bound.replay()
         samples = self._sampler(ready.logits[: plan.num_sequences], plan)
-        self._last_tokens[: plan.num_sequences].copy_(samples.tokens)
+        fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens  # -1: no token
+        self._last_tokens[: plan.num_sequences].copy_(fed)
         return self._send_back(plan.step, samples)
 
     def start_load(self, slot: int, number: int) -> None:

@@ -22,8 +22,8 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """Tokens [B] int32 of a step, on the device; with logprobs: ids and values [B, 1 + k] and the chosen token's
-    rank [B].
+    """Tokens [B] int32 of a step, on the device (-1: no token, see `Sampler`); with logprobs: ids and values [B, 1 + k]
+    and the chosen token's rank [B].
     """
 
     tokens: torch.Tensor
@@ -35,7 +35,9 @@ class DeviceSamples:
 class Sampler:
     """Samples steps of at most `max_rows` sequences.
 
-    A step of greedy rows is one argmax; everything else is done only when a row asks for it.
+    A step of greedy rows is one argmax; everything else is done only when a row asks for it. On a CPU a row whose
+    largest logit is infinite, or with NaN among them, gets no token. On a GPU it gets some token: the next step, which
+    is launched before the host knows, reads it as a row of the embedding.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -50,15 +52,21 @@ class Sampler:
             scores = edited_logits(logits, sampling)
         tokens = argmax(scores) if sampling.greedy else self._draw(scores, sampling)
         if sampling.num_logprobs < 0:
-            return DeviceSamples(tokens)
+            return DeviceSamples(self._without_broken(tokens, logits))
         top = top_logprobs(logits, tokens, sampling.num_logprobs)
         ids = torch.cat((tokens.unsqueeze(1), top.ids.to(torch.int32)), dim=1)
         return DeviceSamples(
-            tokens,
+            self._without_broken(tokens, logits),
             ids,
             torch.cat((top.token_logprob.unsqueeze(1), top.logprobs), dim=1),
             top.token_rank.to(torch.int32),
         )
+
+    def _without_broken(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The tokens, -1 where the largest logit is no number: amax is NaN where any logit is."""
+        if self.device.type != "cpu":
+            return tokens
+        return tokens.where(logits.amax(-1).isfinite(), -1)
 
     def _draw(self, scores: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
         rows = scores.shape[0]

@@ -34,6 +34,11 @@ _log = logging.getLogger(__name__)
 PLAN_FAULT = "a fault in the scheduler while this request was worked on; others are not affected"
 
 
+NO_TOKEN = (
+    "the model's output is not a number: its values, or those of the adapter, overflow; check the adapter's weights"
+)
+
+
 class Sampled(NamedTuple):
     """One sequence's new token; `row` is its row in the step's result."""
 
@@ -253,7 +258,7 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> list[Sampled]:
         """Take a step's tokens in, in the order in which steps were issued; ends sequences that met their
-        end-of-sequence, a stop token or their limit.
+        end-of-sequence, a stop token or their limit, and (with an error) those that got no token.
 
         Tokens of sequences that ended meanwhile are dropped.
         """
@@ -267,8 +272,11 @@ class Scheduler:
             sequence, token = sequences[row], tokens[row]
             if sequence.status is finished or sequence in void:
                 continue
-            sequence.tokens.append(token)
             sequence.in_flight -= 1
+            if token < 0:
+                self._end(sequence, "error", NO_TOKEN)
+                continue
+            sequence.tokens.append(token)
             if sequence.counts is not None:
                 sequence.counts[token] += 1
             progress.append(Sampled(sequence, token, row))

@@ -7,6 +7,7 @@ from typing import Literal
 from ..wire.protocol import AdapterInfo, Done, Error, ErrorCode, LoadAdapter, UnloadAdapter
 from .connections import Client, Connections
 from .gpu_link import Answer, LoadedAdapter
+from .open_requests import OpenRequests
 from .state import ServerState
 from .stepper import Stepper
 from .submissions import LOADING_RETRY
@@ -19,8 +20,10 @@ class AdapterDesk:
     roots   directories under which a loaded adapter must lie
     """
 
-    def __init__(self, state: ServerState, connections: Connections, admin: bool, roots: list[str]) -> None:
-        self._state, self._connections = state, connections
+    def __init__(
+        self, state: ServerState, connections: Connections, requests: OpenRequests, admin: bool, roots: list[str]
+    ) -> None:
+        self._state, self._connections, self._requests = state, connections, requests
         self._admin, self._roots = admin, roots
         self._tickets: dict[int, tuple[Client, int, LoadAdapter | UnloadAdapter]] = {}
         self._next_ticket = 0
@@ -56,7 +59,7 @@ class AdapterDesk:
             return "adapter_in_use", f"adapter {message.name!r} is being loaded or unloaded at this moment"
         known = self._state.stepper.known.get(message.name)
         if isinstance(message, UnloadAdapter):
-            return _unload_refusal(self._state.stepper, message.name, known)
+            return self._unload_refusal(self._state.stepper, message.name, known)
         if self._state.stepper.ready.num_slots == 0:
             return (
                 "adapter_error",
@@ -71,6 +74,16 @@ class AdapterDesk:
                 "the path is outside the directories that adapters may be loaded from; start the server with "
                 "--adapter-root",
             )
+        return None
+
+    def _unload_refusal(self, stepper: Stepper, name: str, known: LoadedAdapter | None) -> tuple[ErrorCode, str] | None:
+        if known is None:
+            return "unknown_adapter", f"adapter {name!r} is not known"
+        # the engine has those that wait, run or are suspected; not those whose prompts are being tokenized
+        if stepper.scheduler.states.waiting.active(known.number) or any(
+            request.adapter == name and not request.admitted for request in self._requests.all()
+        ):
+            return "adapter_in_use", f"adapter {name!r} has open requests; wait for them or abort them"
         return None
 
     def answered(self, answer: Answer) -> None:
@@ -97,15 +110,6 @@ class AdapterDesk:
                 error = Error("engine_dead", "the engine died", call=call, retry_after=retry_after)
                 self._connections.say(client, error)
         self._tickets.clear()
-
-
-def _unload_refusal(stepper: Stepper, name: str, known: LoadedAdapter | None) -> tuple[ErrorCode, str] | None:
-    if known is None:
-        return "unknown_adapter", f"adapter {name!r} is not known"
-    info = _info(stepper, known)
-    if info.running or info.waiting:
-        return "adapter_in_use", f"adapter {name!r} has open requests; wait for them or abort them"
-    return None
 
 
 def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:

@@ -66,7 +66,9 @@ class Batcher:
         self._submissions = Submissions(
             self._state, self._connections, self._requests, self._tokenizer, self._encoder, settings.max_waiting
         )
-        self._adapters = AdapterDesk(self._state, self._connections, settings.admin, settings.adapter_roots)
+        self._adapters = AdapterDesk(
+            self._state, self._connections, self._requests, settings.admin, settings.adapter_roots
+        )
         self._desk = FrontDesk(
             settings,
             self._state,

@@ -14,13 +14,16 @@ MAX_TEXT = 1 << 18
 
 @dataclass(eq=False)
 class OpenRequest:
-    """One request of one connection. `key`: its id in the engine; `sent`: tokens of each completion that went out."""
+    """One request of one connection. `key`: its id in the engine; `sent`: tokens of each completion that went out;
+    `admitted`: the engine has it.
+    """
 
     key: str
     request_id: str
     client: Client
     stream: bool
     arrived: float
+    adapter: str | None = None
     prompt_tokens: int = 0
     first_token: float = 0.0
     admitted: bool = False
@@ -58,12 +61,12 @@ class OpenRequests:
         """The open request with this engine id."""
         return self._open.get(key)
 
-    def begin(self, client: Client, request_id: str, stream: bool) -> OpenRequest:
+    def begin(self, client: Client, request_id: str, stream: bool, adapter: str | None = None) -> OpenRequest:
         """A new request; its id must not be open on the connection."""
         # a client may use an id again while work for its former bearer is still under way
         self._begun += 1
         request = OpenRequest(
-            f"{client.number}:{request_id}:{self._begun}", request_id, client, stream, time.monotonic()
+            f"{client.number}:{request_id}:{self._begun}", request_id, client, stream, time.monotonic(), adapter
         )
         self._open[request.key] = request
         client.open[request_id] = request.key

@@ -47,7 +47,7 @@ class Submissions:
             self._requests.counts["refused_total"] += 1
             self._connections.say(client, refusal)
             return
-        request = self._requests.begin(client, message.request_id, message.stream)
+        request = self._requests.begin(client, message.request_id, message.stream, message.adapter)
         try:
             params = self._params(message)
         except RequestError as error:

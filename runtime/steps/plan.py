@@ -99,8 +99,8 @@ class StepPlan:
 class StepResult:
     """What a step sampled.
 
-    tokens [B] (rows outside `sample_rows` are meaningless); with logprobs: token ids and log-probabilities [B, 1 + k],
-    the chosen token first, then the k likeliest, and the rank of the chosen one [B].
+    tokens [B] (-1: the logits are no numbers; rows outside `sample_rows` are meaningless); with logprobs: token ids and
+    log-probabilities [B, 1 + k], the chosen token first, then the k likeliest, and the rank of the chosen one [B].
     """
 
     step: int

@@ -99,3 +99,14 @@ def test_greedy_rows_and_draws():
     assert drawn.ranks.tolist() == [
         (row > row[token]).sum().item() + 1 for row, token in zip(logprobs, drawn.tokens.tolist(), strict=True)
     ]
+
+
+def test_logits_that_are_no_numbers_give_no_token():
+    logits = torch.zeros(5, 7)
+    logits[1] = torch.nan
+    logits[2, 3] = torch.nan
+    logits[3, 2] = torch.inf
+    logits[4, 1] = -torch.inf
+    for settings in (sampling(5, greedy=True), sampling(5), sampling(5, num_logprobs=2)):
+        tokens = Sampler(5, torch.device("cpu"))(logits, plan(settings)).tokens.tolist()
+        assert [token < 0 for token in tokens] == [False, True, True, True, False]
