@@ -85,6 +85,7 @@ class Batcher:
         self._clock = AwakeClock()
         self._gpu_heard = 0.0
         self._gave_up = False
+        self._answers_told = 0
         self._expect_gpu(settings.generation)
         for source in (self._listener.source, channel, *([self._encoder] if self._encoder else [])):
             self._poller.register(source, zmq.POLLIN)
@@ -128,6 +129,7 @@ class Batcher:
                 if now >= next_beat:
                     next_beat = now + HEARTBEAT_SECONDS
                     self._channel.beat()
+                    self._tell_answers()
                 self._settle()
                 if self._stop_at is not None and (not self._requests or now >= self._stop_at):
                     return self._farewell()
@@ -207,6 +209,13 @@ class Batcher:
             if request is not None:
                 self._submissions.fail(request, HUNG_STEP.format(limit))
         self._channel.send({"event": "overdue", "generation": self._generation, "seconds": limit})
+
+    def _tell_answers(self) -> None:
+        """Let the supervisor know that requests were answered: what dies later did not die at its start."""
+        answered = self._requests.counts["finished_total"]
+        if answered > self._answers_told:
+            self._answers_told = answered
+            self._channel.send({"event": "answered"})
 
     def _expect_gpu(self, generation: int) -> None:
         """Be ready for a new GPU process."""

@@ -31,8 +31,7 @@ from .watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
 
 STOP_SECONDS = 5.0
 DEATHS = 5
-DEATHS_SECONDS = 300.0
-"""So many deaths of the GPU process within this time are not an accident any more."""
+"""So many deaths in a row, with no request answered between them, are not an accident any more."""
 EXIT_DEAD = 1
 EXIT_SETTINGS = 2
 
@@ -90,7 +89,7 @@ class Supervisor:
         self._batcher: Child | None = None
         self._gpu: Child | None = None
         self._clock = AwakeClock()
-        self._deaths: list[float] = []
+        self._deaths = 0
         self._was_ready = False
         self._draining_until: float | None = None
         self._wake, self._waker = socket.socketpair()
@@ -189,6 +188,8 @@ class Supervisor:
             elif event == "serving":
                 self._was_ready = True
                 self._say(f"serving at {self._settings.bind}")
+            elif event == "answered":
+                self._deaths = 0
             elif event == "overdue":
                 self._end_overdue(message)
             elif event == "bound":
@@ -209,10 +210,9 @@ class Supervisor:
         if self._draining_until is not None and child is self._batcher:
             return 0
         self._say(f"the {child.name} died ({_status(status)})")
-        now = time.monotonic()
-        self._deaths = [*(then for then in self._deaths if now - then < DEATHS_SECONDS), now]
+        self._deaths += 1
         restarting = (
-            self._settings.restart and self._was_ready and len(self._deaths) < DEATHS and self._draining_until is None
+            self._settings.restart and self._was_ready and self._deaths < DEATHS and self._draining_until is None
         )
         if child is self._gpu:
             self._gpu = None

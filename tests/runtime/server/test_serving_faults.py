@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import zmq
+from sidestream.runtime.server.supervisor import DEATHS
 from sidestream.runtime.wire.protocol import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit, encode, header
 from support.fake_runner import continuation
-from support.serving import Wire, serve_fake
+from support.serving import Server, Wire, serve_fake
 
 VOCABULARY = 251
 LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=400)
@@ -247,6 +248,33 @@ def test_the_engine_comes_back(tmp_path):
         with server.connect() as fresh:
             assert_works(fresh)
         assert server.stop() == 0
+
+
+def kill_and_await_another(server: Server) -> None:
+    """SIGKILL for the GPU process; returns when another one serves in its place."""
+    lives = max(1, server.log.read_text().count("serving at"))  # the first one may not be told yet
+    os.kill(server.child("fake_gpu"), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while server.log.read_text().count("serving at") <= lives:
+        assert time.monotonic() < end, "no other GPU process was started"
+        time.sleep(0.05)
+
+
+def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path):
+    with serve_fake(tmp_path) as server:
+        for _ in range(DEATHS + 1):
+            with server.connect() as wire:
+                assert_works(wire)
+            kill_and_await_another(server)
+        assert server.stop() == 0
+
+
+def test_deaths_in_a_row_end_the_server(tmp_path):
+    with serve_fake(tmp_path) as server:
+        for _ in range(DEATHS - 1):
+            kill_and_await_another(server)
+        os.kill(server.child("fake_gpu"), signal.SIGKILL)
+        assert server.process.wait(30) == 1
 
 
 def test_the_death_of_the_batcher_ends_everything(tmp_path):
