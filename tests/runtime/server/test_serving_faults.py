@@ -271,6 +271,8 @@ def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path):
 
 def test_deaths_in_a_row_end_the_server(tmp_path):
     with serve_fake(tmp_path) as server:
+        with server.connect():
+            pass  # it serves
         for _ in range(DEATHS - 1):
             kill_and_await_another(server)
         os.kill(server.child("fake_gpu"), signal.SIGKILL)
