@@ -51,6 +51,15 @@ class HealthyClients:
         for thread in self._threads:
             thread.join(PATIENCE + 10.0)
 
+    def await_answer(self, seconds: float) -> bool:
+        """Wait for a right answer from now on; False if none comes in so long."""
+        before, end = self.seen["right"], time.monotonic() + seconds
+        while self.seen["right"] == before:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
     def _note(self, what: str) -> None:
         with self._lock:
             self.seen[what] += 1

@@ -22,10 +22,11 @@ from .served import Holdings, ServedDemo
 
 FLAGS = ("--precision", "fp32", "--max-model-len", "256", "--num-kv-pages", "64", "--max-num-seqs", "8")
 IDLE_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
 
 
-def attack_once(attack: Attack, target: Target, source: random.Random, line: Line) -> None:
-    """One round of one attack; afterwards the server must answer, with the processes that it had."""
+def attack_once(attack: Attack, target: Target, source: random.Random, line: Line, healthy: HealthyClients) -> None:
+    """One round of one attack; afterwards the server must answer a healthy client, with the processes that it had."""
     before = target.served.processes()
     line.rounds += 1
     try:
@@ -39,6 +40,9 @@ def attack_once(attack: Attack, target: Target, source: random.Random, line: Lin
     after = target.served.processes()
     if not attack.kills and before != after:
         line.findings.append(f"processes died: {sorted(before.keys() - after.keys()) or 'and were started again'}")
+        return
+    if not healthy.await_answer(ANSWER_SECONDS):
+        line.findings.append(f"no healthy client was answered within {ANSWER_SECONDS:g} s afterwards")
         return
     line.survived += 1
 
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             while True:
                 for attack in source.sample(chosen, len(chosen)):
                     begun = time.monotonic()
-                    attack_once(attack, target, source, lines[attack.name])
+                    attack_once(attack, target, source, lines[attack.name], healthy)
                     print(f"{attack.name:<22}{time.monotonic() - begun:6.1f} s  {dict(healthy.seen)}", flush=True)
                 last = settle(target)
                 first = first or last
