@@ -271,3 +271,20 @@ def test_the_default_of_several_chat_templates_is_served(tmp_path):
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
     with serve_fake(tmp_path) as server, server.connect() as wire:
         assert (wire.welcome.chat_template, wire.welcome.bos_token, wire.welcome.eos_token) == ("D", "<s>", "</s>")
+
+
+def test_one_connections_long_streams_make_way_for_another(tmp_path):
+    with (
+        serve_fake(tmp_path, step_seconds=0.01, max_num_seqs=2, num_pages=64) as server,
+        server.connect() as greedy,
+        server.connect() as other,
+    ):
+        for index in range(6):
+            greedy.submit(f"g{index}", sampling(max_tokens=400), prompt_token_ids=[index])
+        greedy.until(lambda: len(greedy.answers["g0"].chunks) > 1)
+        other.submit("o", sampling(max_tokens=4), prompt_token_ids=[9])
+        assert other.answer("o").token_ids[0] == continuation([9], -1, 4, VOCABULARY)
+        while greedy.receive():
+            pass
+        assert not any(answer.over for answer in greedy.answers.values()), "it waited for none of them"
+        assert greedy.answer("g1").token_ids[0] == continuation([1], -1, 400, VOCABULARY), "put back, and nothing lost"
