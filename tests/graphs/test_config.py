@@ -8,8 +8,6 @@ import torch
 from sidestream.graphs.config import ConfigError, LlamaConfig, RopeScaling
 from sidestream.graphs.rotary import inverse_frequencies
 from support.tiny import LINEAR_ROPE, LLAMA3_ROPE
-from transformers import LlamaConfig as HFLlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,6 +112,9 @@ def test_the_old_linear_spelling() -> None:
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LINEAR_ROPE, LLAMA3_ROPE])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_frequencies_equal_transformers(rope: dict, head_dim: int) -> None:
+    from transformers import LlamaConfig as HFLlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     theirs = HFLlamaConfig(
         hidden_size=256, num_attention_heads=2, head_dim=head_dim, rope_parameters=rope, max_position_embeddings=512
     )

@@ -4,9 +4,6 @@ import random
 import re
 
 import pytest
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.peft_patterns import (
     MAX_PATTERNS,
@@ -50,6 +47,8 @@ TARGETS = [
 
 
 def test_patterns_pick_the_first_match_as_peft_does() -> None:
+    from peft.utils.other import get_pattern_key
+
     dice = random.Random(0)
     for _ in range(60):
         patterns = {pattern: index for index, pattern in enumerate(dice.sample(PATTERNS, dice.randint(0, 5)))}
@@ -64,6 +63,9 @@ def test_patterns_pick_the_first_match_as_peft_does() -> None:
 
 @pytest.mark.parametrize("target_modules", TARGETS, ids=str)
 def test_targets_are_peft_s(target_modules: list[str] | str) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     by_layer = (
         [{}]
         if isinstance(target_modules, str)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig as HFLlamaConfig
-from transformers import LlamaForCausalLM
+
+if TYPE_CHECKING:  # seconds of imports that most runs of single tests do without
+    from transformers import LlamaForCausalLM
 
 TINY: dict[str, Any] = {
     "vocab_size": 320,
@@ -52,11 +52,15 @@ class TinyBase:
     _adapted: dict[str, torch.nn.Module] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def model(self) -> LlamaForCausalLM:
+    def model(self) -> "LlamaForCausalLM":
+        from transformers import LlamaForCausalLM
+
         return LlamaForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
 
     def adapted(self, adapter: Path) -> torch.nn.Module:
         """The base with one PEFT adapter applied (unmerged), cached."""
+        from peft import PeftModel
+
         key = str(adapter)
         if key not in self._adapted:
             self._adapted[key] = PeftModel.from_pretrained(copy.deepcopy(self.model), key).eval()
@@ -90,8 +94,10 @@ def tiny_llama(
     `max_shard_size="200KB"` makes a sharded checkpoint; `tokenizer=True` writes a byte-level tokenizer.json beside it
     (ids 0-255 = bytes, 256 = <s>, 257 = </s>).
     """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     path = Path(directory) / "base"
-    config = HFLlamaConfig(**{**TINY, **overrides})
+    config = LlamaConfig(**{**TINY, **overrides})
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
@@ -108,6 +114,8 @@ def tiny_llama(
 
 def tiny_adapters(base: TinyBase, specs: Sequence[AdapterSpec], *, seed: int = 1) -> list[Path]:
     """Saves one PEFT adapter per spec beside the base (B is random, not zero) and returns their directories."""
+    from peft import LoraConfig, get_peft_model
+
     paths = []
     for index, spec in enumerate(specs):
         config = LoraConfig(

@@ -147,7 +147,8 @@ def run_kernels(case: LoraCase, **options: int | None) -> None:
     assert (planes[:, case.adapter_index < 0] == 0).all()
     (delta,) = check_kernel(OPS["lora_expand"], *case.expand(planes), tolerances=EXPAND[dtype], **options)
     assert (delta[case.adapter_index < 0] == 0).all()
-    check_kernel(OPS["lora"], *case.lora, tolerances=LORA[dtype])
+    if not options:  # lora's own launch takes none
+        check_kernel(OPS["lora"], *case.lora, tolerances=LORA[dtype])
 
 
 @pytest.mark.interpret
@@ -157,7 +158,7 @@ def run_kernels(case: LoraCase, **options: int | None) -> None:
         lambda: lora_case(9, 256, 16, [50, 30, 20], tile=16, splits=2),
         lambda: lora_case(70, 384, 48, [128, 64], tile=32, splits=3),
         lambda: lora_case(33, 200, 32, [100], tile=64, splits=1, dtype=F32),
-        lambda: lora_case(40, 512, 64, [300, 64, 64], tile=64, splits=2),
+        lambda: lora_case(40, 512, 64, [150, 64, 64], tile=64, splits=2),
         lambda: lora_case(5, 1100, 16, [64], tile=16, splits=9),  # more planes than there are columns for
         lambda: lora_case(6, 512, 16, [32], tile=16, splits=3).quantized(
             True, INT8

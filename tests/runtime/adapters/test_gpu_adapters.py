@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sidestream
+import torch
 from sidestream.tools.bench.random_model import write_random_adapter
 
 pytestmark = pytest.mark.gpu
@@ -68,16 +69,26 @@ def test_ten_adapters_over_two_slots(tmp_path: Path, enforce_eager: bool) -> Non
         assert alone.generate([prompt], params, adapter=name, use_tqdm=False)[0].outputs[0].token_ids == tokens
 
 
-def test_starting_a_copy_takes_no_time(tmp_path: Path) -> None:
+def test_starting_a_copy_does_not_wait_for_it(tmp_path: Path) -> None:
     paths = {f"a{index}": write_random_adapter(tmp_path / str(index), CONFIG, 16, index) for index in range(2)}
     llm = sidestream.LLM(CONFIG, paths, max_loras=2, enforce_eager=True, **OPTIONS)
     runner = llm.engine.runner
     while len(runner.stacks.store.numbers) < 2:
         time.sleep(0.01)
-    begin = time.perf_counter()
+    runner.start_load(0, 1)  # the kernels that copy are on the device now
+    assert runner.loaded(timeout=5.0) == [(0, 1, None)]
+    torch.cuda.synchronize()
+    runner.loaded()
+    with torch.cuda.stream(runner.stacks._stream):
+        torch.cuda._sleep(2 * 10**9)  # the copies' stream has about a second of other work
+        worked = torch.cuda.Event()
+        worked.record()
     runner.start_load(1, 0)
-    started = time.perf_counter() - begin
-    assert runner.loaded(timeout=5.0) == [(1, 0, None)] and started < 0.001
+    while not runner.stacks._flying:
+        time.sleep(0.001)
+    assert not worked.query(), "the copy is queued, and no thread has waited for what comes before it"
+    assert runner.loaded(timeout=5.0) == [(1, 0, None)]
+    torch.cuda.synchronize()
     block = runner.stacks.store.use(0)
     for stack, tensor in zip(runner.stacks.stacks.values(), block.tensors, strict=True):
         assert (stack[1].cpu() == tensor).all()

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from sidestream.compiler import api
 from sidestream.compiler.options import CompileOptions, Precision
 from sidestream.tools import cli
 from sidestream.tools.bench import kernels as bench_kernels
 from sidestream.tools.bench import layer as bench_layer
 from sidestream.tools.bench.throughput import percentile, prompt_flops
 from sidestream.tools.options.models import LLAMA_8B
+from support.captured import capture_once
 
 
 def test_throughput_writes_a_row_for_each_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,16 +81,22 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The selection of steps on a small model; the clock is a GPU's."""
-    monkeypatch.setattr(
-        bench_layer,
-        "LLAMA_8B",
-        {**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1},
-    )
+    small = {
+        **LLAMA_8B,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    }
+    for module in (bench_layer, bench_kernels):
+        monkeypatch.setattr(module, "DEPTHS", (4,))
+    monkeypatch.setattr(bench_layer, "VOCABULARY", 256)
+    monkeypatch.setattr(api, "capture_module", capture_once)
     monkeypatch.setattr(bench_kernels, "launch_us", lambda launches, rounds, repeats: float(len(launches)))
 
     def measure(precision: Precision) -> list[bench_kernels.Row]:
         return bench_kernels.measure(
-            bench_layer.Layers(16, 2, "cpu", CompileOptions(precision=precision)), 4, [0, 1, 0, 1], repeats=1
+            bench_layer.Layers(16, 2, "cpu", CompileOptions(precision=precision), small), 4, [0, 1, 0, 1], repeats=1
         )
 
     table = {precision: measure(precision) for precision in ("int8", "fp8")}
@@ -97,9 +105,7 @@ def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPat
         assert (
             main[:4] == ["add_rms_norm_quant", "linear_8bit", "rope_append", "paged_attention_quant"] and len(main) == 9
         )
-        assert len(rows) - len(main) == 8 and all(
-            row.us == bench_layer.DEPTHS[-1] - 2 and row.floor_us > 0 for row in rows
-        )
+        assert len(rows) - len(main) == 8 and all(row.us == 4 - 2 and row.floor_us > 0 for row in rows)
     # the same steps; int8's adapters have half the bytes
     for int8, fp8 in zip(table["int8"], table["fp8"], strict=True):
         assert (int8.op, int8.output) == (fp8.op, fp8.output) and (

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sidestream.compiler.inspect import explain
 from sidestream.compiler.options import DEFAULT_PRECISION
 from sidestream.tools import cli
 from support.meta_model import config_directory
@@ -13,6 +14,24 @@ def run(*arguments: str) -> int:
     return cli.main(list(arguments))
 
 
+@pytest.fixture
+def few_changes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only some changes are compiled (with --exhaustive all); tests of `what_ifs` compile them all."""
+    every = explain._variants
+    few = {
+        "no adapter in the batch",
+        "kv_dtype=bf16",
+        "lm_head=bf16",
+        "lora_lowering=serial",
+        "pdl=False",
+        "precision=bf16",
+        "without fuse_rope_append",
+    }
+    if not request.config.getoption("--exhaustive"):
+        monkeypatch.setattr(explain, "_variants", lambda *of: (each for each in every(*of) if each[0] in few))
+
+
+@pytest.mark.usefixtures("few_changes")
 def test_explain_needs_a_config_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = config_directory(tmp_path / "model", num_hidden_layers=3)
     assert (
@@ -49,6 +68,7 @@ def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {entry["name"] for entry in facts["passes"]} > {"normalize", "quantize_linears"}
 
 
+@pytest.mark.usefixtures("few_changes")
 def test_a_deep_models_changes_follow_from_two_cuts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = config_directory(tmp_path / "model", num_hidden_layers=5)
     assert run("explain", str(model), "--json", "--bucket", "decode:4") == 0

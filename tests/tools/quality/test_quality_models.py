@@ -5,19 +5,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.tools.quality.models import ADAPTERS
 from sidestream.tools.quality.tasks import TASKS
-from sidestream.tools.quality.train import main
+
+
+def train(*arguments: str) -> int:
+    """The script. It imports transformers and peft, which takes seconds."""
+    from sidestream.tools.quality.train import main
+
+    return main(list(arguments))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("quality")
-    assert main(["-o", str(directory), "--smoke"]) == 0
+    assert train("-o", str(directory), "--smoke") == 0
     return directory
 
 
 def test_every_task_has_its_adapter_and_together_they_differ_in_all_that_matters(trained: Path) -> None:
+    from sidestream.tools.quality.models import ADAPTERS
+
     configs = {
         path.parent.name: json.loads(path.read_text()) for path in trained.glob("adapters/*/adapter_config.json")
     }
@@ -47,10 +54,10 @@ def test_the_report_tells_every_accuracy(trained: Path) -> None:
 
 
 def test_the_same_seed_makes_the_same_models_also_one_by_one(trained: Path, tmp_path: Path) -> None:
-    assert main(["-o", str(tmp_path), "--smoke", "--adapters"]) == 0
+    assert train("-o", str(tmp_path), "--smoke", "--adapters") == 0
     assert not (tmp_path / "adapters").exists()
     for name in ("strings", "retrieval"):
-        assert main(["-o", str(tmp_path), "--smoke", "--base", str(tmp_path / "base"), "--adapters", name]) == 0
+        assert train("-o", str(tmp_path), "--smoke", "--base", str(tmp_path / "base"), "--adapters", name) == 0
     weights = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     assert len(weights) == 3
     for path, content in weights.items():
@@ -68,7 +75,7 @@ def test_sidestream_answers_as_transformers_and_peft_do(trained: Path) -> None:
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     llm = LLM(
         str(trained / "base"),
-        adapters={name: str(trained / "adapters" / name) for name in ADAPTERS},
+        adapters={name: str(trained / "adapters" / name) for name in TASKS},
         precision="fp32",
         max_model_len=256,
         max_num_seqs=8,
@@ -78,7 +85,7 @@ def test_sidestream_answers_as_transformers_and_peft_do(trained: Path) -> None:
         enforce_eager=True,
         show_progress=False,
     )
-    names = [None, *ADAPTERS]
+    names = [None, *TASKS]
     answers = llm.generate(
         [prompt] * len(names), SamplingParams(max_tokens=6, temperature=0.0), adapter=names, use_tqdm=False
     )

@@ -1,0 +1,28 @@
+"""Our Llama captured once for each shape of it in a run: capturing takes seconds, and a copy of its graph is the same.
+
+`patch.object(api, "capture_module", capture_once)`: what is compiled then shares captures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sidestream.compiler.graph.capture import Captured, capture_module
+from sidestream.graphs.llama import Llama
+
+_KNOWN: dict[str, Captured] = {}
+
+
+def capture_once(
+    module: torch.nn.Module, example_inputs: dict[str, Any] | Sequence[Any], dynamic_shapes: Any = None
+) -> Captured:
+    """`capture_module`, but a Llama of a shape that was seen gets a copy of its graph, with its own tensors."""
+    if type(module) is not Llama:
+        return capture_module(module, example_inputs, dynamic_shapes)
+    device = next(module.parameters()).device
+    key = f"{module.config} {module.lora} {module.dtype} {device}"
+    if key not in _KNOWN:
+        _KNOWN[key] = capture_module(module, example_inputs, dynamic_shapes)
+    known = _KNOWN[key].copy()
+    return replace(known, constants={**known.constants, **dict(module.named_buffers())})
