@@ -1,5 +1,6 @@
 """`LLM`: a model with many adapters, in this process."""
 
+import contextlib
 import gc
 import inspect
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from tqdm import tqdm
 
+from .adapters.lora_requests import adapter_names
 from .demo_model import DEMO_MODEL, demo_adapters
 from .device.model import find_model, load_model
 from .engine.engine import Engine
@@ -174,6 +176,11 @@ class LLM:
         self._check_open()
         self.engine.scheduler.forget_adapter(self.registry.remove(name))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the keys and values of former prompts; False, and nothing is forgotten, while a stream is open."""
+        self._check_open()
+        return self.engine.scheduler.states.prefix_cache.reset()
+
     def generate(
         self,
         prompts: Any,
@@ -195,7 +202,11 @@ class LLM:
         """
         given = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request]
         if lora_request is not None:
-            adapter = self._adapters_of(lora_request, given, adapter)
+            self._check_open()
+            if adapter is not None:
+                raise RequestError("adapter and lora_request name the same thing; give one of them")
+            names = adapter_names(given, self.registry, self.add_adapter)
+            adapter = names if isinstance(lora_request, Sequence) else names[0]
         requests = self._make_requests(prompts, sampling_params, adapter, priority)
         outputs: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm) as progress:
@@ -268,44 +279,23 @@ class LLM:
         index = {request.request_id: place for place, request in enumerate(requests)}
 
         def chunks() -> Iterator[StreamChunk]:
-            self._open_stream = steps = self._run(requests, stream=True)
-            for deltas, _ in steps:
-                for delta in deltas:
-                    yield StreamChunk(
-                        index[delta.request_id],
-                        delta.text,
-                        delta.token_ids,
-                        delta.finish_reason,
-                        delta.stop_reason,
-                        delta.index,
-                    )
-            self._check_open()
+            steps = self._run(requests, stream=True)
+            with contextlib.closing(steps):
+                if not self._busy:
+                    self._open_stream = steps
+                for deltas, _ in steps:
+                    for delta in deltas:
+                        yield StreamChunk(
+                            index[delta.request_id],
+                            delta.text,
+                            delta.token_ids,
+                            delta.finish_reason,
+                            delta.stop_reason,
+                            delta.index,
+                        )
+            self._check_open()  # `close` ended the steps
 
         return chunks()
-
-    def _adapters_of(self, lora_request: Any, given: list[Any], adapter: Any) -> Any:
-        """Names of the adapters that LoRARequests name; those that are not known are loaded."""
-        self._check_open()
-        if adapter is not None:
-            raise RequestError("adapter and lora_request name the same thing; give one of them")
-        wrong = next((asked for asked in given if asked is not None and not isinstance(asked, LoRARequest)), None)
-        if wrong is not None:
-            raise RequestError(
-                f"lora_request must be a LoRARequest, a list of them or None, not {type(wrong).__name__}"
-            )
-        for asked in dict.fromkeys(asked for asked in given if asked is not None):
-            number = self.registry.numbers.get(asked.lora_name)
-            if number is None and asked.lora_path:
-                self.add_adapter(asked.lora_name, asked.lora_path)
-            elif number is not None and asked.lora_path:
-                known = self.registry.by_number(number).path
-                if Path(asked.lora_path).resolve() != known.resolve():
-                    raise RequestError(
-                        f"adapter {asked.lora_name!r} was loaded from another directory than {asked.lora_path!r}; use "
-                        "another name, or add_adapter(..., replace=True)"
-                    )
-        names = [None if asked is None else asked.lora_name for asked in given]
-        return names[0] if isinstance(lora_request, LoRARequest) else names
 
     def _make_requests(self, prompts: Any, sampling_params: Any, adapter: Any, priority: Any = None) -> list[Request]:
         self._check_open()

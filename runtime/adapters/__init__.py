@@ -1,6 +1,7 @@
 """Adapters: disk -> host memory -> a slot on the device.
 
 registry         names and files
+lora_requests    vLLM's LoRARequests as names
 store            adapters in host memory
 stacks           their way into the device's stacks
 packing          one adapter's tensors in its slot's layout

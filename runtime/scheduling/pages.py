@@ -111,6 +111,10 @@ class PageAllocator:
                 del self._idle[page]
                 self._free.append(page)
 
+    def forget_idle(self) -> None:
+        """Nobody finds the published pages any more that nobody refers to."""
+        self.unpublish(list(self._idle))
+
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
         key = self._key[page]

@@ -69,6 +69,13 @@ class PrefixCache:
         if count > sequence.published:
             sequence.published, sequence.publish_at = count, (count + 1) * PAGE_SIZE
 
+    def reset(self) -> bool:
+        """Forget every page; False, and nothing is forgotten, while somebody refers to a page."""
+        if self.pages.num_used:
+            return False
+        self.pages.forget_idle()
+        return True
+
     def _extend_keys(self, sequence: Sequence, count: int) -> None:
         keys = sequence.page_keys
         if len(keys) >= count:

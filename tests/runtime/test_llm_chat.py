@@ -122,6 +122,21 @@ def test_bytes_are_no_prompt(llm, prompts):
         llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
+def test_the_prefix_cache_can_be_reset(llm):
+    prompt = list(range(150))
+
+    def cached() -> int:
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert llm.reset_prefix_cache() and [cached(), cached()] == [0, 128]
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    assert not llm.reset_prefix_cache(), "a stream is open"
+    stream.close()
+    assert cached() == 128
+    assert llm.reset_prefix_cache() and [cached(), cached()] == [0, 128]
+
+
 def test_the_tokenizer(llm):
     tokenizer = llm.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("To be")) == "To be"
@@ -146,7 +161,10 @@ def test_close_gives_memory_and_threads_back(base, adapter):
     runner = weakref.ref(llm.model.runner)
     held = [weakref.ref(tensor) for tensor in llm.model.runner.tensors.values()]
     stream = llm.stream("open", GREEDY)
+    second, third = llm.stream("second", GREEDY), llm.stream("third", GREEDY)
     next(stream)
+    with pytest.raises(RequestError, match="still open"):
+        next(second)
     llm.close()
     llm.close()
     gc.collect()
@@ -154,8 +172,9 @@ def test_close_gives_memory_and_threads_back(base, adapter):
     for thread in started:
         thread.join(60)  # after its present job
         assert not thread.is_alive()
-    with pytest.raises(RequestError, match="this LLM is closed"):
-        next(stream)
+    for left in (stream, third):
+        with pytest.raises(RequestError, match="this LLM is closed"):
+            next(left)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +187,8 @@ def test_close_gives_memory_and_threads_back(base, adapter):
         lambda llm: llm.remove_adapter("first"),
         lambda llm: llm.prefetch_adapters(),
         lambda llm: llm.get_tokenizer(),
+        lambda llm: llm.reset_prefix_cache(),
+        lambda llm: llm.generate("x", lora_request=LoRARequest("first", 1), use_tqdm=False),
         lambda llm: llm.adapters,
         lambda llm: llm.max_model_len,
         lambda llm: llm.__enter__(),

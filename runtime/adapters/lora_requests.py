@@ -1,0 +1,32 @@
+"""LoRARequests as names of adapters."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..requests.errors import RequestError
+from ..requests.lora_request import LoRARequest
+from .registry import AdapterRegistry
+
+
+def adapter_names(
+    asked: Sequence[Any], registry: AdapterRegistry, add_adapter: Callable[[str, str], None]
+) -> list[str | None]:
+    """The names that LoRARequests (or None: the base model) mean; one that is not known is added from its path.
+
+    Raises RequestError for what is no LoRARequest and for a name that was loaded from another directory, and what
+    `add_adapter` raises.
+    """
+    wrong = next((each for each in asked if each is not None and not isinstance(each, LoRARequest)), None)
+    if wrong is not None:
+        raise RequestError(f"lora_request must be a LoRARequest, a list of them or None, not {type(wrong).__name__}")
+    for each in dict.fromkeys(each for each in asked if each is not None and each.lora_path):
+        number = registry.numbers.get(each.lora_name)
+        if number is None:
+            add_adapter(each.lora_name, each.lora_path)
+        elif Path(each.lora_path).resolve() != registry.by_number(number).path.resolve():
+            raise RequestError(
+                f"adapter {each.lora_name!r} was loaded from another directory than {each.lora_path!r}; use another "
+                "name, or add_adapter(..., replace=True)"
+            )
+    return [None if each is None else each.lora_name for each in asked]
