@@ -13,7 +13,7 @@ from .program.program import Bucket, Program
 from .program.schedule import schedule
 from .program.sizes import Spec
 from .program.specialize import propagate, specialize
-from .records import PassRecord, pass_table
+from .records import PassRecord, pass_table, refusals
 
 
 def build_program(
@@ -57,5 +57,5 @@ def build_program(
 
 def _pass_text(records: Sequence[PassRecord]) -> str:
     """The table of a program's own passes, and each near-miss; empty when there were none."""
-    refused = "".join(f"{record.name}: {reason}\n" for record in records for reason in record.rejected)
+    refused = refusals(records)
     return pass_table(records) + refused if records else ""

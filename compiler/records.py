@@ -3,7 +3,7 @@
 import operator
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from .program.layers import HEAD, TAIL, graph_layers, spans
 from .program.sizes import describe_size, symbol_roles
 
 PACKAGE = Path(__file__).resolve().parents[1]
+WIDTH = 100  # of tables for a terminal
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)')
 
 
@@ -163,22 +164,51 @@ def _describe(value: Any, roles: Mapping[Any, str]) -> str:
 def pass_table(records: Sequence[PassRecord]) -> str:
     """One line a pass: its tier, matches, refusals, kernels before and after, and which ops came and went.
 
-    No timings.
+    No timings. Lines are at most `WIDTH` wide: what came and went goes on in the next ones.
     """
-    rows = [("pass", "tier", "matches", "rejected", "kernels", "changes")]
+    head = ("pass", "tier", "matches", "rejected", "kernels")
+    cells = []
     for record in records:
-        before, after = sum(record.ops_before.values()), sum(record.ops_after.values())
+        kernels = f"{sum(record.ops_before.values())} -> {sum(record.ops_after.values())}"
+        cells.append((record.name, record.tier, str(record.matches), str(len(record.rejected)), kernels))
+    left = WIDTH - sum(max(map(len, column)) + 2 for column in zip(head, *cells, strict=True))
+    rows = [(*head, "changes")]
+    for record, own in zip(records, cells, strict=True):
         change = Counter(record.ops_after)
         change.subtract(record.ops_before)
-        moves = ", ".join(
-            f"{count:+d} {name}"
-            for name, count in sorted(change.items(), key=lambda entry: (entry[1], entry[0]))
-            if count
-        )
-        rows.append(
-            (record.name, record.tier, str(record.matches), str(len(record.rejected)), f"{before} -> {after}", moves)
-        )
+        moves = sorted(change.items(), key=lambda entry: (entry[1], entry[0]))
+        lines = _lines([f"{count:+d} {name}" for name, count in moves if count], left)
+        rows += [(*(own if not number else [""] * len(own)), line) for number, line in enumerate(lines)]
     return columns(rows, right=(2, 3))
+
+
+def _lines(parts: Sequence[str], width: int) -> list[str]:
+    """Parts with commas between them, in lines of at most `width` characters where a part is no longer; at least one
+    line.
+    """
+    lines = [""]
+    for number, part in enumerate(parts):
+        text = part + ("," if number + 1 < len(parts) else "")
+        if lines[-1] and len(lines[-1]) + 1 + len(text) > width:
+            lines.append(text)
+        else:
+            lines[-1] = f"{lines[-1]} {text}".strip()
+    return lines
+
+
+def said_once(reasons: Iterable[str]) -> list[str]:
+    """Reasons that differ in nothing but numbers (the same refusal in each layer) as one line, with how many there
+    are: `silu_1 is also used by mul_3  x 32`.
+    """
+    groups: dict[str, list[str]] = {}
+    for reason in reasons:
+        groups.setdefault(re.sub(r"_?\d+", "", reason), []).append(reason)
+    return [own[0] + (f"  x {len(own)}" if len(own) > 1 else "") for own in groups.values()]
+
+
+def refusals(records: Iterable[PassRecord]) -> str:
+    """The near-misses of each pass with their reasons, a line each."""
+    return "".join(f"{record.name}: {reason}\n" for record in records for reason in said_once(record.rejected))
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

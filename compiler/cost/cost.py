@@ -7,23 +7,20 @@ both lanes on one time axis.
 The longer of the two decides, but where they are about as long a kernel hides neither wholly under the other: a
 quarter more when they are equal, as linears of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
 Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while
-the other lane rests. The constants in `KINDS` come from measured steps, kernels and layers, not from whole decode
-steps; `docs/measurements/cost_check_h200.txt` compares the estimates of those with measurements, `cost_model_h200.txt`
-those of an earlier release step by step. tools/bench/cost_error.py writes both.
+the other lane rests. kinds.py says what its constants are fitted to. docs/internals.md has the estimates of the
+ablation's changes next to what was measured; `docs/measurements/cost_check_h200.txt` has those of whole decode steps,
+`cost_model_h200.txt` those of an earlier release step by step (tools/bench/cost_error.py writes both).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import cbrt, prod
 
-import torch
-
-from ...ops.linear.scaled_mm import scaled_mm_takes
-from ...ops.linear.tuning import linear_config
 from ..program.buffers import View
-from ..program.calls import traits_of
 from ..program.program import Program, Step
 from .hardware import H200, Gpu
+from .kinds import FULL_ROWS, Kind, kind_of
+from .launches import extra_seconds, takes_whole_sms
 from .work import DEFAULT, Assumptions, Work, must_read, step_bytes, work
 
 __all__ = [
@@ -33,55 +30,17 @@ __all__ = [
     "critical_path",
     "estimate",
     "floor_seconds",
-    "kind_of",
     "step_bytes",
     "step_costs",
     "total_seconds",
 ]
 
 
-# cost_check_h200.txt
+# cost_check_h200.txt; changes: docs/internals.md
 KNOWN_ERROR = (
-    "3% on average, 9% at most, over whole decode steps of Llama-3.1-8B's shape on an H200, 1 to 256 sequences"
+    "2% on average, 5% at most, over whole decode steps of Llama-3.1-8B's shape on an H200, 1 to 256 sequences; of 147 "
+    "changes that were measured 128 are within 15% or 2 us a layer"
 )
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Kernels that are about as fast as each other; an op names its kind when it is registered.
-
-    latency       seconds beyond the launch that a small instance takes: dependency wait, first loads, the last CTA's
-                  end
-    per_rows      further seconds at 64 rows of activations and more, below in proportion
-    reached       share of the memory's bandwidth (of the SMs that it may use) in its inner loop, above 1 where the rows
-                  still lie in the L2 cache
-    reached_flops share of the tensor cores' rate
-    """
-
-    latency: float
-    reached: float
-    reached_flops: float = 0.5
-    per_rows: float = 0.0
-
-
-# Where no other file of docs/measurements is named: fitted to the single steps of
-# cost_model_h200.txt.
-KINDS: dict[str, Kind] = {
-    # times by layer (ops/decoder_block/decoder_block.py) less attention and rope_append
-    "decoder_block": Kind(10.5e-6, 0.93, per_rows=14.0e-6),
-    "linear": Kind(1.2e-6, 0.97, 0.72, per_rows=3.0e-6),  # FLOPs: tune_h200.txt, 256 and 512 tokens
-    "plan": Kind(0.6e-6, 0.5),  # what is worked out once a step
-    "widen_kv": Kind(1.2e-6, 0.8),
-    "lora": Kind(2.4e-6, 0.35),
-    "attention": Kind(4.2e-6, 0.95, 0.45),  # bench_attention_h200.txt
-    "rope_append": Kind(2.2e-6, 0.5),  # bytes: bench_kernels_h200.txt, 256 tokens
-    "silu_mul": Kind(2.8e-6, 1.2),  # bytes: the same
-    "rope_angles": Kind(2.4e-6, 0.7),
-    "norm": Kind(1.4e-6, 1.2),  # bytes: the same
-    "rows": Kind(0.5e-6, 0.7),  # what names no other kind: small, or once a step
-    "product": Kind(2.0e-6, 0.75),  # ATen's linears
-    "foreign": Kind(1.2e-6, 0.7),  # all else of ATen's
-}
 
 
 @dataclass(frozen=True)
@@ -114,50 +73,33 @@ class Placed:
     end: float
 
 
-def kind_of(op: str) -> Kind:
-    """The entry of KINDS for an op's name."""
-    return KINDS[traits_of(op).kind]
-
-
 def step_costs(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> list[StepCost]:
     """Each step's cost, in order."""
     return [_cost(program, step, assume, gpu) for step in program.steps]
 
 
 def _cost(program: Program, step: Step, assume: Assumptions, gpu: Gpu) -> StepCost:
-    done, kind = work(program, step, assume), kind_of(step.op)
-    launch = gpu.launch_pdl if step.pdl else gpu.launch
-    fixed = launch + kind.per_rows * min(_rows(step), 64) / 64 + kind.latency
-    moving = done.bytes / (gpu.bytes_per_second(step.sm_budget) * kind.reached)
-    computing = (
-        sum(flops / gpu.flops_per_second(width, step.sm_budget) for width, flops in done.flops.items())
-        / kind.reached_flops
-    )
+    done, kind, rows = work(program, step, assume), kind_of(step.op), _rows(step)
+    launch = gpu.launch_pdl if step.pdl else gpu.launch + kind.early
+    growing = kind.per_rows * min(rows, FULL_ROWS) / FULL_ROWS
+    fixed = launch + kind.latency + growing + extra_seconds(program, step, rows, gpu)
+    moving, computing = moving_and_computing(done, kind, step.sm_budget, gpu)
     floor = max(
         done.bytes / gpu.bytes_per_second(),
         sum(flops / gpu.flops_per_second(width) for width, flops in done.flops.items()),
     )
     streaming = cbrt(moving**3 + computing**3)
     bound = "launch" if fixed > streaming else "bytes" if moving >= computing else "flops"
-    return StepCost(done, floor, fixed, fixed + streaming, bound, _takes_whole_sms(program, step, gpu))
+    return StepCost(done, floor, fixed, fixed + streaming, bound, takes_whole_sms(program, step, rows, gpu))
 
 
-def _takes_whole_sms(program: Program, step: Step, gpu: Gpu) -> bool:
-    """Whether a linear is cuBLAS's or the large kernel's, which find no room while smaller CTAs lie on the SMs.
-
-    See docs/measurements/workload_g_h200_trace_lora.json.gz.
-    """
-    if step.op == "sidestream.linear_8bit_lora":
-        return True
-    if step.op != "sidestream.linear_8bit" or step.sm_budget is not None:
-        return False
-    weight = next(
-        view for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2
-    )
-    (n, k), out = weight.shape, step.outs[0]
-    takes = scaled_mm_takes(n, k, out.dtype or program.by_name[out.buffer].dtype)
-    int8 = (weight.dtype or program.by_name[weight.buffer].dtype) == torch.int8
-    return linear_config(_rows(step), n, k, gpu.sms, takes, int8=int8).kernel in ("scaled_mm", "large")
+def moving_and_computing(done: Work, kind: Kind, sms: int | None, gpu: Gpu = H200) -> tuple[float, float]:
+    """Seconds that the memory and that `sms` SMs (None: all) need for a step's bytes and FLOPs."""
+    few = gpu.bytes_per_second(sms) * max(kind.reached, kind.limited)
+    moving = done.bytes / min(gpu.bytes_per_second() * kind.reached, few)
+    computing = sum(flops / gpu.flops_per_second(width, sms) for width, flops in done.flops.items())
+    taking = done.bytes / (kind.sm_rate * (sms or gpu.sms)) if kind.sm_rate else 0.0
+    return moving, computing / kind.reached_flops + taking
 
 
 def _rows(step: Step) -> int:
@@ -266,8 +208,18 @@ class _Lanes:
             streaming = cost.seconds - cost.fixed
             demand = cost.work.bytes / streaming if streaming > 0 else 0.0
             self.running[lane] = _Running(
-                index, self.now, cost.fixed + self.gpu.cross_stream * bool(waits), streaming, demand
+                index, self.now, cost.fixed + self._crossing(lane, index, waits), streaming, demand
             )
+
+    def _crossing(self, lane: str, index: int, waits: Sequence[int]) -> float:
+        """What a wait for the other lane adds before the kernel starts."""
+        if not waits:
+            return 0.0
+        if lane == "side":
+            return self.gpu.fork
+        signalled = max(self.placed[wait].end for wait in waits)
+        whole = 0.0 if self.program.steps[index].pdl else self.gpu.join_launch
+        return max(0.0, signalled + self.gpu.join - self.now) + whole
 
     def _ready(self, lane: str) -> bool:
         queue = self.queues[lane]

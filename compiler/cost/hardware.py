@@ -19,8 +19,10 @@ class Gpu:
     fp8_tflops     dense tensor-core rate of 8-bit operands; f16_tflops of 16-bit ones; f32_tflops outside the tensor
                    cores
     launch         seconds from a kernel's end to the next one's start inside a CUDA graph; launch_pdl with programmatic
-                   dependent launch
-    cross_stream   seconds that a wait for the other stream adds (a fork and a join are two)
+                   dependent launch (each in a chain of 320 kernels that do nothing)
+    fork           seconds from the main stream's event to the side stream's kernel
+    join           seconds from the side stream's event to a kernel of the main stream, where that was waiting for it;
+                   join_launch: what a join adds in any case to a kernel launched without PDL, whose edges are all whole
     copy_gbs       GB/s of a copy from pinned host memory; copy_latency its fixed seconds
     """
 
@@ -33,7 +35,9 @@ class Gpu:
     f32_tflops: float
     launch: float
     launch_pdl: float
-    cross_stream: float
+    fork: float
+    join: float
+    join_launch: float
     copy_gbs: float = 50.0
     copy_latency: float = 4e-6
 
@@ -52,6 +56,8 @@ class Gpu:
         return rate * 1e12 * (1.0 if sms is None else min(1.0, sms / self.sms))
 
 
+# fitted with compiler/cost/kinds.py; bare kernels of a second stream measure 0.3 to 0.6 us for a fork and a join
+FORK, JOIN, JOIN_LAUNCH = 0.60e-6, 0.15e-6, 1.25e-6
 H200 = Gpu(
     name="H200",
     source="bandwidth, launches and waits measured on an H200 SXM; FLOP rates from the datasheet",
@@ -62,7 +68,9 @@ H200 = Gpu(
     f32_tflops=67.0,
     launch=1.22e-6,
     launch_pdl=0.93e-6,
-    cross_stream=0.3e-6,
+    fork=FORK,
+    join=JOIN,
+    join_launch=JOIN_LAUNCH,
 )
 H100 = Gpu(
     name="H100",
@@ -75,7 +83,9 @@ H100 = Gpu(
     f32_tflops=67.0,
     launch=1.22e-6,
     launch_pdl=0.93e-6,
-    cross_stream=0.3e-6,
+    fork=FORK,
+    join=JOIN,
+    join_launch=JOIN_LAUNCH,
 )
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (H200, H100)}
 

@@ -85,7 +85,7 @@ def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> i
 def argument_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[View, int]]:
     """Each tensor that a step reads or changes in place, with the bytes of it that move."""
     seen: set[View] = set()
-    for name, value in _named(step):
+    for name, value in named_arguments(step):
         for view in views_in(value):
             if view not in seen:
                 seen.add(view)
@@ -99,7 +99,8 @@ def must_read(program: Program, step: Step, assume: Assumptions = DEFAULT) -> It
             yield view.buffer, moved
 
 
-def _named(step: Step) -> list[tuple[str, Any]]:
+def named_arguments(step: Step) -> list[tuple[str, Any]]:
+    """A step's arguments with the names that its op's schema gives them ("" for further ones)."""
     names = _argument_names(step.op)
     return [*zip((*names, *("" for _ in step.args[len(names) :])), step.args, strict=False), *step.kwargs]
 
@@ -114,10 +115,11 @@ def _view_bytes(program: Program, view: View) -> int:
     elements = 1
     for size, stride in zip(view.shape, view.stride, strict=True):
         elements *= size if stride or not size else 1
-    return elements * _itemsize(program, view)
+    return elements * itemsize(program, view)
 
 
-def _itemsize(program: Program, view: View) -> int:
+def itemsize(program: Program, view: View) -> int:
+    """Bytes of an element of the view."""
     return (view.dtype or program.by_name[view.buffer].dtype).itemsize
 
 
@@ -137,7 +139,7 @@ def _wide_tokens(view: View) -> int:
 
 def _widened(program: Program, step: Step, assume: Assumptions) -> int:
     """Cached tokens that are widened, where a step makes or reads the result of widen_kv: all that it has room for."""
-    wide = step.outs[0] if traits_of(step.op).kind == "widen_kv" else dict(_named(step)).get("wide")
+    wide = step.outs[0] if traits_of(step.op).kind == "widen_kv" else dict(named_arguments(step)).get("wide")
     return (
         min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program)) if isinstance(wide, View) else 0
     )
@@ -168,20 +170,20 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
 def _tokens(program: Program, step: Step) -> int:
     if program.bucket is not None:
         return program.bucket.tokens
-    mapping = dict(_named(step)).get("slot_mapping")
+    mapping = dict(named_arguments(step)).get("slot_mapping")
     return mapping.shape[0] if isinstance(mapping, View) else 1
 
 
 def _sequences(program: Program, step: Step) -> int:
     if program.bucket is not None:
         return program.bucket.sequences
-    lens = dict(_named(step)).get("context_lens")
+    lens = dict(named_arguments(step)).get("context_lens")
     return lens.shape[0] if isinstance(lens, View) else 1
 
 
 def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float]:
     """Two for each multiply-add of a matrix product; element-wise arithmetic costs nothing more than its bytes."""
-    arguments = dict(_named(step))
+    arguments = dict(named_arguments(step))
     if "block_table" in arguments:
         return _attention_flops(program, step, arguments, assume)
     if traits_of(step.op).gathers:
@@ -189,13 +191,13 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
     counted: dict[int, float] = {}
     rows = prod(step.outs[0].shape[:-1]) if step.outs else 0
     for view in step.inputs():
-        kind, width = program.by_name[view.buffer].kind, _itemsize(program, view)
+        kind, width = program.by_name[view.buffer].kind, itemsize(program, view)
         if kind == "weight" and len(view.shape) == 2 and min(view.shape) > 1:
             counted[width] = counted.get(width, 0.0) + 2.0 * rows * prod(view.shape)
         elif kind == "adapter" and len(view.shape) == 3:
             tokens = program.bucket.tokens if program.bucket is not None else rows
             read = arguments.get("x")
-            narrow = "rank_step" in arguments or (read is not None and _itemsize(program, read) == 1)
+            narrow = "rank_step" in arguments or (read is not None and itemsize(program, read) == 1)
             width = width if narrow else max(2, width)  # an eight-bit stack alone is widened
             counted[width] = counted.get(width, 0.0) + 2.0 * tokens * prod(view.shape[1:])
     return counted

@@ -20,7 +20,7 @@ from ..program.buffers import describe_view, short_dtype
 from ..program.calls import describe
 from ..program.memory import unshared_bytes
 from ..program.program import Program
-from ..records import PassRecord, columns, pass_table, text_of
+from ..records import PassRecord, columns, pass_table, refusals, text_of
 from .chrome_trace import trace
 from .page.data import page_data
 from .page.render import render
@@ -115,12 +115,8 @@ def pass_diff(record: PassRecord) -> str:
 
 
 def rejected_text(records: Sequence[PassRecord]) -> str:
-    """Each near-miss with its reason, by pass."""
-    lines = []
-    for record in records:
-        for reason in record.rejected:
-            lines.append(f"{record.name}: {reason}")
-    return "".join(f"{line}\n" for line in lines) or "No pass refused anything.\n"
+    """Near-misses with their reasons, by pass; what repeats in each layer once."""
+    return refusals(records) or "No pass refused anything.\n"
 
 
 def summary_text(records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None) -> str:

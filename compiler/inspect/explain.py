@@ -3,7 +3,7 @@
 Everything is estimated by `cost.py`.
 """
 
-import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,7 +21,7 @@ from ..options import CompileOptions, OptionError
 from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass, optimize
 from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
-from ..records import PassRecord, columns, pass_table
+from ..records import WIDTH, PassRecord, columns, pass_table
 
 TOP_OPS = 12
 SAME = 0.0005  # relative differences below are none
@@ -239,19 +239,21 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
         f", {facts['adapters']} adapters in the batch" if facts["adapters"] else ""
     )
     own = (
-        ["", "  its own passes, on static sizes:", *(f"  {line}" for line in _without_repeats(facts["passes"]))]
+        ["", "  its own passes, on static sizes:", *(_wrap(f"  {line}") for line in facts["passes"].splitlines())]
         if facts["passes"]
         else []
     )
     return "\n".join(
         [
             f"{facts['program']}, {sequences}",
-            f"  about {facts['estimated_us']:.1f} us a step, {facts['of_floor']:.0%} of the floor's speed "
-            f"(floor {facts['floor_us']:.1f} us: weights, cache and adapters read once)",
+            _wrap(
+                f"  about {facts['estimated_us']:.1f} us a step, {facts['of_floor']:.0%} of the floor's speed "
+                f"(floor {facts['floor_us']:.1f} us: weights, cache and adapters read once)"
+            ),
             f"  {facts['steps']} kernels: {layer['main']} main and {layer['side']} side in each of {facts['layers']} "
             "layers; "
             f"{facts['waits']} waits between the lanes",
-            f"  the {path['steps']} steps that decide the time: {shares}",
+            _wrap(f"  the {path['steps']} steps that decide the time: {shares}"),
             *own,
             "",
             columns(rows, right=range(2, 9)) + (f"and {left} other ops; --json has all\n" if left > 0 else ""),
@@ -259,13 +261,12 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _without_repeats(text: str) -> list[str]:
-    """Lines that differ in numbers only (the same refusal in each layer) as one, with how many more there are."""
-    groups: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        refusal = line.startswith(" ")
-        groups.setdefault(re.sub(r"_?\d+", "", line) if refusal else line, []).append(line)
-    return [own[0] + (f"  (and {len(own) - 1} more like it)" if len(own) > 1 else "") for own in groups.values()]
+def _wrap(line: str) -> str:
+    """The line, and what goes beyond WIDTH in further ones, further in; words and what is aligned stay as they are."""
+    inner = " " * (len(line) - len(line.lstrip()) + 2)
+    if len(line) <= WIDTH:
+        return line
+    return textwrap.fill(line, WIDTH, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
 
 
 def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
@@ -279,7 +280,8 @@ def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
             else ""
         )
     ]
-    parts.append(f"Estimates for {facts['gpu']['name']} ({facts['gpu']['source']}); their error is {facts['error']}.\n")
+    source = f"Estimates for {facts['gpu']['name']} ({facts['gpu']['source']}); their error is {facts['error']}."
+    parts.append(_wrap(source) + "\n")
     parts += [program_as_text(program) for program in facts["programs"]]
     return "\n".join(parts)
 
@@ -292,5 +294,5 @@ def changes_as_text(changes: Sequence[WhatIf], now: float, bucket: str) -> str:
             same.append(each.change)
         else:
             rows.append((each.change, f"{each.seconds * 1e6:.1f}", f"{each.difference / now:+.1%}"))
-    end = f"\nno difference: {', '.join(same)}\n" if same else ""
+    end = "\n" + _wrap(f"no difference: {', '.join(same)}") + "\n" if same else ""
     return f"What a change would do to {bucket} (now {now * 1e6:.1f} us)\n\n{columns(rows, right=(1, 2))}{end}"

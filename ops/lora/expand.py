@@ -299,4 +299,4 @@ def launch(
     )  # fmt: skip
 
 
-lora_expand = register("lora_expand", reference, fake, launch, kind="lora", family="lora")
+lora_expand = register("lora_expand", reference, fake, launch, kind="lora_expand", family="lora")

@@ -92,4 +92,4 @@ def launch(
     lora_expand.launch(planes, b, *plan, tile, slices, b_scale, out=out, sm_budget=sm_budget, pdl=True)
 
 
-lora = register("lora", reference, fake, launch, kind="lora", family="lora")
+lora = register("lora", reference, fake, launch, kind="lora_shrink", family="lora")

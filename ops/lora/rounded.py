@@ -125,7 +125,7 @@ def lora_round_launch(
 
 
 lora_round = register(
-    "lora_round", lora_round_reference, lora_round_fake, lora_round_launch, kind="lora", family="lora"
+    "lora_round", lora_round_reference, lora_round_fake, lora_round_launch, kind="lora_round", family="lora"
 )
 
 
@@ -398,6 +398,6 @@ lora_expand_rounded = register(
     lora_expand_rounded_reference,
     lora_expand_rounded_fake,
     lora_expand_rounded_launch,
-    kind="lora",
+    kind="lora_expand",
     family="lora",
 )

@@ -389,4 +389,4 @@ def launch(
     )
 
 
-lora_shrink = register("lora_shrink", reference, fake, launch, kind="lora", family="lora")
+lora_shrink = register("lora_shrink", reference, fake, launch, kind="lora_shrink", family="lora")

@@ -5,6 +5,7 @@ kernels, kernels_attention          each op alone: workload K
 cold_adapters                       workload C in this process
 layer, ablation                     one decode layer; what each optimisation is worth
 cost_error, floors                  the cost model and the bandwidth's floor, next to what is measured
+estimated_changes                   what the cost model says of each arm of the ablation
 profile_run                         a trace of an engine at work
 scheduler                           what planning costs on the CPU
 model_directory, random_model       models of random weights to measure with

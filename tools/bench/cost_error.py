@@ -7,7 +7,7 @@
 The model has Llama-3.1-8B's shape and random weights. Each program is captured as a CUDA graph and replayed under the
 profiler; a step's time is what it adds to its lane (from the end of what it follows to its own end). Writes PREFIX.txt
 (also printed) and PREFIX.json. With --steps nothing is measured: estimates of whole decode steps stand next to what
-`sidestream bench latency` measured, which the model's constants were not fitted to; no GPU is needed.
+`sidestream bench latency` measured; no GPU is needed.
 """
 
 import argparse
@@ -213,8 +213,8 @@ def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context:
         "cached tokens a sequence.\n"
         "The estimate is of the program alone; the measurement also holds the choice of tokens, copies and the "
         "host's pauses between steps.\n"
-        "No constant of the model was fitted to these rows: they come from single kernels, layers and steps of other "
-        "runs (compiler/cost/cost.py names them).\n"
+        "The constants were fitted to these rows together with the ablation's (compiler/cost/kinds.py); how "
+        "well changes are estimated stands in docs/internals.md.\n"
         f"Mean error {mean:.1%}, largest {worst:+.1%}.\n\n{columns(rows, right=range(1, 7))}"
     )
 

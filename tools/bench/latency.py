@@ -212,13 +212,16 @@ def run(options: argparse.Namespace) -> int:
             for concurrency in options.concurrency:
                 row = measure_row(llm, options, config, kind, list(adapters), concurrency)
                 rows.append(row)
-                print(line(row), flush=True)
+                print(line(row, llm.device.type == "cuda"), flush=True)
         if options.profile is not None:
             again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
             steps = write_profile(llm, again, options.profile)
             print(f"\nwrote {options.profile}: {steps} steps, for https://ui.perfetto.dev")
     print(f"\nC: requests at once; spread: (slowest - fastest) / median of {options.num_iters} runs;")
-    print(f"floor: weights + KV cache + active adapters, read once at {BANDWIDTH / 1e12:.2f} TB/s (an H200's memory)")
+    if llm.device.type == "cuda":
+        print(
+            f"floor: weights + KV cache + active adapters, read once at {BANDWIDTH / 1e12:.2f} TB/s (an H200's memory)"
+        )
     write(options, config, rows, start_up)
     print(f"wrote {options.output_json}")
     return 0
@@ -303,11 +306,11 @@ def header() -> str:
     )
 
 
-def line(row: Row) -> str:
-    """A row of the table."""
+def line(row: Row, on_gpu: bool = True) -> str:
+    """A row of the table; on a CPU without the floor, which is of a GPU's memory."""
     return (
         f"{row.lora:<6}{row.concurrency:>5}{row.active_adapters:>10}{row.ms_per_step:>10.3f}{row.spread_percent:>8.1f}%{row.tokens_per_second:>11.0f}"
-        f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}"
+        + (f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}" if on_gpu else f"{'-':>10}{'-':>10}")
     )
 
 

@@ -20,6 +20,7 @@ from ...compiler.run.emit import BoundProgram
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
 from ...graphs.lora import LoRALinear, LoraShape
+from ..bench.estimated_changes import table as changes
 from .excerpts import ExcerptError, keep_true
 from .walk import generate_table, stream_table
 
@@ -171,6 +172,7 @@ EXCERPTS: dict[str, Callable[[], str]] = {
     "steps": steps,
     "memory": memory,
     "path": path,
+    "changes": changes,
     "two streams": lambda: source(BoundProgram._run_two_streams),
     "capture": lambda: source(BoundProgram.capture),
     "walk of LLM.generate": generate_table,

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 from sidestream.compiler.cost.cost import (
-    KINDS,
     KNOWN_ERROR,
     StepCost,
     critical_path,
     estimate,
     floor_seconds,
-    kind_of,
+    moving_and_computing,
     step_bytes,
     step_costs,
     total_seconds,
 )
 from sidestream.compiler.cost.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
+from sidestream.compiler.cost.kinds import KINDS, kind_of
 from sidestream.compiler.cost.work import Assumptions, Work, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.calls import ATEN, FOREIGN, traits_of
@@ -145,7 +145,8 @@ def test_lanes_keep_order_waits_and_the_memorys_bandwidth(seed: int) -> None:
         last[step.stream] = where.end
     moved = sum(cost.work.bytes for cost in given)
     assert total_seconds(placed) >= moved / PEAK
-    alone = sum(cost.seconds for cost in given) + H200.cross_stream * sum(bool(step.waits) for step in program.steps)
+    crossings = {"side": H200.fork, "main": H200.join + H200.join_launch}
+    alone = sum(cost.seconds for cost in given) + sum(crossings[step.stream] for step in program.steps if step.waits)
     assert total_seconds(placed) <= alone * (1 + 1e-9), "two lanes are never slower than one after the other"
 
 
@@ -217,12 +218,7 @@ def test_cublas_products_take_whole_sms() -> None:
 def test_bytes_and_flops_of_about_the_same_time_hinder_each_other() -> None:
     program = compiled_llama().program(MIXED)
     for step, each in zip(program.steps, step_costs(program), strict=True):
-        kind, done = kind_of(step.op), each.work
-        moving = done.bytes / (H200.bytes_per_second(step.sm_budget) * kind.reached)
-        computing = (
-            sum(flops / H200.flops_per_second(width, step.sm_budget) for width, flops in done.flops.items())
-            / kind.reached_flops
-        )
+        moving, computing = moving_and_computing(each.work, kind_of(step.op), step.sm_budget)
         assert max(moving, computing) * (1 - 1e-9) <= each.seconds - each.fixed <= 1.26 * max(moving, computing)
 
 

@@ -10,7 +10,7 @@ from sidestream.compiler.build import build_program
 from sidestream.compiler.inspect.dump import dump
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.records import PassRecord, graph_text, op_counts, pass_table
+from sidestream.compiler.records import PassRecord, graph_text, op_counts, pass_table, refusals
 from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
 from torch import fx
@@ -131,6 +131,23 @@ def test_counts_leave_out_what_costs_no_kernel() -> None:
     assert counts["sidestream.lora"] == 1 and counts["aten.neg.default"] == 1
     assert not any("view" in name or "getitem" in name or "sym_size" in name for name in counts)
     assert list(counts) == sorted(counts)
+
+
+def test_what_is_refused_in_each_layer_is_said_once() -> None:
+    layers = [f"silu_{layer} is also used by mul_{3 * layer}" for layer in range(32)]
+    record = PassRecord("fuse_silu_mul", "keeps", 0, [*layers, "silu has no product"], {}, {}, "", "", 0.0)
+    assert refusals([record]).splitlines() == [
+        "fuse_silu_mul: silu_0 is also used by mul_0  x 32",
+        "fuse_silu_mul: silu has no product",
+    ]
+
+
+def test_the_pass_table_fits_a_terminal() -> None:
+    found = {f"sidestream.op_{number}": number + 1 for number in range(30)}
+    record = PassRecord("fuse_rope_append", "quantizes", 1024, [], {"aten.add.Tensor": 100000}, found, "", "", 0.0)
+    table = pass_table([record])
+    assert max(map(len, table.splitlines())) <= 100
+    assert all(name in table for name in found) and "-100000 aten.add.Tensor" in table
 
 
 def test_pass_table_and_refusals_read_well(tmp_path: Path) -> None:

@@ -163,7 +163,10 @@ def test_bench_latency_measures_and_writes_json(tmp_path: Path, capsys: pytest.C
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_per_step"])
     assert found["options"]["output_len"] == 72 and found["environment"]["packages"]["torch"]
     shown = capsys.readouterr().out
-    assert "ms/step" in shown and "floor" in shown and str(target) in shown
+    assert "ms/step" in shown and str(target) in shown
+    lines = [line for line in shown.splitlines() if line.startswith(("none ", "four "))]
+    assert len(lines) == 4 and all(line.endswith(" -") for line in lines), "a CPU has no share of a GPU's floor"
+    assert "TB/s" not in shown
 
 
 def test_a_step_is_the_difference_of_two_runs() -> None:

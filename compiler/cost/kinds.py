@@ -1,0 +1,85 @@
+"""What is known of kernels by their kind: a few constants each.
+
+Where no file of docs/measurements is named, they are fitted to the changes that bench_ablation_h200.json measured (8,
+32 and 64 sequences), together with the decode steps of bench_latency_h200.json and the layers of
+bench_layer_int8_h200.json. `tools/bench/estimated_changes.py` holds the changes against the estimates.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..program.calls import traits_of
+
+FULL_ROWS = 64  # rows of activations with which what grows by row has grown
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kernels that are about as fast as each other; an op names its kind when it is registered.
+
+    latency       seconds beyond the launch that a small instance takes: dependency wait, first loads, the last CTA's
+                  end
+    reached       share of the memory's bandwidth in its inner loop, above 1 where the rows still lie in the L2 cache
+    reached_flops share of the tensor cores' rate
+    per_rows      further seconds at 64 rows of activations and more, below in proportion
+    early         seconds of what it does before it waits for its predecessor (barriers, descriptors, first weights) and
+                  while that one ends: with programmatic dependent launch they are hidden, without it they are added
+    sm_rate       bytes a second that one SM takes through its tensor cores; 0: more than the memory brings
+    limited       share of the bandwidth that few SMs read, in a launch that may use no more; 0: `reached`, or all
+    """
+
+    latency: float
+    reached: float
+    reached_flops: float = 0.5
+    per_rows: float = 0.0
+    early: float = 0.0
+    sm_rate: float = 0.0
+    limited: float = 1.0
+
+
+ROWS_EARLY = 1.43e-6  # of kernels that work row by row: what their predecessor's end hides
+KINDS: dict[str, Kind] = {
+    "decoder_block": Kind(11.59e-6, 0.93, per_rows=13.61e-6, early=0.5e-6),
+    # FLOPs: near what 256 and 512 tokens reach (tune_h200.txt)
+    "linear": Kind(1.27e-6, 1.00, 0.78, per_rows=0.55e-6, early=1.34e-6, sm_rate=67e9),
+    "plan": Kind(0.6e-6, 0.5),  # what is worked out once a step
+    "widen_kv": Kind(1.2e-6, 0.8),
+    "lora_shrink": Kind(2.64e-6, 0.58, limited=0.56),
+    "lora_round": Kind(0.4e-6, 0.58, early=ROWS_EARLY),
+    "lora_expand": Kind(2.03e-6, 0.58, early=1.93e-6, limited=0.56),
+    "attention": Kind(3.34e-6, 0.95, 0.45, early=1.61e-6),  # bytes, FLOPs: bench_attention_h200.txt
+    "rope_append": Kind(0.60e-6, 0.5, early=ROWS_EARLY),  # bytes: bench_kernels_h200.txt, 256 tokens
+    "silu_mul": Kind(0.00e-6, 1.2, early=ROWS_EARLY),  # bytes: the same
+    "rope_angles": Kind(2.4e-6, 0.7, early=ROWS_EARLY),
+    "norm": Kind(0.95e-6, 1.2, early=ROWS_EARLY),  # bytes: the same
+    "rows": Kind(0.22e-6, 0.7, early=ROWS_EARLY),  # what names no other kind: small, or once a step
+    "product": Kind(2.13e-6, 0.89),  # ATen's linears
+    "foreign": Kind(0.35e-6, 0.7),  # all else of ATen's
+}
+
+
+class Extra:
+    """Seconds that a step's arguments add to the latency of its kind (launches.py says when). They are measured
+    corrections: nothing in bytes and launches explains them.
+    """
+
+    # the largest value of a row must be known before its first number is written
+    QUANTIZES: Final = 0.97e-6
+    ROTATES: Final = 0.40e-6
+    # a linear whose programs share tiles waits for the partial sums of the others; at 64 rows these are larger
+    SPLITS: Final = 0.37e-6
+    SPLITS_ROWS: Final = 1.39e-6
+    # a linear of a shape that no table holds runs with a configuration that was never measured
+    UNTUNED: Final = 0.44e-6
+    UNTUNED_ROWS: Final = 1.30e-6
+    # a cache of 16 bits takes another kernel, which starts sooner
+    WIDE_CACHE: Final = -1.63e-6
+    # a shrink that reads rows of 16 bits, and one that widens an eight-bit stack for them: less at 64 rows
+    WIDE_ROWS: Final = 0.77e-6
+    WIDENS_STACK: Final = 2.79e-6
+    WIDENS_STACK_FULL: Final = 1.12e-6
+
+
+def kind_of(op: str) -> Kind:
+    """The entry of KINDS for an op's name."""
+    return KINDS[traits_of(op).kind]
