@@ -162,6 +162,12 @@ class CompileOptions:
         more="on: wherever the kernel takes the sizes; auto: where it gains; their activations then have one scale per "
         "token and 128 columns",
     )
+    size_independent: bool = option(
+        False,
+        "compute a token alike in programs of every size",
+        keyword=None,
+        more="leaves out the passes and LoRA's partial sums that gain at some sizes only and round otherwise there",
+    )
     pdl: bool = option(True, "programmatic dependent launch between neighbours of a stream", keyword=None)
     check_counts: bool = option(
         True, "fail when a pass matches another number of times than the model's shape implies", keyword=None

@@ -102,13 +102,23 @@ PROMPT_PASSES: tuple[Pass, ...] = (
     Pass(widen_kv_once, "keeps"),
 )
 STATIC_PASSES = (*DECODE_PASSES, *PROMPT_PASSES)
+SAME_VALUES = frozenset({"fuse_quantize", "widen_kv_once"})  # of these, those that round where their input did
 ALWAYS_ON = frozenset({"normalize"})
 ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 
 
-def static_passes(bucket: Bucket | None) -> tuple[Pass, ...]:
-    """The passes that run on the static graph of a bucket's program; none where only sizes are known, not a bucket."""
-    return () if bucket is None else DECODE_PASSES if bucket.decode else PROMPT_PASSES
+def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass, ...]:
+    """The passes that run on the static graph of a bucket's program; none where only sizes are known, not a bucket.
+
+    With `size_independent` only those that change no value; whole_layer="on" has its pass all the same.
+    """
+    if bucket is None:
+        return ()
+    chosen = DECODE_PASSES if bucket.decode else PROMPT_PASSES
+    if not options.size_independent:
+        return chosen
+    kept = {*SAME_VALUES, "fuse_decoder_block"} if options.whole_layer == "on" else SAME_VALUES
+    return tuple(each for each in chosen if each.name in kept)
 
 
 def pass_names() -> tuple[str, ...]:

@@ -34,13 +34,14 @@ def specialize(
     *,
     decode: bool | None = None,
     lora: bool | None = None,
+    one_sum: bool = False,
 ) -> fx.Graph:
     """A copy of the graph with static shapes; `meta["val"]` holds meta tensors, and only inputs that are used are left.
 
     `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer. `decode`: row
     b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the
     bucket's). `lora=False`: LoRA ops vanish, and what consumed their delta goes without (default: the bucket's, else
-    True).
+    True). `one_sum`: LoRA's shrinks make one plane each, whatever the size.
     Raises SpecializeError naming the node that can't be made static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -54,7 +55,7 @@ def specialize(
     if decode:
         mark_decode(graph)
     sweep(graph)
-    fit_lora_tiles(graph, specs)
+    fit_lora_tiles(graph, specs, one_sum)
     _set_inputs(graph, graph_module, specs)
     propagate(graph)
     return graph
@@ -142,7 +143,7 @@ def mark_decode(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(selection.self)
 
 
-def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec]) -> None:
+def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], one_sum: bool = False) -> None:
     """Give the LoRA kernels the tile and the number of splits that suit this token count (a symbolic graph can't
     know them).
     """
@@ -156,7 +157,7 @@ def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec]) -> None:
         if has_operand(node, "tile"):
             set_operands(node, tile=lora_tile(tokens))
         if has_operand(node, "splits"):
-            set_operands(node, splits=lora_splits(int(shape_of(bind(node).x)[-1]), tokens))
+            set_operands(node, splits=1 if one_sum else lora_splits(int(shape_of(bind(node).x)[-1]), tokens))
 
 
 def sweep(graph: fx.Graph) -> bool:

@@ -117,6 +117,7 @@ def paged_attention_reference(
     e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere. `wide`, `plan`: what
     `widen_kv` and `widen_plan` make of the same cache and batch; the result is the same, and sooner there. Only where
     chunks are served by the Gluon kernels from an int8 cache.
+    Sums are fp64: the rounded result of a row does not depend on how many rows its chunk has.
     Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence with context_len 0 are zero.
     """
     check_arguments(q, kv_cache, kv_scales)
@@ -138,12 +139,14 @@ def paged_attention_reference(
         keys, values = gather_keys_values(
             kv_cache, kv_scales, block_table[sequence, : cdiv(context, PAGE_SIZE)].long(), context
         )
-        query = queries[first:last].view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-        scores = query @ keys[:, None].transpose(-1, -2) * softmax_scale
+        query = queries[first:last].double().view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+        scores = query @ keys.double()[:, None].transpose(-1, -2) * softmax_scale
         position = torch.arange(context - count, context, device=q.device)
         future = torch.arange(context, device=q.device)[None, :] > position[:, None]
         weights = torch.softmax(scores.masked_fill(future, -math.inf), -1)
-        out[first:last] = (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
+        out[first:last] = (
+            (weights @ values.double()[:, None]).permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
+        )
     return out.view(tokens, heads * dim)
 
 

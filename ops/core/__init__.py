@@ -3,6 +3,7 @@
 registry        one name, a reference for the CPU, a launch for CUDA
 kv_layout       where a token's keys and values lie in the paged cache
 workspace       scratch memory that outlives a launch
+int8_product    the exact product of int8 matrices, for references
 device          how many SMs a launch may count on
 triton_support  what makes a Triton kernel right on the GPU and in the interpreter
 gluon_support   what Gluon is called in each release, and pieces of every Gluon kernel

@@ -17,6 +17,7 @@ from typing import Optional
 import torch
 
 from ..core.device import multiprocessors
+from ..core.int8_product import int8_product
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED
 from ..rows.quantize_blocks import BLOCK
@@ -82,11 +83,16 @@ def matmul_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([x @ chunk.float().t() for chunk in weight.split(rows)], dim=-1)
 
 
+def matmul_8bit(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """q [..., K] @ weight [N, K]^T in fp32, both e4m3 or both int8; sums of int8 are exact before they become fp32."""
+    return int8_product(q, weight).float() if q.dtype == torch.int8 else matmul_fp32(q.float(), weight)
+
+
 def matmul_blocks(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """q [T, K] @ weight [N, K]^T in fp32, the products of each block of 128 columns times scale [K / 128, P]."""
     total = torch.zeros(q.shape[0], weight.shape[0], device=q.device)
     for x, w, token_scale in zip(q.split(BLOCK, dim=1), weight.split(BLOCK, dim=1), scale, strict=True):
-        total += matmul_fp32(x.float(), w) * token_scale[: q.shape[0], None]
+        total += matmul_8bit(x, w) * token_scale[: q.shape[0], None]
     return total
 
 
@@ -103,14 +109,11 @@ def reference(
     [..., N] -> [..., N] of `out_dtype`.
 
     With q [T, K] scale may be [K / 128, P], as `quantize_blocks` makes it: P >= T, what lies past T is not read into
-    results. Everything is summed in fp32 and rounded once. Raises ValueError for shapes and dtypes that don't fit.
+    results. Products of int8 are summed exactly, everything else in fp32, and the result is rounded once. Raises
+    ValueError for shapes and dtypes that don't fit.
     """
     check_shapes(q, weight, weight_scale)
-    y = (
-        matmul_blocks(q, scale, weight)
-        if has_block_scales(q, scale)
-        else matmul_fp32(q.float(), weight) * scale.unsqueeze(-1)
-    )
+    y = matmul_blocks(q, scale, weight) if has_block_scales(q, scale) else matmul_8bit(q, weight) * scale.unsqueeze(-1)
     y = y * weight_scale
     for addend in (delta, residual):
         if addend is not None:

@@ -18,7 +18,7 @@ from ..core.triton_support import INTERPRETED, cdiv, require_contiguous
 from ..lora.plan import lora_splits
 from .kernel_large import GROUP, PRODUCER_REGISTERS
 from .kernel_lora_large import linear_8bit_lora_large_kernel
-from .linear_8bit import MAX_INT8_K, matmul_fp32
+from .linear_8bit import MAX_INT8_K, matmul_8bit
 from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, int8_cost, large_candidates, linear_config, work_split
 
 RANKS = (16, 32, 64)
@@ -133,7 +133,7 @@ def reference(
     Raises ValueError for what doesn't fit.
     """
     check(q, scale, weight, weight_scale, planes, b, b_scale, adapter_index, active, slices)
-    y = matmul_fp32(q.float(), weight) * scale.unsqueeze(-1) * weight_scale
+    y = matmul_8bit(q, weight) * scale.unsqueeze(-1) * weight_scale
     return (y + expanded(planes, b, b_scale, adapter_index, slices)).to(out_dtype)
 
 

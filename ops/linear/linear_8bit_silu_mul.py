@@ -14,7 +14,7 @@ from ..core.registry import register
 from ..core.triton_support import INTERPRETED
 from ..rows.silu_mul import silu_mul_launch
 from .kernel_wide import launch_wide
-from .linear_8bit import check_shapes, matmul_fp32
+from .linear_8bit import check_shapes, matmul_8bit
 from .linear_8bit import launch as launch_linear
 from .tuning import activation_config, work_split
 
@@ -33,7 +33,7 @@ def reference(
     The first I rows of the weight are the gate. Everything is fp32 and rounded once.
     """
     _check(q, weight, weight_scale)
-    y = matmul_fp32(q.float(), weight) * scale.unsqueeze(-1) * weight_scale
+    y = matmul_8bit(q, weight) * scale.unsqueeze(-1) * weight_scale
     gate, up = (y if delta is None else y + delta.float()).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(out_dtype)
 

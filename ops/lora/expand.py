@@ -33,6 +33,8 @@ def reference(
 ) -> torch.Tensor:
     """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to delta's dtype) @ b[slot of t, slice i]^T.
 
+    Products are summed in fp64: a token's delta does not depend on the tokens next to it.
+
     planes       [splits, T, n*R] fp32, added in order
     b            [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha / rank already folded in
     token_order, tiles, tile   of `lora_plan`
@@ -49,10 +51,10 @@ def reference(
         if slot < 0:
             continue
         tokens = token_order[first : first + count].long()
-        rows = dequantized(b[slot], None if b_scale is None else b_scale[slot])
+        rows = dequantized(b[slot], None if b_scale is None else b_scale[slot]).double()
         start = 0
         for i, width in enumerate(slices):
-            product = shrunk[tokens, i * ranks : (i + 1) * ranks] @ rows[start : start + width].T
+            product = shrunk[tokens, i * ranks : (i + 1) * ranks].double() @ rows[start : start + width].T
             delta[tokens, start : start + width] = product.to(delta.dtype)
             start += width
     return delta

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..core.device import multiprocessors
+from ..core.int8_product import int8_product
 from ..core.kv_layout import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
@@ -41,6 +42,8 @@ def reference(
 ) -> torch.Tensor:
     """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
+    Products of int8 are summed exactly, others in fp64: a token's ranks do not depend on the tokens next to it.
+
     x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32, [T] or by block as `quantize_blocks` has it, [K
     / 128, P] (then a has x's dtype) a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32:
     the A matrices of S adapters, those of n packed linears under each other; n*R a multiple of 16
@@ -58,8 +61,16 @@ def reference(
         tokens = token_order[first : first + count].long()
         for plane in range(splits):
             chunk = slice(min(k, plane * width), min(k, (plane + 1) * width))
-            rows = dequantized(x[tokens, chunk], None if x_scale is None else x_scale[tokens])
-            planes[plane, tokens] = rows @ dequantized(a[slot, :, chunk], None if a_scale is None else a_scale[slot]).T
+            rows, matrix = x[tokens, chunk], a[slot, :, chunk]
+            if rows.dtype == matrix.dtype == torch.int8:
+                result = int8_product(rows, matrix).float()
+            else:
+                result = (rows.double() @ matrix.double().T).float()
+            if a_scale is not None:
+                result *= a_scale[slot]
+            if x_scale is not None:
+                result *= x_scale[tokens].unsqueeze(-1)
+            planes[plane, tokens] = result
     return planes
 
 

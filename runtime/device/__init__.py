@@ -4,6 +4,7 @@ runner           executes plans: a bucket's program, filled and replayed
 sampler          from logits to tokens
 step_inputs      a bucket's static inputs
 staging          small arrays to the device in one copy
+programs         the programs that are ready, and who waits for others
 buckets          which sizes have a program
 model            from a directory to a model that runs: `load_model`
 weights          a program's weights from a checkpoint

@@ -48,6 +48,10 @@ class Buckets:
         """The bucket that needs the most memory."""
         return self._make(self.max_num_batched_tokens, self.max_num_seqs, decode=False, lora=self.lora)
 
+    def largest_decode(self) -> Bucket:
+        """The decode bucket that holds every decode step."""
+        return self._make(self.max_num_seqs, self.max_num_seqs, decode=True, lora=self.lora)
+
     def warm_up_buckets(self) -> list[Bucket]:
         """Mixed buckets among which every kernel of a prompt's step is met: one for each token count, with its
         LoRA-free twin.

@@ -18,6 +18,7 @@ from ...compiler.run.emit import BoundProgram
 from ..adapters.stacks import AdapterStacks, Report
 from ..steps.plan import StepPlan, StepResult
 from .buckets import Buckets
+from .programs import ReadyPrograms
 from .sampler import DeviceSamples, Sampler
 from .staging import copy_stream
 from .step_inputs import StepInputs
@@ -76,7 +77,7 @@ class ModelRunner:
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._vocabulary = vocabulary
         self._logits: dict[torch.dtype, torch.Tensor] = {}
-        self._ready: dict[Bucket, _Ready] = {}
+        self.programs: ReadyPrograms[_Ready] = ReadyPrograms()
         self._sampler = Sampler(buckets.max_num_seqs, device)
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
         self._pool: Any = None
@@ -104,6 +105,15 @@ class ModelRunner:
         if self.stacks is not None:
             self.stacks.store.gently = True  # steps run from now on
         return time.perf_counter() - begin
+
+    def build_aside(self) -> None:
+        """CPU only: no step from now on waits until a program is built.
+
+        Whatever has no program yet runs in a larger one, padded, until a thread has built its own. On a GPU `warm_up`
+        has met every kernel, and steps are replayed from the graphs that it captured.
+        """
+        if self.device.type == "cpu":
+            self.programs.build_aside((self.buckets.largest(), self.buckets.largest_decode()), self._make_ready)
 
     def submit(self, plan: StepPlan) -> Handle:
         """Start a step. On a GPU this returns as soon as everything is launched."""
@@ -165,15 +175,14 @@ class ModelRunner:
         return StepResult(handle.step, tokens, *others)
 
     def _program(self, bucket: Bucket) -> _Ready:
-        ready = self._ready.get(bucket)
-        if ready is None:
-            program = self.compiled.program(bucket)
-            try:
-                ready = self._bind(program)
-            except BIND_ERRORS as problem:
-                ready = self._bind(self.compiled.rebuilt(bucket, problem))
-            self._ready[bucket] = ready
-        return ready
+        return self.programs.get(bucket, self._make_ready)
+
+    def _make_ready(self, bucket: Bucket) -> _Ready:
+        program = self.compiled.program(bucket)
+        try:
+            return self._bind(program)
+        except BIND_ERRORS as problem:
+            return self._bind(self.compiled.rebuilt(bucket, problem))
 
     def _bind(self, program: Program) -> _Ready:
         inputs = StepInputs(program, self.device)

@@ -1,7 +1,7 @@
 """What the options of `LLM` come to for a given model and device."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,11 +99,13 @@ def load_options(**keywords: Any) -> LoadOptions:
     other.
     """
     engine, given = read_keywords(keywords)
-    compiler = compile_options(engine, given)
+    device = resolve_device(engine.device)
+    # where nothing is gained by size, an answer shall not depend on what shares its steps
+    compiler = replace(compile_options(engine, given), size_independent=device.type == "cpu")
     passes = PASSES if engine.passes is None else engine.passes
     check_disabled(compiler, passes)
     undecided = ("hadamard" not in given, "center_keys" not in given)
-    return LoadOptions(engine, compiler, resolve_device(engine.device), passes, *undecided)
+    return LoadOptions(engine, compiler, device, passes, *undecided)
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -245,6 +245,7 @@ class ServedModel:
         options = load_options(**settings.llm)
         self._model = model = load_model(find_model(settings.model, options), settings.adapters, options)
         self.runner: Runner = model.runner
+        model.runner.build_aside()
         # for what clients load; the adapters of the start may lie anywhere
         model.registry.restrict(settings.adapter_roots)
         limits = model.limits
