@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_demo_model_tuned_settings_and_the_page(wheel: zipfi
 def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"sidestream", f"sidestream-{PROJECT['project']['version']}.dist-info"}, (
-        "nothing may land in site-packages beside the package"
+        "nothing may land in site-packages next to the package"
     )
     assert not [name for name in wheel.namelist() if "/tests/" in name or name.startswith("sidestream/tests")]
 

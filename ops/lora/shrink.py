@@ -171,7 +171,7 @@ def shrink_once_kernel(
     """A program for each piece of work, which it loads at once: planes[split, tile's tokens, ranks] = (A rows @ x^T)^T
     for a (tile, split, block of ranks).
 
-    Beside a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
+    Next to a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
     """
     wait_then_launch(PDL)
     place = tl.arange(0, ORDER)

@@ -1,4 +1,4 @@
-"""FP8 beside bf16 on the demo model, teacher-forced on questions and answers of every adapter: the stated bounds of
+"""FP8 next to bf16 on the demo model, teacher-forced on questions and answers of every adapter: the stated bounds of
 the default configuration.
 """
 

@@ -8,7 +8,7 @@ Triton's interpreter runs no Gluon. This shows what is wrong with a kernel's log
 mbarrier that is miscounted (bytes included), counters that leave a CTA waiting for ever, sums of the wrong planes.
 Shared memory starts as NaN, and loads land late at random. It knows nothing of layouts, swizzles, fences and registers,
 and a partition's threads never race each other. Nor does it know what Triton makes of Python: 3.6 has lost, in Gluon, a
-loop's `begin = 0` behind a `begin = 4` before it, where an inner loop began there.
+loop's `begin = 0` after an earlier `begin = 4`, where an inner loop began there.
 """
 
 import random

@@ -91,7 +91,7 @@ def tiny_llama(
 ) -> TinyBase:
     """Saves a random Llama under `directory`/base (`overrides`: transformers' config fields) and returns it.
 
-    `max_shard_size="200KB"` makes a sharded checkpoint; `tokenizer=True` writes a byte-level tokenizer.json beside it
+    `max_shard_size="200KB"` makes a sharded checkpoint; `tokenizer=True` writes a byte-level tokenizer.json next to it
     (ids 0-255 = bytes, 256 = <s>, 257 = </s>).
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -113,7 +113,7 @@ def tiny_llama(
 
 
 def tiny_adapters(base: TinyBase, specs: Sequence[AdapterSpec], *, seed: int = 1) -> list[Path]:
-    """Saves one PEFT adapter per spec beside the base (B is random, not zero) and returns their directories."""
+    """Saves one PEFT adapter per spec next to the base (B is random, not zero) and returns their directories."""
     from peft import LoraConfig, get_peft_model
 
     paths = []
