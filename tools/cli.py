@@ -19,6 +19,7 @@ from .bench.serving import serve as bench_serve
 from .commands import calibrate, chat, collect_env, complete, demo, diff, dump, explain, generate, keygen, ledger, serve
 from .commands import eval as evaluation
 from .options.config_file import ConfigParser
+from .options.engine import ADVANCED
 from .tuning import tune
 
 DESCRIPTION = """\
@@ -41,6 +42,11 @@ examples:
 
 class Parser(ConfigParser):
     """Says what is wrong with an option in one line, instead of printing every option there is."""
+
+    def format_help(self) -> str:
+        """As argparse's, with the advanced group last."""
+        self._action_groups.sort(key=lambda group: group.title == ADVANCED)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)

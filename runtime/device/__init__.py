@@ -8,6 +8,7 @@ programs         the programs that are ready, and who waits for others
 buckets          which sizes have a program
 model            from a directory to a model that runs: `load_model`
 weights          a program's weights from a checkpoint
+progress         what a start is busy with, on stderr
 threads          how many threads the reference ops take on a CPU
 capacity         does it fit, and how many KV pages the rest holds
 """

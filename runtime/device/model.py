@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from ...compiler.api import CompiledModel, compile_model
 from ...compiler.graph.recipe import Recipe
@@ -35,6 +34,7 @@ from ..scheduling.limits import SchedulerLimits
 from ..text.tokenizer import eos_token_ids
 from .buckets import Buckets
 from .capacity import kv_specs, num_kv_pages, specs_of
+from .progress import progress, stage
 from .runner import ModelRunner
 from .threads import fit_threads
 from .weights import checkpoint_lookup, dummy_lookup, load_weights
@@ -139,15 +139,8 @@ def load_model(source: ModelSource, adapters: Mapping[str, str | Path], options:
     registry = AdapterRegistry(
         config, engine.max_lora_rank or MAX_RANK, keep=engine.max_cpu_loras, cache=SlotCache.from_environment()
     )
-    progress = tqdm(
-        registry.add_all(adapters),
-        desc="Reading adapters",
-        unit="adapter",
-        total=len(adapters),
-        disable=not (engine.show_progress and adapters),
-        leave=False,
-    )
-    for _known in progress:
+    reads = registry.add_all(adapters)
+    for _known in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
         pass
     slots = _num_slots(engine, len(registry.numbers))
     lora = _lora_shape(registry, slots, engine.max_lora_rank) if slots else None
@@ -195,7 +188,7 @@ def _build(
     config, engine, device = source.config, options.engine, options.device
     seconds: dict[str, float] = {}
     dtype = compiler_options.model_dtype
-    with _timed(seconds, "capture_and_passes"):
+    with _timed(seconds, "capture_and_passes"), stage("compiling the model", engine.show_progress):
         model = Llama(config, lora, dtype=dtype, device="meta")
         cache = _program_cache(config, lora, compiler_options) if options.passes == PASSES else None
         compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache)

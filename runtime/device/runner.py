@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ...compiler.api import BIND_ERRORS, CompiledModel
 from ...compiler.program.program import Bucket, Program
@@ -19,6 +18,7 @@ from ..adapters.stacks import AdapterStacks, Report
 from ..steps.plan import StepPlan, StepResult
 from .buckets import Buckets
 from .programs import ReadyPrograms
+from .progress import progress, stage
 from .sampler import DeviceSamples, Sampler
 from .staging import copy_stream
 from .step_inputs import StepInputs
@@ -94,13 +94,13 @@ class ModelRunner:
         begin = time.perf_counter()
         if self.device.type == "cuda":
             mixed, decode = self.buckets.warm_up_buckets(), self.buckets.decode_buckets() if self.captures else []
-            quiet = not show_progress
-            with KernelsAhead(self.device) as ahead:
-                for bucket in tqdm([*mixed, *decode], desc="Programs", unit="program", disable=quiet, leave=False):
+            compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
+            with compiling, KernelsAhead(self.device) as ahead:
+                for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
                     ahead.add(self._program(bucket).bound)
             for bucket in mixed:
                 self._program(bucket).bound.prepare()
-            for bucket in tqdm(decode, desc="Capturing CUDA graphs", unit="graph", disable=quiet, leave=False):
+            for bucket in progress(decode, "capturing CUDA graphs", "graph", show_progress):
                 self._capture(self._program(bucket))
         if self.stacks is not None:
             self.stacks.store.gently = True  # steps run from now on

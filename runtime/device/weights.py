@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ...compiler.graph.recipe import Recipe, materialize
 from ...graphs.checkpoint import Checkpoint
+from .progress import progress
 
 Lookup = Callable[[str], torch.Tensor]
 DUMMY_STD = 0.02
@@ -72,7 +72,7 @@ def load_weights(
     weights: dict[str, torch.Tensor] = {}
     memo: dict[Recipe, Any] = {}
     sources: frozenset[str] = frozenset()
-    for name in tqdm(order, desc="Loading weights", unit="tensor", disable=not show_progress, leave=False):
+    for name in progress(order, "loading weights", "tensor", show_progress):
         # values and scales of one quantized weight share their work, nothing else is kept
         if recipes[name].sources() != sources:
             memo, sources = {}, recipes[name].sources()

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.demo_model import DEMO_MODEL
-from ..options.engine import add_compile_options, add_run_options, check_output, given, positive, precision_arguments
+from ..options.engine import (
+    add_bench_model,
+    add_compile_options,
+    add_run_options,
+    check_output,
+    given,
+    positive,
+    precision_arguments,
+)
 from ..options.environment import collect
 from ..options.models import LLAMA_8B, pick_adapters
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
@@ -44,7 +52,7 @@ examples:
   sidestream bench latency --concurrency 64 --lora none zipf four
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
-  sidestream bench latency --model demo --output-len 40 --concurrency 2  the demo model, to see the format"""
+  sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 
 
 @dataclass(frozen=True)
@@ -66,16 +74,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "latency",
         help="time decode steps next to the memory-bandwidth floor",
-        usage="%(prog)s [--model MODEL] [--concurrency C ...] [--lora none|zipf|four ...] [options]",
+        usage="%(prog)s [MODEL] [--concurrency C ...] [--lora none|zipf|four ...] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)",
-    )
+    add_bench_model(parser)
     parser.add_argument(
         "--concurrency",
         type=positive,
@@ -184,7 +188,7 @@ def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | No
     directory = DEMO_MODEL if options.model == "demo" else Path(options.model)
     if not (directory / "config.json").is_file():
         raise ValueError(
-            f"{directory} is no model directory: it has no config.json; give a directory, `demo`, or no --model for "
+            f"{directory} is no model directory: it has no config.json; give a directory, `demo`, or no MODEL for "
             "Llama-3.1-8B's shape"
         )
     return json.loads((directory / "config.json").read_text()), directory

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_compile_options, add_run_options, at_least, check_output, positive
+from ..options.engine import add_bench_model, add_compile_options, add_run_options, at_least, check_output, positive
 from ..options.environment import collect
 from .latency import build, make_adapters, model_fields
 
@@ -27,7 +27,7 @@ KEEPING_SECONDS = 60.0  # that a start may take to put its packed adapters into 
 EXAMPLES = """\
 examples:
   sidestream bench startup                    a cold start, then a warm one
-  sidestream bench startup --model demo       the demo model"""
+  sidestream bench startup demo               the demo model"""
 
 
 class StartError(Exception):
@@ -43,11 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="model directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
-    )
+    add_bench_model(parser)
     parser.add_argument(
         "--max-num-seqs",
         type=positive,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_compile_options, add_run_options, check_output, positive
+from ..options.engine import add_bench_model, add_compile_options, add_run_options, check_output, positive
 from ..options.environment import collect
 from ..options.models import pick_adapters
 from .latency import LORA_CHOICES, build, make_adapters, model_fields
@@ -36,7 +36,7 @@ examples:
   sidestream bench throughput                                    B at 32 and 128 requests, and P, without adapters and
                                                                  with a Zipf mix
   sidestream bench throughput --workloads P --lora none
-  sidestream bench throughput --model demo --concurrency 2       the demo model, to see the format without a GPU"""
+  sidestream bench throughput demo --concurrency 2               the demo model, to see the format without a GPU"""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="model directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
-    )
+    add_bench_model(parser)
     parser.add_argument(
         "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
     )
@@ -138,10 +134,11 @@ def run(options: argparse.Namespace) -> int:
             for name, count, prompt, output in jobs:
                 row = measure_row(llm, options, config, name, kind, list(adapters), count, prompt, output)
                 rows.append(row)
+                share = f"{row.share_of_fp8_peak:>10.0%}" if llm.device.type == "cuda" and name == "P" else f"{'-':>10}"
                 print(
                     f"{name:<5}{count:>5} "
                     f"{kind:<6}{row.output_tokens_per_second:>11.0f}{row.prompt_tokens_per_second:>14.0f}"
-                    f"{row.ttft_p50_ms:>10.1f}{row.ttft_p99_ms:>9.1f}{row.share_of_fp8_peak:>10.0%}",
+                    f"{row.ttft_p50_ms:>10.1f}{row.ttft_p99_ms:>9.1f}{share}",
                     flush=True,
                 )
     content = {

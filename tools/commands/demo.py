@@ -1,6 +1,7 @@
 """`sidestream demo`: the whole pipeline on the embedded demo model, in one screen."""
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -96,9 +97,33 @@ def run(options: argparse.Namespace) -> int:
         f"The dump lies in {llm.compiled.dump(options.output)}/: every graph before and after, what was refused and "
         "why, programs and schedules."
     )
+    print(next_steps(str(options.output)))
     for label in wrong:
         print(f"unexpected answer: {label}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def next_steps(dump: str) -> str:
+    """Where the command is, and three things to try with it."""
+    command = Path(sys.argv[0])
+    if command.name != "sidestream":
+        command = Path(sys.executable).with_name("sidestream")
+    found = shutil.which("sidestream")
+    name = "sidestream" if found is not None and Path(found).resolve() == command.resolve() else _short(command)
+    lines = (
+        (f'{name} generate -p "What is the capital of Spain?" -a yoda', "ask it something else"),
+        (f"{name} serve", f"then, in another terminal: {name} chat -a pirate"),
+        (f"{name} explain --shape llama-3.1-8b", "where a step of a large model spends its time"),
+    )
+    width = max(len(line) for line, _ in lines)
+    tries = "\n".join(f"  {line:<{width}}  {what}" for line, what in lines)
+    return f"\nThe command is {name}. Open {dump}/index.html in a browser, or try:\n{tries}"
+
+
+def _short(path: Path) -> str:
+    """The path as one would type it from here."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def pass_summary(records: "Sequence[PassRecord]") -> str:

@@ -19,7 +19,7 @@ from ..options.engine import (
     compile_arguments,
     model_directory,
 )
-from ..options.models import DEFAULT_BUCKETS, as_bucket, bucket, lora_shape
+from ..options.models import DEFAULT_BUCKETS, SHAPES, as_bucket, bucket, lora_shape, shape_config
 
 DESCRIPTION = """\
 Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what
@@ -31,6 +31,7 @@ EXAMPLES = """\
 examples:
   sidestream dump                                         the demo model and its adapters, into sidestream_dump/
   sidestream dump models/llama --max-loras 8 --max-lora-rank 32 -o dump/
+  sidestream dump --shape llama-3.1-8b --layers 0         a shape that needs no files
   sidestream dump --disable-pass pack_projections -o without/     compare with `diff -r sidestream_dump without`
   sidestream dump --bucket 64 mixed:512                   the programs of 64 decoding sequences, and of 512 tokens of
                                                           prefill and decode mixed
@@ -53,12 +54,17 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "dump",
         help="write down what each compiler pass did",
-        usage="%(prog)s [MODEL] [-o DIR] [options]",
+        usage="%(prog)s [MODEL | --shape NAME] [-o DIR] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
+    parser.add_argument(
+        "--shape",
+        metavar="NAME|FILE",
+        help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json, which is all that is read",
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -108,7 +114,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compiles on the meta device and writes the dump."""
-    directory = model_directory(options)
+    if options.shape and options.model:
+        raise ValueError("MODEL and --shape name two models; give one")
+    directory = None if options.shape else model_directory(options)
     check_output_directory("--output", options.output)
     from ...compiler.api import compile_model
     from ...compiler.cost.timings import Timings
@@ -127,7 +135,10 @@ def run(options: argparse.Namespace) -> int:
     timings = None if options.measured is None else Timings.load(options.measured)
     ledger = None if options.ledger is None else read_ledger(options.ledger)
     compile_options = CompileOptions(**compile_arguments(options))
-    config = LlamaConfig.from_directory(directory)
+    if directory is None:
+        config, options.model = shape_config(options.shape), options.shape  # the demo model's adapters are not its own
+    else:
+        config = LlamaConfig.from_directory(directory)
     unknown = [number for number in options.layers or () if number >= config.num_hidden_layers]
     if unknown:
         raise ValueError(f"--layers {unknown[0]}: the model has layers 0 to {config.num_hidden_layers - 1}")

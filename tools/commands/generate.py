@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..options.engine import add_engine_options, add_model, llm_arguments, positive
@@ -18,6 +20,7 @@ examples:
   sidestream generate -p "What is the capital of France?" -a pirate
   sidestream generate -p "What is the capital of France?" -p "Tell me the sum of 3 and 4." -a shout -a none
   sidestream generate models/llama --lora-modules sql=adapters/sql -p "List all users" -a sql --max-tokens 128
+  sidestream generate models/llama-instruct --chat -p "List three colours"
   sidestream generate --prompt-ids 0,17,42 --json
   sidestream generate --json < prompts.txt > answers.jsonl
 
@@ -61,6 +64,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         default=[],
         metavar="NAME",
         help="adapter of all prompts, or one for each prompt in turn; `none` is the base model",
+    )
+    group.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message, put into the model's chat template"
     )
     group.add_argument("--json", action="store_true", help="print a JSON object per prompt")
     group = parser.add_argument_group("sampling")
@@ -123,6 +129,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = adapters_for(options, len(prompts), arguments["adapters"])
     from ...runtime.llm import LLM
     from ...runtime.requests.sampling_params import SamplingParams
+    from ...runtime.text.chat_template import chat_words
 
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -133,7 +140,21 @@ def run(options: argparse.Namespace) -> int:
         stop=options.stop,
         ignore_eos=options.ignore_eos,
     )
+    if options.chat and options.prompt_ids:
+        raise ValueError("--chat puts texts into a template; give them with -p, not as --prompt-ids")
     llm = LLM(**arguments, show_progress=not options.json and sys.stderr.isatty())
+    bar = not options.json and sys.stderr.isatty()
+    if options.chat:
+        talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        for prompt, output in zip(prompts, llm.chat(talks, params, chosen, use_tqdm=bar), strict=True):
+            show(output if options.json else replace(output, prompt=str(prompt)), options.json)
+        return 0
+    if chat_words(Path(arguments["model"])).template is not None:
+        print(
+            "sidestream: this model has a chat template, which prompts do not get here; `generate --chat` uses it, and "
+            "`sidestream chat` talks with a server",
+            file=sys.stderr,
+        )
     if len(prompts) == 1 and isinstance(prompts[0], str) and llm.tokenizer is not None and not options.json:
         started = False
         for chunk in llm.stream(prompts, params, adapter=chosen):
@@ -142,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
             print(text, end="", flush=True)
         print()
         return 0
-    for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=not options.json and sys.stderr.isatty()):
+    for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=bar):
         show(output, options.json)
     return 0
 

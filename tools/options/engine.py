@@ -14,6 +14,8 @@ from ...compiler.options import DEFAULT_PRECISION, Layers, choices
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 from ...runtime.engine.options import keywords
 
+ADVANCED = "advanced"
+
 
 def at_least(low: int) -> Callable[[str], int]:
     """Integers from `low` on, for argparse."""
@@ -75,6 +77,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_bench_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL of a bench, whose default is no directory; --model is its former spelling."""
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)",
+    )
+
+
 def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
     """The flag of an option of `LLM`: its spelling, type, choices, default and help are those of the option's field,
     but for `changes`.
@@ -100,10 +114,16 @@ def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
     group.add_argument(flag or f"--{name.replace('_', '-')}", **arguments | changes)
 
 
+def advanced(parser: argparse.ArgumentParser) -> Any:
+    """The group of what few need: how numbers are rounded, and which passes run. It stands last in the help."""
+    known = (group for group in parser._action_groups if group.title == ADVANCED)
+    return next(known, None) or parser.add_argument_group(ADVANCED)
+
+
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
     """What is compiled, and how."""
-    group = parser.add_argument_group("compiler")
-    add_option(group, "precision", default=DEFAULT_PRECISION)
+    add_option(parser.add_argument_group("compiler"), "precision", default=DEFAULT_PRECISION)
+    group = advanced(parser)
     add_option(group, "kv_cache_dtype", choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"), default="auto")
     group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
     for name in ("hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"):
@@ -134,7 +154,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     group = parser.add_argument_group("engine")
     add_option(group, "max_model_len")
-    add_option(group, "calibration", metavar="FILE")
+    add_option(advanced(parser), "calibration", metavar="FILE")
     add_option(group, "max_num_seqs")
     add_option(group, "max_num_batched_tokens")
     add_run_options(group)

@@ -1,6 +1,8 @@
 """Models, adapters, programs and batches that several commands measure or compare."""
 
 import argparse
+import difflib
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+SHAPES = {"llama-3.1-8b": LLAMA_8B}
 DEFAULT_BUCKETS = ("decode:8", "mixed:256")
 CONTEXT_BLOCKS = 8
 MIXED_SEQUENCES = 8
@@ -73,6 +76,33 @@ def as_bucket(kind: str, count: int, lora: bool) -> Any:
         blocks=CONTEXT_BLOCKS,
         decode=kind == "decode",
         lora=lora,
+    )
+
+
+def shape_config(shape: str) -> Any:
+    """The config of --shape: a name of SHAPES, a config.json, or a directory that holds one.
+
+    Raises ValueError or ConfigError.
+    """
+    from ...graphs.config import LlamaConfig
+
+    if shape in SHAPES:
+        return LlamaConfig.from_dict(SHAPES[shape])
+    path = Path(shape)
+    if path.is_file() and path.suffix == ".json":
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"--shape {shape} is not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"--shape {shape} holds no JSON object; name a model's config.json")
+        return LlamaConfig.from_dict(fields)
+    if (path / "config.json").is_file():
+        return LlamaConfig.from_directory(path)
+    near = difflib.get_close_matches(shape, SHAPES, 1)
+    raise ValueError(
+        f"--shape {shape} is neither a name ({', '.join(SHAPES)}) nor a config.json"
+        + (f"; did you mean {near[0]}?" if near else "; name one of them")
     )
 
 
