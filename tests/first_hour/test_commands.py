@@ -138,3 +138,10 @@ def test_the_demo_ends_with_where_the_command_is_and_three_things_to_try(
     for each in said[1:]:
         words = re.split(r"\s{2,}", each.strip())[0].split()
         assert words[1] in ("generate", "serve", "explain")
+
+
+def test_the_pass_table_of_a_dump_fits_a_hundred_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["dump", "--layers", "0", "-o", str(tmp_path / "dump")]) == 0
+    table, _, _ = capsys.readouterr().out.partition("compiled in")
+    assert max(map(len, table.splitlines())) <= 100
+    assert "+9 sidestream.rms_norm" in table
