@@ -32,7 +32,7 @@ def test_the_same_seed_gives_the_same_frames_and_most_are_refused() -> None:
 
 def test_growth_is_told_by_process_and_kind() -> None:
     before = {"batcher": Holdings(100 << 20, 20, 5), "supervisor": Holdings(30 << 20, 9, 1)}
-    after = {"batcher": Holdings(200 << 20, 40, 15), "supervisor": Holdings(31 << 20, 9, 1)}
+    after = {"batcher": Holdings(200 << 20, 40, 30), "supervisor": Holdings(31 << 20, 9, 1)}
     found = growth(before, after)
     assert [each.split(":")[0] for each in found] == ["batcher"] * 3
     line = Line("hang-ups", attempts=4, rounds=1, findings=["processes died"])

@@ -9,6 +9,8 @@ MOST_GROWTH = 0.10
 """Of a process's resident bytes between the end of the first round and the end of the last one."""
 SLACK_BYTES = 32 << 20
 """Growth that an allocator's habits explain."""
+SLACK_THREADS = 16
+"""Pools that start at their first use; which of them a process has met differs from one life to the next."""
 
 
 @dataclass
@@ -31,7 +33,7 @@ def growth(first: Mapping[str, Holdings], last: Mapping[str, Holdings]) -> list[
             found.append(f"{role}: {before.memory >> 20} MiB grew to {after.memory >> 20} MiB")
         if after.files > before.files + 8:
             found.append(f"{role}: {before.files} open files grew to {after.files}")
-        if after.threads > before.threads + 4:
+        if after.threads > before.threads + SLACK_THREADS:
             found.append(f"{role}: {before.threads} threads grew to {after.threads}")
     return found
 

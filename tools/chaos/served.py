@@ -39,7 +39,7 @@ class Holdings:
 
 
 class ServedDemo:
-    """The demo model, served with `--restart` below `folder` (socket, cache, adapters' root, log)."""
+    """The demo model, served below `folder` (socket, cache, adapters' root, log)."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class ServedDemo:
         self.address = f"ipc://{folder}/run/engine.sock"
         for made in (self.cache, self.adapters):
             made.mkdir(mode=0o700, parents=True)
-        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--bind", self.address, "--restart"]
+        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--bind", self.address]
         command += ["--adapter-root", str(self.adapters), "--allow-adapter-loading", *flags]
         environment = os.environ | {
             "SIDESTREAM_CACHE": str(self.cache),
