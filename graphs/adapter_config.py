@@ -134,7 +134,7 @@ class AdapterConfig:
     ) -> "AdapterConfig":
         """Reads `directory`/adapter_config.json, which must lie under one of `roots` if given. Raises AdapterError."""
         remedy = "give the directory that peft's save_pretrained wrote"
-        fields = read_json_object(directory / CONFIG, AdapterError, remedy, MAX_CONFIG_BYTES, roots)
+        fields = read_json_object(directory / CONFIG, AdapterError, remedy, MAX_CONFIG_BYTES, roots, CONFIG)
         return cls.from_dict(fields, lenient)
 
     @classmethod

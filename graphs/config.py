@@ -144,10 +144,12 @@ def read_json_object(
     missing_remedy: str,
     max_bytes: int = _MAX_CONFIG_BYTES,
     roots: Sequence[Path] | None = None,
+    called: str | None = None,
 ) -> dict[str, Any]:
     """The JSON object in the regular file `path`, under one of `roots` if given; whatever is wrong with the file is
-    raised as `error`, naming it and none of its content.
+    raised as `error`, naming it (by its path, or as it is `called`) and none of its content.
     """
+    name = called or path
     try:
         content = read_bounded(path, max_bytes, roots)
         value = {} if content is None else json.loads(content)
@@ -156,13 +158,13 @@ def read_json_object(
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror}): check its permissions") from None
     except FileRefusedError as problem:
-        raise error(f"{path} {problem}: put the file itself there") from None
+        raise error(f"{name} {problem}: put the file itself there") from None
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise error(f"{path} is not valid JSON: download or save it again") from None
+        raise error(f"{name} is not valid JSON: download or save it again") from None
     if content is None:
-        raise error(f"{path} is larger than {max_bytes} bytes: it is not the file that it is named after")
+        raise error(f"{name} is larger than {max_bytes} bytes: it is not the file that it is named after")
     if not isinstance(value, dict):
-        raise error(f"{path} does not hold a JSON object: download or save it again")
+        raise error(f"{name} does not hold a JSON object: download or save it again")
     return value
 
 

@@ -61,7 +61,7 @@ TRAPS: dict[str, Callable[[Path], None]] = {
     "another kind of adapter": lambda folder: _config(folder, use_dora=True),
     "half of the weights": lambda folder: os.truncate(folder / "adapter_model.safetensors", 4096),
 }
-MAY_LOAD = ("many patterns",)
+MAY_LOAD = ("a pattern that backtracks", "many patterns")
 """Slow to read where patterns backtrack, but not wrong: an adapter's tensors say what it targets."""
 
 

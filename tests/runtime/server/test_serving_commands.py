@@ -152,4 +152,6 @@ def test_nothing_goes_by_the_clock_on_the_wall():
     users = {
         path.name for path in folder.rglob("*.py") if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b", path.read_text())
     }
-    assert users == {"chat_worker.py"}, "a chat template may ask for today's date"
+    assert users == {"chat_worker.py", "engine.py", "requests.py"}, (
+        "a chat template may ask for today's date, and results say by the clock when their request came"
+    )
