@@ -55,29 +55,6 @@ def _crossing(function: Callable[[float], float], level: float, low: float, high
     return (low + high) / 2
 
 
-def binomial_upper(successes: int, trials: int, confidence: float = CONFIDENCE) -> float:
-    """Clopper-Pearson's one-sided upper bound of a rate: the p at which so few successes have the probability 1 -
-    confidence.
-    """
-    if trials <= 0 or successes >= trials:
-        return 1.0
-
-    def at_most(p: float) -> float:
-        if p <= 0.0:
-            return 1.0
-        terms = (
-            math.lgamma(trials + 1)
-            - math.lgamma(k + 1)
-            - math.lgamma(trials - k + 1)
-            + k * math.log(p)
-            + (trials - k) * math.log1p(-p)
-            for k in range(successes + 1)
-        )
-        return math.fsum(math.exp(term) for term in terms)
-
-    return _crossing(at_most, 1 - confidence, successes / trials, 1.0 - 1e-15)
-
-
 def resamples(documents: int, count: int, seed: int) -> torch.Tensor:
     """[count, documents] float64: how often each document is drawn in each bootstrap sample of as many documents,
     with replacement.

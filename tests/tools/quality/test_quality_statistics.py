@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 from sidestream.tools.quality.statistics import (
-    binomial_upper,
     loss_bounds,
     mcnemar_exact,
     ratio_interval,
@@ -53,16 +52,6 @@ def test_the_upper_bound_covers_the_true_loss_as_often_as_it_says() -> None:
         )
         covered += loss_bounds(worse, better, pairs)[1] >= worse_rate - better_rate
     assert 0.91 <= covered / trials <= 0.99
-
-
-@pytest.mark.parametrize(("successes", "trials", "upper"), [
-    (0, 20, 1 - 0.05 ** (1 / 20)),
-    (0, 3500, 1 - 0.05 ** (1 / 3500)),
-    (19, 20, 0.95 ** (1 / 20)),
-    (4, 4, 1.0),
-])  # fmt: skip
-def test_clopper_pearson_at_its_closed_forms(successes: int, trials: int, upper: float) -> None:
-    assert binomial_upper(successes, trials) == pytest.approx(upper, rel=1e-6)
 
 
 def test_resamples_draw_as_many_documents_as_there_are_and_repeat_for_a_seed() -> None:
