@@ -13,7 +13,7 @@ TORCH_ON_CPU := torch==2.13.0
 # Each process takes half of the tests in order, so that a module's fixtures are made once; the first to finish takes half of what the other has left.
 TWO_PROCESSES := -n 2 --dist worksteal
 
-.PHONY: help demo test test-all lint format setup clean
+.PHONY: help demo test test-all wheel lint format docs setup clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -40,6 +40,13 @@ test-all: $(VENV)/.installed-test lint  ## what runs before a release: every con
 	$(PY) -m pytest -m 'not interpret' --exhaustive $(TWO_PROCESSES) --cov --cov-append --cov-report=term:skip-covered || status=1; \
 	exit $$status
 
+wheel: $(VENV)/.installed-test  ## build dist/*.whl from what git tracks
+	$(SAY) 'wheel'
+	@rm -rf build && mkdir -p build dist
+	@git ls-files -z | xargs -0 cp --parents -t build
+	@cd build && ../$(PY) -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation --quiet -w ../dist .
+	@rm -rf build && ls dist
+
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(SAY) 'ruff'
 	@$(PY) -m ruff check .
@@ -51,10 +58,14 @@ format: $(VENV)/.installed-test  ## let ruff format, and fix what it can
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
+docs: $(VENV)/.installed-test  ## build the site of docs/ into site/, links checked
+	$(SAY) 'docs'
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 setup: $(VENV)/.installed-test  ## only set .venv up
 
 clean:  ## remove caches, builds and the demo's dump (.venv stays)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov sidestream_dump
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov sidestream_dump
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(PY):
@@ -75,5 +86,5 @@ $(VENV)/.installed: pyproject.toml | $(PY)
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(SAY) 'installing what the tests need'
-	@$(PIP) --no-build-isolation -e '.[chat,test,lint]'
+	@$(PIP) --no-build-isolation -e '.[docs,test,lint]'
 	@touch $@

@@ -6,11 +6,14 @@ The names below load on first use, so that `import sidestream` takes millisecond
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "LLM": "runtime.llm",
     "SamplingParams": "runtime.requests.sampling_params",
+    "BeamSearchParams": "runtime.requests.beam_search",
+    "BeamSearchOutput": "runtime.requests.beam_search",
+    "BeamSearchSequence": "runtime.requests.beam_search",
     "RequestOutput": "runtime.requests.outputs",
     "CompletionOutput": "runtime.requests.outputs",
     "Logprob": "runtime.requests.outputs",

@@ -59,8 +59,8 @@ class Pass:
 
     @property
     def about(self) -> str:
-        """What it does: the first line of its docstring."""
-        return (self.run.__doc__ or "").strip().partition("\n")[0]
+        """What it does: the first paragraph of its docstring, as one line."""
+        return " ".join((self.run.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 PASSES: tuple[Pass, ...] = (

@@ -38,7 +38,7 @@ class GraphLine:
 @dataclass(frozen=True)
 class PassRecord:
     """What one pass did: how often it matched, why near-misses were refused, kernel counts and the graph before and
-    after (as text, and the same line by line), wall seconds; `about` is the first line of its docstring."""
+    after (as text, and the same line by line), wall seconds; `about` is the first paragraph of its docstring."""
 
     name: str
     tier: str
@@ -211,16 +211,32 @@ def refusals(records: Iterable[PassRecord]) -> str:
     return "".join(f"{record.name}: {reason}\n" for record in records for reason in said_once(record.rejected))
 
 
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of text in aligned columns, the first row underlined; the columns in `right` are flush right."""
+def columns(rows: Sequence[Sequence[str]], right: Container[int] = (), width: int | None = None, keys: int = 1) -> str:
+    """Rows of text in aligned columns, the first row underlined; the columns in `right` are flush right.
+
+    A table wider than `width` goes on below: there its first `keys` columns come again with the next ones, but rows
+    that say nothing in those are left out.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for index, row in enumerate(rows):
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-        if index == 0:
-            lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(lines) + "\n"
+    parts: list[list[int]] = [[]]
+    for column in range(len(widths)):
+        shown = [*parts[-1], column]
+        if width is not None and len(parts[-1]) > keys and sum(widths[each] + 2 for each in shown) - 2 > width:
+            parts.append([*range(keys), column])
+        else:
+            parts[-1] = shown
+    tables = []
+    for number, shown in enumerate(parts):
+        lines = []
+        for index, row in enumerate(rows):
+            if number and not any(row[column] for column in shown[keys:]):
+                continue
+            cells = [
+                row[column].rjust(widths[column]) if column in right else row[column].ljust(widths[column])
+                for column in shown
+            ]
+            lines.append("  ".join(cells).rstrip())
+            if index == 0:
+                lines.append("  ".join("-" * widths[column] for column in shown))
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)

@@ -15,6 +15,8 @@ quoting           what an error may say of such a file
 PEFT adapters:
 adapter           one adapter, read from its directory and checked against the base
 adapter_config    adapter_config.json: what is honoured, harmless, refused
+adapter_description  what an adapter's config and header say, checked against the base; needs no torch
+tensor_layout     where the tensors lie in its .safetensors file
 adapter_file      the adapter's .safetensors file, read once and whole
 peft_patterns     how PEFT matches module names, in linear time
 stack             an adapter as one slot of the stacks that the graph reads

@@ -1,5 +1,6 @@
 """Floor 3: runs programs for requests. An arrow of imports goes from a lower line of this map to an upper one.
 
+child_process  a child that answers one line with one line
 requests      what is asked and answered: sampling parameters, outputs, errors
 steps         what crosses between scheduler and device: plans and results
 text          text to tokens and back: prompts, tokenizers, chat templates
@@ -12,4 +13,5 @@ llm           `LLM`: all of these in the caller's process
 wire          the protocol between a server and its clients
 server        supervisor, batcher process, GPU process
 client        `Client` and `AsyncClient`
+gateway       an HTTP front as OpenAI spells it, for one or several servers
 """

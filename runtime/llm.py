@@ -13,25 +13,30 @@ from tqdm import tqdm
 from .adapters.lora_requests import adapter_names
 from .demo_model import DEMO_MODEL, demo_adapters
 from .device.model import find_model, load_model
+from .device.sleep import Sleeper
+from .engine.beam_search import beam_search
 from .engine.engine import Engine
 from .engine.options import keyword_docs, with_keywords
 from .engine.resolve import load_options
 from .engine.vllm_keywords import without_vllm_keywords
+from .requests.beam_search import BeamSearchOutput, BeamSearchParams
 from .requests.errors import RequestError
 from .requests.lora_request import LoRARequest
-from .requests.outputs import FinishReason, RequestOutput
+from .requests.outputs import FinishReason, Logprob, RequestOutput
 from .requests.request import Request
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .text.chat import ChatRenderer
 from .text.chat_template import chat_words
+from .text.prompts import without_special_tokens
 from .text.requests import make_requests
-from .text.tokenizer import Tokenizer, adds_token, load_tokenizer
+from .text.tokenizer import Tokenizer, load_tokenizer
 
 
 class StreamChunk(NamedTuple):
     """What a step added to one prompt's answer: which prompt (its place in the list), the new text and token ids;
-    `finish_reason` comes with the last chunk.
+    `finish_reason` comes with the last chunk. `logprobs`, where asked for: those of the new token; `prompt_logprobs`:
+    those of the prompt's next tokens, from its second on, in chunks before the first token.
     """
 
     prompt_index: int
@@ -40,6 +45,8 @@ class StreamChunk(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     completion: int = 0
+    logprobs: dict[int, Logprob] | None = None
+    prompt_logprobs: list[dict[int, Logprob]] | None = None
 
 
 class LLM:
@@ -126,6 +133,16 @@ class LLM:
         if self._closed:
             raise RequestError("this LLM is closed; make a new one")
 
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._busy:
+            raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
+
+    def _check_ready(self) -> None:
+        self._check_idle()
+        if self.is_sleeping():
+            raise RequestError("this LLM sleeps; call wake_up() first")
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode(text)` with the special tokens at the start, `decode(token_ids)`.
 
@@ -181,6 +198,42 @@ class LLM:
         self._check_open()
         return self.engine.scheduler.states.prefix_cache.reset()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights, adapter slots and KV cache back to the device until `wake_up`, for an LLM that
+        was made with enable_sleep_mode=True. Programs, CUDA graphs and what they compute in stay.
+
+        level   1: the weights go to page-locked host memory; 2: they are read from the model's directory again, so
+                new files there are served. Host copies of adapters stay; prompts are computed again.
+
+        Raises RequestError, and nothing sleeps, while a stream is open. Requests raise it until `wake_up`.
+        """
+        self._check_idle()
+        sleeper = self._sleeper()
+        if not sleeper.asleep:
+            self.engine.forget_device()
+        sleeper.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again that `sleep` gave back; what is awake stays as it is.
+
+        tags   "weights", with the adapter slots, and "kv_cache"; None: both. Requests are served when both are awake.
+
+        Raises CapacityError where the device has too little memory left, and, after level 2, CheckpointError; what was
+        not brought back sleeps on.
+        """
+        self._check_open()
+        self._sleeper().wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called and weights or KV cache were not brought back since."""
+        self._check_open()
+        return self.model.sleeper is not None and bool(self.model.sleeper.asleep)
+
+    def _sleeper(self) -> Sleeper:
+        if self.model.sleeper is None:
+            raise RequestError("this LLM cannot sleep; make it with enable_sleep_mode=True")
+        return self.model.sleeper
+
     def generate(
         self,
         prompts: Any,
@@ -200,30 +253,84 @@ class LLM:
                          loaded from its path and stays
         priority         one for all or one a prompt: lower is served sooner
         """
-        given = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request]
-        if lora_request is not None:
-            self._check_open()
-            if adapter is not None:
-                raise RequestError("adapter and lora_request name the same thing; give one of them")
-            names = adapter_names(given, self.registry, self.add_adapter)
-            adapter = names if isinstance(lora_request, Sequence) else names[0]
+        adapter = self._adapters_asked(adapter, lora_request)
         requests = self._make_requests(prompts, sampling_params, adapter, priority)
         outputs: dict[str, RequestOutput] = {}
+        scores: dict[str, list[dict[int, Logprob] | None]] = {
+            request.request_id: [None] for request in requests if request.params.prompt_logprobs is not None
+        }
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm) as progress:
             before = self.engine.num_sampled
-            for _, finished in self._run(requests, stream=False):
+            for deltas, finished in self._run(requests, stream=False):
+                for delta in deltas:
+                    scores[delta.request_id] += delta.prompt_logprobs or ()
                 for output in finished:
                     outputs[output.request_id] = output
                     progress.update()
                     progress.set_postfix_str(
                         f"{(self.engine.num_sampled - before) / max(progress.format_dict['elapsed'], 1e-9):.0f} tok/s"
                     )
-        if not isinstance(lora_request, Sequence):
-            given *= len(requests)
         ordered = [outputs[request.request_id] for request in requests]
-        for output, asked in zip(ordered, given, strict=False):
+        for output, asked in zip(ordered, _for_each(lora_request, len(ordered)), strict=False):
             output.lora_request = asked
+            output.prompt_logprobs = scores.get(output.request_id)
         return ordered
+
+    def _adapters_asked(self, adapter: Any, lora_request: Any) -> Any:
+        """What `adapter` or `lora_request` names, one for all or one a prompt."""
+        if lora_request is None:
+            return adapter
+        self._check_open()
+        if adapter is not None:
+            raise RequestError("adapter and lora_request name the same thing; give one of them")
+        names = adapter_names(_for_each(lora_request, 1), self.registry, self.add_adapter)
+        return names if isinstance(lora_request, Sequence) else names[0]
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        adapter: str | Sequence[str | None] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """For each prompt the `params.beam_width` best continuations, best first.
+
+        prompts, adapter, lora_request   as for `generate`
+        params               how wide, how long, and how continuations are ranked
+        concurrency_limit    how many prompts are worked on at a time (None: all)
+
+        A token of each continuation is one request, whose beginning the prefix cache holds.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):
+            raise RequestError(f"concurrency_limit={concurrency_limit!r} must be at least 1, or None")
+        requests = self._make_requests(prompts, params.sampling, self._adapters_asked(adapter, lora_request))
+        for request in requests:
+            if len(request.prompt_ids) + params.max_tokens > self.max_model_len:
+                raise RequestError(
+                    f"a prompt of {len(request.prompt_ids)} tokens and max_tokens={params.max_tokens} exceed "
+                    f"max_model_len={self.max_model_len}; lower max_tokens"
+                )
+        found: list[BeamSearchOutput] = []
+        at_once = concurrency_limit or max(1, len(requests))
+        with tqdm(total=len(requests), desc="Searching", unit="prompt", disable=not use_tqdm) as progress:
+            for first in range(0, len(requests), at_once):
+                some = requests[first : first + at_once]
+                found += beam_search(some, params, self.engine.eos_ids, self.tokenizer, self._complete_all)
+                progress.update(len(some))
+        for output, asked in zip(found, _for_each(lora_request, len(found)), strict=False):
+            for sequence in output.sequences:
+                sequence.lora_request = asked
+        return found
+
+    def _complete_all(
+        self, prompts: list[list[int]], params: SamplingParams, adapters: list[str | None]
+    ) -> list[RequestOutput]:
+        return self.generate(prompts, params, adapters, use_tqdm=False)
 
     def chat(
         self,
@@ -256,8 +363,8 @@ class LLM:
         self._check_open()
         words = chat_words(self.model.source.directory)
         if self._renderer is None:
-            self._renderer = ChatRenderer(strip_bos=adds_token(self.tokenizer, words.bos_token))
-        prompts = self._renderer.prompts(
+            self._renderer = ChatRenderer()
+        texts = self._renderer.prompts(
             words,
             messages,
             chat_template=chat_template,
@@ -266,6 +373,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
+        prompts = [without_special_tokens(text) for text in texts]
         return self.generate(prompts, sampling_params, adapter, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(
@@ -292,15 +400,15 @@ class LLM:
                             delta.finish_reason,
                             delta.stop_reason,
                             delta.index,
+                            delta.logprobs,
+                            delta.prompt_logprobs,
                         )
             self._check_open()  # `close` ended the steps
 
         return chunks()
 
     def _make_requests(self, prompts: Any, sampling_params: Any, adapter: Any, priority: Any = None) -> list[Request]:
-        self._check_open()
-        if self._busy:
-            raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
+        self._check_ready()
         requests = make_requests(
             prompts,
             sampling_params,
@@ -319,9 +427,7 @@ class LLM:
         self, requests: list[Request], stream: bool
     ) -> Generator[tuple[list[Any], list[RequestOutput]], None, None]:
         """Steps of the engine until all requests are done; whatever interrupts this ends them."""
-        self._check_open()
-        if self._busy:
-            raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
+        self._check_ready()
         self._busy = True
         try:
             for request in requests:
@@ -334,6 +440,10 @@ class LLM:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()
+
+
+def _for_each(lora_request: Any, count: int) -> list[Any]:
+    return list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * count
 
 
 LLM.__signature__ = with_keywords(inspect.signature(LLM))  # type: ignore[attr-defined]

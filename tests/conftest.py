@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from support.installed import installed, wheel  # noqa: F401
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -46,8 +47,9 @@ def keep_one_configuration(config: pytest.Config, items: list[pytest.Item]) -> N
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Programs that tests keep for a second start lie in a directory of this run."""
+    """Programs that tests keep for a second start, and usage logs, lie in directories of this run."""
     os.environ["SIDESTREAM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """What is shipped: the wheel's content, an editable install without a network, and an import that costs nothing."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,83 +9,51 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import sidestream
+from support.installed import pip
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = ("ops", "graphs", "compiler", "runtime", "tools")
 
 
-def pip(*arguments: str, cwd: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def copy_of_sources(directory: Path) -> Path:
-    """A copy of what git tracks or would track, so that building leaves nothing in the checkout."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    names = (
-        listed.stdout.splitlines()
-        if listed.returncode == 0
-        else [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and ".venv" not in path.parts]
-    )
-    for name in names:
-        if (ROOT / name).is_file():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_bytes((ROOT / name).read_bytes())
-    return directory
-
-
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_of_sources(tmp_path_factory.mktemp("sources"))
+def content(wheel: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel)
 
 
-@pytest.fixture(scope="module")
-def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    target = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(target), ".", cwd=sources)
-    (built,) = target.glob("sidestream-*.whl")
-    return zipfile.ZipFile(built)
-
-
-def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_every_module(content: zipfile.ZipFile) -> None:
     expected = {
         f"sidestream/{path.relative_to(ROOT).as_posix()}"
         for folder in SOURCES
         for path in (ROOT / folder).rglob("*.py")
         if "__pycache__" not in path.parts
     }
-    assert expected | {"sidestream/__init__.py"} <= set(wheel.namelist())
+    assert expected | {"sidestream/__init__.py"} <= set(content.namelist())
 
 
-def test_the_wheel_holds_the_demo_model_tuned_settings_and_the_page(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_the_demo_model_tuned_settings_and_the_page(content: zipfile.ZipFile) -> None:
     data = [
         path
         for folder in ("tools/demo_model", "ops/linear/tuned", "compiler/inspect/page")
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix in (".json", ".safetensors", ".html", ".css", ".js")
     ]
-    assert "sidestream/compiler/inspect/page/page.html" in wheel.namelist()
-    assert {f"sidestream/{path.relative_to(ROOT).as_posix()}" for path in data} <= set(wheel.namelist())
-    assert "sidestream/tools/demo_model/model.safetensors" in wheel.namelist()
+    assert "sidestream/compiler/inspect/page/page.html" in content.namelist()
+    assert {f"sidestream/{path.relative_to(ROOT).as_posix()}" for path in data} <= set(content.namelist())
+    assert "sidestream/tools/demo_model/model.safetensors" in content.namelist()
 
 
-def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
-    top = {name.split("/")[0] for name in wheel.namelist()}
-    assert top == {"sidestream", f"sidestream-{PROJECT['project']['version']}.dist-info"}, (
+def test_the_wheel_holds_nothing_else(content: zipfile.ZipFile) -> None:
+    top = {name.split("/")[0] for name in content.namelist()}
+    assert top == {"sidestream", f"sidestream-{sidestream.__version__}.dist-info"}, (
         "nothing may land in site-packages next to the package"
     )
-    assert not [name for name in wheel.namelist() if "/tests/" in name or name.startswith("sidestream/tests")]
+    assert not [name for name in content.namelist() if "/tests/" in name or name.startswith("sidestream/tests")]
 
 
-def test_an_editable_install_needs_no_network(sources: Path, tmp_path: Path) -> None:
+def test_an_editable_install_needs_no_network(wheel: Path, tmp_path: Path) -> None:
+    sources = wheel.parent / "sources"
     pip(
         "install",
         "--no-index",
@@ -132,15 +101,14 @@ def test_every_subpackage_is_listed() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == present
 
 
-def test_the_version_is_said_once_and_the_same() -> None:
-    import sidestream
-
-    assert sidestream.__version__ == PROJECT["project"]["version"]
+def test_the_version_is_said_once_and_the_changelog_begins_with_it() -> None:
+    assert "version" not in PROJECT["project"] and PROJECT["project"]["dynamic"] == ["version"]
+    versions = re.findall(r"^## (\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == sidestream.__version__
+    assert versions == sorted(versions, key=lambda each: tuple(map(int, each.split("."))), reverse=True)
 
 
 def test_what_callers_need_is_exported() -> None:
-    import sidestream
-
     loaded = {name: getattr(sidestream, name) for name in sidestream.__all__}
     assert issubclass(loaded["EngineDeadError"], loaded["ServerError"])
     errors = {"RequestError", "OptionError", "CapacityError", "OverloadedError", "DeadlineError"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from sidestream.tools.cli import build_parser
+from sidestream.tools.pages.api import commands
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ("ops", "graphs", "compiler", "runtime", "tools")
@@ -64,3 +65,11 @@ def test_the_house_lists_every_wing() -> None:
         for init in ROOT.glob(f"{floor}/**/__init__.py")
     }
     assert sorted(wing for wing in wings if f"`{wing}`" not in text) == []
+
+
+def test_the_commands_are_listed() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    shown = re.findall(r"`([^`]*)`", text.partition("::: commands")[0])
+    names = [each.prog.removeprefix("sidestream ") for each in commands(build_parser())]
+    missing = [name for name in names if not any(each.removeprefix("sidestream ").startswith(name) for each in shown)]
+    assert not missing, "add them to the table of docs/commands.md"

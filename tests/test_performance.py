@@ -29,3 +29,28 @@ def test_a_changed_figure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "-| made up |" in capsys.readouterr().out
     with pytest.raises(ExcerptError, match="no excerpt 'prices'"):
         rewritten("<!-- table: prices -->\n<!-- end -->\n", TABLES)
+
+
+def test_what_other_pages_say_of_the_ablation() -> None:
+    rows = json.loads((MEASUREMENTS / "bench_ablation_h200.json").read_text())["ablation"]
+    us = {(row["arm"], row["tokens"], bool(row["adapters"])): row["us_per_layer"] for row in rows}
+    tokens = sorted({place[1] for place in us})
+
+    def span(longer: str, adapters: bool, over: bool) -> list[float]:
+        return sorted(us[longer, count, adapters] / us["everything on", count, over] for count in tokens)
+
+    pages = MEASUREMENTS.parent
+    serial, side = span("LoRA as serial", True, False), span("everything on", True, False)
+    slow, fast = (f"{times[0] * 100 - 100:.0f} to {times[-1] - 1:.0%} longer" for times in (serial, side))
+    for page in (pages / "how_it_works.md", pages.parent / "README.md"):
+        assert slow in page.read_text() and fast in page.read_text()
+    wide = sorted(span("everything in 16 bits", False, False) + span("everything in 16 bits", True, True))
+    told = (pages / "tuning.md").read_text()
+    assert f"takes {wide[0]:.1f} to {wide[-1]:.1f} times as long" in told
+
+
+def test_what_the_tuning_page_says_of_adapters() -> None:
+    shares = sorted(line.split("|")[-2].strip() for line in TABLES["latency"]().splitlines()[2:])
+    least, most = (share.removeprefix("0.") for share in (shares[0], shares[-1]))
+    told = (MEASUREMENTS.parent / "tuning.md").read_text()
+    assert f"a GPU gives {least} to {most}% of the tokens per second" in told

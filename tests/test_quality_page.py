@@ -1,15 +1,34 @@
 """docs/quality.md is what was measured, and its top says what the tables say."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from sidestream.tools.pages.quality import DOCS, PAGE, main, measured
+from sidestream.tools.pages.quality import DOCS, PAGE, PICTURE, main, measured, picture
+from sidestream.tools.quality.summary import ARMS
 
 
 def test_the_page_is_what_was_measured() -> None:
     assert PAGE.read_text() == measured(), "run `python -m sidestream.tools.pages.quality --write`"
+
+
+def test_the_picture_is_what_was_measured() -> None:
+    assert PICTURE.read_text() == picture(), "run `python -m sidestream.tools.pages.quality --write`"
+
+
+def test_the_picture_shows_the_arms_of_the_summary_and_folds_the_others() -> None:
+    texts = [text.text or "" for text in ElementTree.fromstring(picture()).iter("{http://www.w3.org/2000/svg}text")]
+    arms, again = clean()
+    first = texts[texts.index("The model as it is") + 1 : texts.index("With outliers (injected)")]
+    names = [text for text in first if not re.fullmatch(r"[\d.e-]+", text)]
+    others = sum(not arm["control"] and name not in ARMS for name, arm in arms.items())
+    assert names == [again["arm"], "bf16-unfused", "int8 (default)", "fp8", "fp8-tensorwise", f"{others} other arms"]
+    worst = max(one["mean_kl"][0] for one in arms["int8"]["divergences"])
+    assert first[first.index("int8 (default)") + 1] == f"{worst:.3g}"
+    assert len(texts) < 60 and max(map(len, names)) < 25, "readable at the width of a page"
 
 
 def clean() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,18 +8,36 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from .. import __version__
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
 from .bench import startup as bench_startup
 from .bench import throughput as bench_throughput
+from .bench.serving import gateway as bench_gateway
 from .bench.serving import serve as bench_serve
-from .commands import calibrate, chat, collect_env, complete, demo, diff, dump, explain, generate, keygen, ledger, serve
+from .commands import (
+    calibrate,
+    chat,
+    collect_env,
+    complete,
+    demo,
+    diff,
+    dump,
+    explain,
+    gateway,
+    generate,
+    keygen,
+    keys,
+    ledger,
+    run_batch,
+    serve,
+    usage,
+)
 from .commands import eval as evaluation
 from .options.config_file import ConfigParser
 from .options.engine import ADVANCED
+from .options.environment import version_text
 from .tuning import tune
 
 DESCRIPTION = """\
@@ -67,6 +85,14 @@ class Parser(ConfigParser):
         return found, rest
 
 
+class _Version(argparse.Action):
+    """Prints the versions and ends; they are looked up only here, since every other command does without."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        print(version_text())
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; nothing heavy is imported for it."""
     parser = Parser(
@@ -75,15 +101,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"sidestream {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of sidestream, torch and triton")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (
         demo,
         generate,
         serve,
+        gateway,
+        run_batch,
         complete,
         chat,
         keygen,
+        keys,
+        usage,
         dump,
         explain,
         diff,
@@ -98,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         "bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more."
     )
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
-    for module in (bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve):
+    for module in (bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve, bench_gateway):
         module.add_parser(benches)
     return parser
 

@@ -41,7 +41,7 @@ class Gpu:
     copy_gbs: float = 50.0
     copy_latency: float = 4e-6
 
-    def bytes_per_second(self, sms: int | None = None) -> float:
+    def bytes_per_second(self, sms: float | None = None) -> float:
         """What `sms` SMs (None = all) read in a second."""
         if sms is None or sms >= self.bandwidth[-1][0]:
             return self.bandwidth[-1][1] * 1e12
@@ -50,7 +50,7 @@ class Gpu:
                 return (slow + (fast - slow) * (sms - low) / (high - low)) * 1e12
         return self.bandwidth[-1][1] * 1e12
 
-    def flops_per_second(self, element_bytes: int, sms: int | None = None) -> float:
+    def flops_per_second(self, element_bytes: int, sms: float | None = None) -> float:
         """Dense rate of `sms` SMs on operands of so many bytes (1: FP8, 2: 16 bit, 4: fp32)."""
         rate = {1: self.fp8_tflops, 2: self.f16_tflops}.get(element_bytes, self.f32_tflops)
         return rate * 1e12 * (1.0 if sms is None else min(1.0, sms / self.sms))

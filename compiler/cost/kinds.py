@@ -25,7 +25,6 @@ class Kind:
     early         seconds of what it does before it waits for its predecessor (barriers, descriptors, first weights) and
                   while that one ends: with programmatic dependent launch they are hidden, without it they are added
     sm_rate       bytes a second that one SM takes through its tensor cores; 0: more than the memory brings
-    limited       share of the bandwidth that few SMs read, in a launch that may use no more; 0: `reached`, or all
     """
 
     latency: float
@@ -34,7 +33,6 @@ class Kind:
     per_rows: float = 0.0
     early: float = 0.0
     sm_rate: float = 0.0
-    limited: float = 1.0
 
 
 ROWS_EARLY = 1.43e-6  # of kernels that work row by row: what their predecessor's end hides
@@ -44,9 +42,9 @@ KINDS: dict[str, Kind] = {
     "linear": Kind(1.27e-6, 1.00, 0.78, per_rows=0.55e-6, early=1.34e-6, sm_rate=67e9),
     "plan": Kind(0.6e-6, 0.5),  # what is worked out once a step
     "widen_kv": Kind(1.2e-6, 0.8),
-    "lora_shrink": Kind(2.64e-6, 0.58, limited=0.56),
+    "lora_shrink": Kind(2.64e-6, 0.58),
     "lora_round": Kind(0.4e-6, 0.58, early=ROWS_EARLY),
-    "lora_expand": Kind(2.03e-6, 0.58, early=1.93e-6, limited=0.56),
+    "lora_expand": Kind(2.03e-6, 0.58, early=1.93e-6),
     "attention": Kind(3.34e-6, 0.95, 0.45, early=1.61e-6),  # bytes, FLOPs: bench_attention_h200.txt
     "rope_append": Kind(0.60e-6, 0.5, early=ROWS_EARLY),  # bytes: bench_kernels_h200.txt, 256 tokens
     "silu_mul": Kind(0.00e-6, 1.2, early=ROWS_EARLY),  # bytes: the same
@@ -72,12 +70,17 @@ class Extra:
     # a linear of a shape that no table holds runs with a configuration that was never measured
     UNTUNED: Final = 0.44e-6
     UNTUNED_ROWS: Final = 1.30e-6
+    # a share of the SMs cuts a table's tiles unevenly: the longest wait for sums is longer, and they grow by row
+    UNEVEN_ROWS: Final = 2.97e-6
+    # a LoRA kernel whose programs loop over their pieces of work; each further round, and each plane that it adds up
+    LOOPS: Final = 0.77e-6
+    ROUND: Final = 0.90e-6
+    PLANE: Final = 0.07e-6
     # a cache of 16 bits takes another kernel, which starts sooner
     WIDE_CACHE: Final = -1.63e-6
-    # a shrink that reads rows of 16 bits, and one that widens an eight-bit stack for them: less at 64 rows
+    # a shrink that reads rows of 16 bits, and one that widens an eight-bit stack for them, by the planes it is cut into
     WIDE_ROWS: Final = 0.77e-6
-    WIDENS_STACK: Final = 2.79e-6
-    WIDENS_STACK_FULL: Final = 1.12e-6
+    WIDENS_PLANE: Final = 0.22e-6
 
 
 def kind_of(op: str) -> Kind:

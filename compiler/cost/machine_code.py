@@ -12,7 +12,8 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -139,17 +140,38 @@ def compile_launch(
 
     def compile_instead(self: Any, *kernel_args: Any, **kernel_kwargs: Any) -> Any:
         kernel = run(self, *kernel_args, **{**kernel_kwargs, "warmup": True})
-        compiled.append(_read(kernel, f"{self.fn.__module__}.{self.fn.__qualname__}"))
+        compiled.append(_read(kernel, _function(self)))
         return kernel
 
+    with _launches_become(compile_instead, target):
+        function(*args, **kwargs)
+    return compiled
+
+
+def name_launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """Call `function`, and only name every kernel that it would have launched on Hopper, in order; nothing is compiled.
+
+    Not for several threads at once.
+    """
+    names: list[str] = []
+    with _launches_become(lambda self, *_, **__: names.append(_function(self)), HOPPER):
+        function(*args, **kwargs)
+    return names
+
+
+@contextmanager
+def _launches_become(instead: Callable[..., Any], target: GPUTarget) -> Iterator[None]:
     previous = driver._active
     driver.set_active(_CompileOnly(target))
     try:
-        with patch.object(JITFunction, "run", compile_instead):
-            function(*args, **kwargs)
+        with patch.object(JITFunction, "run", instead):
+            yield
     finally:
         driver._active = previous
-    return compiled
+
+
+def _function(kernel: Any) -> str:
+    return f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
 
 
 def _read(kernel: Any, function: str) -> MachineCode:

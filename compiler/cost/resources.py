@@ -5,8 +5,10 @@ Strides of the tensors are the program's; their addresses count as aligned, as t
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -16,11 +18,12 @@ from ...ops.core.triton_support import INTERPRETED
 from ..program.buffers import View
 from ..program.calls import own_op
 from ..program.program import Program, Step
-from .machine_code import MachineCode, compile_launch, target_here
+from .machine_code import MachineCode, compile_launch, name_launches, target_here
 
 PACKAGE = __name__.partition(".compiler.")[0]
 Figures = Mapping[str, int]
 Wrap = Callable[[Sequence[Any]], Iterable[Any]]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -62,29 +65,16 @@ def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resourc
         raise RuntimeError(
             "the kernels' resources can't be read while TRITON_INTERPRET=1: nothing is compiled then; unset it"
         )
-    keys: dict[tuple[str, int], str] = {}
-    first: dict[str, tuple[Program, Step, Op]] = {}
-    for program in programs:
-        for step in program.steps:
-            op = own_op(step.op)
-            if op is not None:
-                key = keys[program.name, step.index] = _key(program, step)
-                first.setdefault(key, (program, step, op))
+    keys, first = _different_launches(programs)
     target = target_here()
     variants: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
     found: dict[str, list[int]] = {}
     refused: dict[str, str] = {}
-    for key in wrap(sorted(first, key=lambda key: (first[key][1].op, key))):
-        program, step, op = first[key]
-        outs = tuple(_meta(program, view) for view in step.outs)
+    for key in wrap(sorted(first, key=lambda key: (first[key][2].op, key))):
+        step = first[key][2]
         try:
-            # cuBLAS brings kernels of its own; meta tensors can't call it
-            with patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):
-                args = [_value(program, value) for value in step.args]
-                codes = compile_launch(
-                    op.launch, *args, target=target, out=outs, sm_budget=step.sm_budget, pdl=step.pdl
-                )
-                own = [variants.setdefault(_figures(code), len(variants)) for code in codes]
+            codes = _on_meta(partial(compile_launch, target=target), *first[key])
+            own = [variants.setdefault(_figures(code), len(variants)) for code in codes]
         except Exception as error:  # whatever a compiler or a tool of it says: this launch goes without figures
             refused.setdefault(
                 step.op, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"[:300]
@@ -96,6 +86,46 @@ def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resourc
         for program in programs
     }
     return Resources(f"sm_{target.arch}", [(name, dict(figures)) for name, figures in variants], launches, refused)
+
+
+def launched_kernels(programs: Sequence[Program]) -> dict[str, list[list[str]]]:
+    """Program name -> for each step the kernels that it launches on Hopper, in order, named as `Resources` names them.
+    Nothing is compiled. A step whose launch needs a device to decide has none, as those of other libraries.
+    """
+    if INTERPRETED:
+        return {program.name: [[] for _ in program.steps] for program in programs}
+    keys, first = _different_launches(programs)
+    found: dict[str, list[str]] = {}
+    for key, launch in first.items():
+        with suppress(Exception):  # whatever an op's launch asks of a device: its step goes without names
+            found[key] = [name.removeprefix(f"{PACKAGE}.") for name in _on_meta(name_launches, *launch)]
+    return {
+        program.name: [found.get(keys.get((program.name, step.index), ""), []) for step in program.steps]
+        for program in programs
+    }
+
+
+def _different_launches(
+    programs: Sequence[Program],
+) -> tuple[dict[tuple[str, int], str], dict[str, tuple[Op, Program, Step]]]:
+    """(program name, index of a step) -> its key, for ops of ours; key -> the first step that has it."""
+    keys: dict[tuple[str, int], str] = {}
+    first: dict[str, tuple[Op, Program, Step]] = {}
+    for program in programs:
+        for step in program.steps:
+            op = own_op(step.op)
+            if op is not None:
+                key = keys[program.name, step.index] = _key(program, step)
+                first.setdefault(key, (op, program, step))
+    return keys, first
+
+
+def _on_meta(call: Callable[..., list[Found]], op: Op, program: Program, step: Step) -> list[Found]:
+    """`call` (compile_launch or name_launches) of a step's launch, with meta tensors for arguments."""
+    args, outs = [_value(program, value) for value in step.args], tuple(_meta(program, view) for view in step.outs)
+    # cuBLAS brings kernels of its own; meta tensors can't call it
+    with patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):
+        return call(op.launch, *args, out=outs, sm_budget=step.sm_budget, pdl=step.pdl)
 
 
 def _figures(code: MachineCode) -> tuple[str, tuple[tuple[str, int], ...]]:

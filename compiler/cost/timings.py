@@ -22,11 +22,13 @@ class Timings:
     passes     pass name -> seconds
     steps      program name -> (start, end) of each step in seconds, by index: one replay of `profile.capture_profile`
     resources  what the kernels take of the GPU
+    device     on which the steps were measured: "cpu", or a GPU's name; "" when they were not, or it is not known
     """
 
     passes: Mapping[str, float] = field(default_factory=dict)
     steps: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     resources: Resources = field(default_factory=Resources)
+    device: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -34,6 +36,7 @@ class Timings:
         return {
             "passes": dict(self.passes),
             "steps": steps,
+            "device": self.device,
             "kernels": self.resources.kernels,
             "resources": asdict(self.resources),
         }
@@ -62,7 +65,7 @@ class Timings:
         ):
             wanted = '{"passes": {name: seconds}, "steps": {program: [[start, end], ...]}, "resources": {...}}'
             raise TimingsError(f"{path} holds no timings: expected {wanted}")
-        return Timings(fields["passes"], fields["steps"], resources)
+        return Timings(fields["passes"], fields["steps"], resources, str(data.get("device", ""))[:100])
 
 
 def _resources(data: Mapping[str, Any]) -> Resources | None:

@@ -218,7 +218,7 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
     )
     rows = [("op", "lane", "steps", "us", "of the path", "MB", "GFLOP", "floor us", "reached")]
     for row in facts["ops"][:TOP_OPS]:
-        share = f"{row['critical_us'] / total:.1%}" if row["critical_us"] else "beside"
+        share = f"{row['critical_us'] / total:.1%}" if row["critical_us"] else "not on it"
         reached = f"{row['floor_us'] / row['us']:.0%}" if row["us"] else ""
         moved, computed, floor = f"{row['bytes'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}", f"{row['floor_us']:.1f}"
         rows.append(

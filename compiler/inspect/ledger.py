@@ -29,7 +29,7 @@ from ..program.layers import HEAD, TAIL, graph_layers, layer_name
 from ..program.program import Bucket
 from ..program.sizes import dimensions_of, placeholders
 from ..program.specialize import specialize
-from ..records import PassRecord, columns
+from ..records import WIDTH, PassRecord, columns
 from ..run.emit import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
@@ -215,7 +215,7 @@ def as_text(rows: Sequence[LedgerRow], tokens: Sequence[str] = ()) -> str:
         layer = f"{row.worst_layer} (+{row.growth:.1e})" if row.worst_layer else ""
         figures = [f"{value:.1e}" if value else "0" for value in (row.added, row.total, row.mean_kl, row.worst_kl)]
         table.append((row.name, row.tier, str(row.matches), *figures, worst, layer))
-    return columns(table, right=(2, 3, 4, 5, 6))
+    return columns(table, right=(2, 3, 4, 5, 6), width=WIDTH)
 
 
 def relative_rmse(got: torch.Tensor, want: torch.Tensor) -> float:

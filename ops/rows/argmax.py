@@ -20,10 +20,13 @@ PROGRAMS_PER_SM = 4
 
 
 def reference(logits: torch.Tensor) -> torch.Tensor:
-    """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits. NaN counts as the least."""
+    """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits; -1 where a row holds NaN or
+    its largest logit is infinite.
+    """
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    known = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    return ids.where(known == known.amax(-1, keepdim=True), logits.shape[1]).amin(-1).to(torch.int32)
+    largest = logits.amax(-1, keepdim=True)  # NaN where any logit is
+    chosen = ids.where(logits == largest, logits.shape[1]).amin(-1)
+    return chosen.where(largest[:, 0].isfinite(), -1).to(torch.int32)
 
 
 def fake(logits: torch.Tensor) -> torch.Tensor:
@@ -53,16 +56,19 @@ def _argmax_kernel(
     source = logits + row.to(tl.int64) * vocabulary
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     index = piece * span + tl.arange(0, BLOCK)
+    broken = tl.zeros([BLOCK], tl.int1)
     for start in range(0, span, BLOCK):
         token = piece * span + start + tl.arange(0, BLOCK)
         inside = (start + tl.arange(0, BLOCK) < span) & (token < vocabulary)
         logit = tl.load(source + token, mask=inside, other=float("-inf")).to(tl.float32)
         index = tl.where(logit > best, token, index)
         best = tl.where(logit > best, logit, best)
+        broken |= logit != logit
     largest = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
+    largest = tl.where(tl.max(broken.to(tl.int32), axis=0) > 0, float("inf"), largest)  # NaN: no number either
     if pieces == 1:
-        tl.store(tokens + row, chosen)
+        tl.store(tokens + row, tl.where(tl.abs(largest) < float("inf"), chosen, -1))
     else:
         tl.store(values + row * MAX_PIECES + piece, largest)
         tl.store(ids + row * MAX_PIECES + piece, chosen)
@@ -73,7 +79,9 @@ def _argmax_kernel(
                 values + row * MAX_PIECES + place, mask=place < pieces, other=float("-inf"), cache_modifier=".cg"
             )
             token = tl.load(ids + row * MAX_PIECES + place, mask=place < pieces, other=0x7FFFFFFF, cache_modifier=".cg")
-            tl.store(tokens + row, tl.min(tl.where(value == tl.max(value, axis=0), token, 0x7FFFFFFF), axis=0))
+            largest = tl.max(value, axis=0)
+            chosen = tl.min(tl.where(value == largest, token, 0x7FFFFFFF), axis=0)
+            tl.store(tokens + row, tl.where(tl.abs(largest) < float("inf"), chosen, -1))
             tl.store(arrivals + row, 0)
 
 

@@ -95,11 +95,12 @@ def reference(
     top_p        [B] fp32 in (0, 1], 1 = off
     min_p        [B] fp32 in [0, 1], 0 = off: least probability relative to the best token's
     seeds, steps [B] int64: the noise's key, e.g. a request's seed and the number of tokens it has produced
-    returns      [B] int32 token ids
+    returns      [B] int32 token ids; -1 for a row that holds NaN or whose largest logit is infinite
     """
     scores = perturbed_scores(logits, temperature, top_k, top_p, min_p, seeds, steps)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    return ids.where(scores == scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
+    drawn = ids.where(scores == scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
+    return drawn.where(logits.amax(-1).isfinite(), -1)
 
 
 def fake(
@@ -277,13 +278,17 @@ def sample_kernel(
         row = logits + row_index.to(tl.int64) * vocabulary
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         index = tl.arange(0, BLOCK)
+        broken = tl.zeros([BLOCK], tl.int1)
         for start in range(0, vocabulary, BLOCK):
             token, logit = _load_logits(row, start, vocabulary, BLOCK)
             index = tl.where(logit > best, token, index)
             best = tl.where(logit > best, logit, best)
+            broken |= logit != logit
         largest, chosen = _best_of(best, index)
         temperature = tl.load(temperatures + row_index)
-        if temperature >= GREEDY:
+        if (tl.max(broken.to(tl.int32), axis=0) > 0) | (tl.abs(largest) == float("inf")):
+            chosen = -1
+        elif temperature >= GREEDY:
             chosen = _draw(
                 row,
                 vocabulary,

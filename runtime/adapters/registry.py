@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...graphs.adapter import WEIGHTS, Adapter, AdapterError, load_adapter
-from ...graphs.adapter_config import CONFIG
+from ...graphs.adapter import Adapter, Describe, load_adapter
+from ...graphs.adapter_config import CONFIG, AdapterError
+from ...graphs.adapter_description import WEIGHTS, describe_adapter
 from ...graphs.config import LlamaConfig
 from ...graphs.lora import LoraShape
 from ...graphs.stack import check_fits
@@ -61,6 +62,8 @@ class AdapterRegistry:
                       again
     cache             what is kept of adapters between runs: one whose file is known from before is hashed, and its
                       tensors are not kept
+    lenient           unknown fields of adapter_config.json are ignored instead of refused
+    describe          who reads the configs and the weights' headers
     lora              the stacks' shape once it is fixed: what does not fit is refused
     """
 
@@ -72,6 +75,8 @@ class AdapterRegistry:
         max_adapters: int = MAX_ADAPTERS,
         keep: int = 64,
         cache: SlotCache | None = None,
+        lenient: bool = False,
+        describe: Describe = describe_adapter,
     ) -> None:
         self.config = config
         self.max_rank = max_rank
@@ -84,6 +89,7 @@ class AdapterRegistry:
         self.lora: LoraShape | None = None
         self.cache = cache
         self._keep = keep
+        self._lenient, self._describe = lenient, describe
         self._stamps: dict[int, Stamp | None] = {}
         self._by_number: dict[int, KnownAdapter] = {}
         self._fresh: dict[int, Adapter] = {}
@@ -130,8 +136,10 @@ class AdapterRegistry:
             directory,
             self.config,
             self.max_rank if lora is None else min(self.max_rank, lora.rank),
+            self._lenient,
             recall=None if self.cache is None else self.cache.recall,
             roots=self.allowed_roots,
+            describe=self._describe,
         )
         if self.cache is not None and adapter.tensors:
             self.cache.remember(adapter)
@@ -193,7 +201,9 @@ class AdapterRegistry:
         if fresh is not None and fresh.tensors:
             return fresh
         stamp = _stamp(known.path)
-        adapter = load_adapter(known.path, self.config, self.max_rank, roots=known.roots)
+        adapter = load_adapter(
+            known.path, self.config, self.max_rank, self._lenient, roots=known.roots, describe=self._describe
+        )
         if adapter.content_hash != known.content_hash:
             if self.cache is not None and adapter.source == known.adapter.source:
                 self.cache.forget(adapter.source)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...compiler.graph.recipe import Recipe
-from ...graphs.adapter import AdapterError
+from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
 from .packing import use_few_threads
 from .registry import AdapterRegistry

@@ -3,13 +3,10 @@ further work.
 """
 
 import math
-import mmap
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -20,6 +17,7 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter import Adapter
 from ...graphs.lora import LoraShape
 from ...graphs.stack import check_fits, slot_tensor
+from .host_memory import host_bytes, page_lock
 from .packing import Packing
 from .registry import AdapterRegistry
 from .slot_cache import packing_key, slot_key
@@ -34,16 +32,6 @@ PIECE = 1 << 20
 def block_starts(sizes: Sequence[int]) -> list[int]:
     """Where tensors of so many bytes begin in a block, and where it ends."""
     return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-
-
-def host_bytes(count: int) -> torch.Tensor:
-    """uint8 [count] that begins at a page; in huge pages where the system has them, which are found and locked
-    hundreds of times faster.
-    """
-    memory = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:count]
 
 
 class Block:
@@ -65,25 +53,11 @@ class Block:
         self.locked = False
 
     def page_lock(self, device_calls: Any, gently: bool) -> None:
-        """In place: the allocator for page-locked tensors rounds up to powers of two, half as much again for a typical
-        adapter.
-
-        `gently`: a piece at a time, with pauses; for a whole adapter the call takes tens of milliseconds. The memory
-        should have been written before, or the call also has to find and clear its pages.
+        """See `host_memory.page_lock`; `gently` leaves pauses: for a whole adapter the call takes tens of
+        milliseconds.
         """
-        runtime = torch.cuda.cudart()
-        for piece in self.memory.split(PIECE if gently else self.memory.numel()):
-            pointer = piece.data_ptr()
-            with device_calls:
-                error = int(runtime.cudaHostRegister(pointer, piece.nbytes, 0))
-            if error:
-                raise MemoryError(
-                    f"{self.memory.numel() / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error "
-                    f"{error}); lower max_cpu_loras"
-                )
-            weakref.finalize(self, runtime.cudaHostUnregister, pointer).atexit = False
-            if gently:
-                time.sleep(LOCK_PAUSE)
+        pieces = self.memory.split(PIECE if gently else self.memory.numel())
+        page_lock(self, pieces, device_calls, pause=LOCK_PAUSE if gently else 0.0, remedy="lower max_cpu_loras")
         self.locked = True
 
 

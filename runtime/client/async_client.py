@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ..requests.errors import EngineDeadError
+from ..requests.lora_request import LoRARequest
 from ..requests.outputs import RequestOutput
+from ..requests.request import Continuation
 from ..requests.sampling_params import SamplingParams
 from ..text.chat import ChatRenderer
 from ..text.chat_template import ChatWords
-from ..text.prompts import Prompt, as_list, one_for_each
+from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
 from ..wire import protocol
 from ..wire.addresses import AddressError, check_keys, default_address, parse
 from ..wire.keys import ClientKeys, load_client_keys
 from ..wire.protocol import AdapterInfo, Chunk, Health, Message, Welcome
 from .connection import Connection
-from .requests import Assembly, submission
+from .lora_requests import LoraRequests
+from .requests import Assembly, continued, submission
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -43,6 +46,7 @@ class AsyncClient:
     silence_seconds  after so many seconds without a sign of life the engine counts as dead; None: what the server
                      names. A killed engine is noticed at once, as its connection breaks; this is for one that hangs or
                      a network that is gone.
+    on_lost          is called, within the loop, when a connection that was made breaks, with what is known about it
 
     It connects at the first use, and again at the first use after a loss. What was open when the engine died raises
     EngineDeadError and is not repeated. Belongs to one loop and is not thread-safe: other threads use `Client`, or a
@@ -62,6 +66,7 @@ class AsyncClient:
         call_timeout: float = CALL_SECONDS,
         silence_seconds: float | None = None,
         name: str = "",
+        on_lost: Callable[[Exception], None] | None = None,
     ) -> None:
         self.address = parse(default_address() if address is None else address)
         client_keys = load_client_keys(keys) if isinstance(keys, (str, Path)) else keys
@@ -71,7 +76,9 @@ class AsyncClient:
         self.connect_timeout, self.call_timeout = connect_timeout, call_timeout
         self._requests_made = itertools.count(1)
         self._renderer = ChatRenderer()
+        self._lora_requests = LoraRequests(self.list_adapters, self.load_adapter)
         self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
+        self._connection.on_lost = on_lost
 
     async def connect(self) -> Welcome:
         """Connect, unless that is done; what the server is and may be asked.
@@ -103,6 +110,8 @@ class AsyncClient:
         timeout: float | None = None,
         request_id: str | None = None,
         stream: bool = True,
+        continues: Sequence[Continuation] = (),
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """One prompt's answer as it grows; the last chunk has `usage`. It is asked for at the first chunk that is
         awaited.
@@ -110,7 +119,45 @@ class AsyncClient:
         Leaving early (break and aclose, cancellation) aborts the request. `timeout`: longest wait for a chunk, in
         seconds, before TimeoutError. `deadline_seconds`: the server ends the request then, with DeadlineError.
         `request_id`: for `abort`, unique among this client's open requests. `stream=False`: the server sends the answer
-        when it is complete.
+        when it is complete. `continues`: what another engine made of each completion already; the chunks go on from
+        there. `lora_request`: instead of `adapter`, see `generate`.
+        """
+        adapter = await self._lora_requests.names(adapter, lora_request)
+        lists = self.stream_lists(
+            prompt,
+            sampling_params,
+            adapter,
+            priority=priority,
+            deadline_seconds=deadline_seconds,
+            timeout=timeout,
+            request_id=request_id,
+            stream=stream,
+            continues=continues,
+        )
+        async with contextlib.aclosing(lists):
+            async for chunks in lists:
+                for chunk in chunks:
+                    yield chunk
+
+    async def stream_lists(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        stream: bool = True,
+        continues: Sequence[Continuation] = (),
+        when_accepted: Callable[[int], None] | None = None,
+        owner: str = "",
+    ) -> AsyncGenerator[list[Chunk], None]:
+        """As `stream`, with the chunks that have arrived together as one list, which is never empty.
+
+        `when_accepted` is called with the number of the prompt's tokens when the server has taken the request. `owner`:
+        for whom the request is, where a client asks for several; the server's steps are shared fairly between them.
         """
         message = submission(
             request_id or f"r{next(self._requests_made)}",
@@ -120,15 +167,17 @@ class AsyncClient:
             stream=stream,
             priority=priority,
             deadline_seconds=deadline_seconds,
+            continues=[continued(so_far) for so_far in continues],
+            owner=owner,
         )
         for attempt in range(2):
             await self.connect()
-            request = self._connection.submit(message)
+            request = self._connection.submit(message, when_accepted)
             try:
                 while True:
-                    chunk = await request.take(timeout)
-                    yield chunk
-                    if chunk.usage is not None:
+                    chunks = await request.take(timeout)
+                    yield chunks
+                    if chunks[-1].usage is not None:
                         return
             except EngineDeadError as problem:
                 # a request that was never heard may be sent again
@@ -143,6 +192,7 @@ class AsyncClient:
         sampling_params: Any = None,
         adapter: Any = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int = 0,
         deadline_seconds: float | None = None,
         timeout: float | None = None,
@@ -152,10 +202,14 @@ class AsyncClient:
         `prompt_token_ids` of a text prompt is empty: the server tokenizes, and a long prompt's ids would be larger than
         its answer. Times in `metrics` are those of this machine's clock. Request ids are not used twice.
 
-        sampling_params and adapter are one for all prompts, or a list of one for each. `timeout`: seconds for all
-        together, before TimeoutError. The first error is raised, and the other requests are aborted.
+        sampling_params and adapter are one for all prompts, or a list of one for each; so is `lora_request`, which may
+        stand for adapter: an adapter that the server does not know is loaded from its path, a directory on the server's
+        machine, and stays. `timeout`: seconds for all together, before TimeoutError. The first error is raised, and the
+        other requests are aborted.
         """
         items = as_list(prompts)
+        adapter = await self._lora_requests.names(adapter, lora_request)
+        asked = one_for_each("lora_request", lora_request, LoRARequest, len(items), None)
         params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), SamplingParams())
         adapters = one_for_each("adapter", adapter, str, len(items), None)
         at_once = asyncio.Semaphore(MANY)
@@ -163,7 +217,7 @@ class AsyncClient:
         async def one(index: int) -> RequestOutput:
             async with at_once:
                 request_id = f"r{next(self._requests_made)}"
-                assembly = Assembly(request_id, items[index], adapters[index], params[index].n)
+                assembly = Assembly(request_id, items[index], params[index], adapters[index])
                 chunks = self.stream(
                     items[index],
                     params[index],
@@ -176,6 +230,7 @@ class AsyncClient:
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
                         assembly.add(chunk)
+                assembly.output.lora_request = asked[index]
                 return assembly.output
 
         try:
@@ -201,6 +256,7 @@ class AsyncClient:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int = 0,
         deadline_seconds: float | None = None,
         timeout: float | None = None,
@@ -217,14 +273,21 @@ class AsyncClient:
             chat_template_kwargs=chat_template_kwargs,
         )
         return await self.generate(
-            prompts, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout
+            prompts,
+            sampling_params,
+            adapter,
+            lora_request=lora_request,
+            priority=priority,
+            deadline_seconds=deadline_seconds,
+            timeout=timeout,
         )
 
-    async def chat_prompts(self, messages: Any, **options: Any) -> list[str]:
+    async def chat_prompts(self, messages: Any, **options: Any) -> list[Prompt]:
         """The prompts that `chat` would send, for `stream`; `options`: those of `chat` that the template sees."""
         server = await self.connect()
         words = ChatWords(server.chat_template, server.bos_token, server.eos_token)
-        return await asyncio.to_thread(self._renderer.prompts, words, messages, **options)
+        texts = await asyncio.to_thread(self._renderer.prompts, words, messages, **options)
+        return [without_special_tokens(text) for text in texts]
 
     async def abort(self, request_id: str) -> None:
         """End an open request; its stream gets a last chunk with finish_reason `abort`.
@@ -252,6 +315,24 @@ class AsyncClient:
     async def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:
         """All adapters that requests may name, and where they are."""
         return (await self._call(lambda call: protocol.ListAdapters(call=call), protocol.Adapters, timeout)).adapters
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
+        """A text's ids, as the server makes them of a prompt; add_special_tokens=False: without BOS."""
+        return (
+            await self._call(
+                lambda call: protocol.Tokenize(call=call, text=text, add_special_tokens=add_special_tokens),
+                protocol.Tokens,
+                timeout,
+            )
+        ).token_ids
+
+    async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
+        """The text of ids, special tokens included."""
+        return (
+            await self._call(
+                lambda call: protocol.Detokenize(call=call, token_ids=list(token_ids)), protocol.Text, timeout
+            )
+        ).text
 
     async def stats(self, timeout: float | None = None) -> dict[str, int | float]:
         """The server's counters and gauges, by name."""

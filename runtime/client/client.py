@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ..requests.errors import RequestError
+from ..requests.lora_request import LoRARequest
 from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
 from ..text.prompts import Prompt
@@ -94,6 +95,7 @@ class Client:
         sampling_params: Any = None,
         adapter: Any = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int = 0,
         deadline_seconds: float | None = None,
         timeout: float | None = None,
@@ -101,7 +103,13 @@ class Client:
         """The whole answers, in the order of the prompts; see `AsyncClient.generate`."""
         return self._wait(
             self._client.generate(
-                prompts, sampling_params, adapter, priority=priority, deadline_seconds=deadline_seconds, timeout=timeout
+                prompts,
+                sampling_params,
+                adapter,
+                lora_request=lora_request,
+                priority=priority,
+                deadline_seconds=deadline_seconds,
+                timeout=timeout,
             )
         )
 
@@ -116,6 +124,7 @@ class Client:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int = 0,
         deadline_seconds: float | None = None,
         timeout: float | None = None,
@@ -131,13 +140,14 @@ class Client:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                lora_request=lora_request,
                 priority=priority,
                 deadline_seconds=deadline_seconds,
                 timeout=timeout,
             )
         )
 
-    def chat_prompts(self, messages: Any, **options: Any) -> list[str]:
+    def chat_prompts(self, messages: Any, **options: Any) -> list[Prompt]:
         """The prompts that `chat` would send, for `stream`; see `AsyncClient.chat_prompts`."""
         return self._wait(self._client.chat_prompts(messages, **options))
 
@@ -151,6 +161,7 @@ class Client:
         deadline_seconds: float | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[Chunk, None, None]:
         """One prompt's answer as it grows; the last chunk has `usage`.
 
@@ -164,6 +175,7 @@ class Client:
             deadline_seconds=deadline_seconds,
             timeout=timeout,
             request_id=request_id,
+            lora_request=lora_request,
         )
         arrived: queue.SimpleQueue[Chunk | BaseException | None] = queue.SimpleQueue()
 
@@ -210,6 +222,14 @@ class Client:
     def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:
         """All adapters that requests may name, and where they are."""
         return self._wait(self._client.list_adapters(timeout))
+
+    def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
+        """A text's ids, as the server makes them of a prompt; add_special_tokens=False: without BOS."""
+        return self._wait(self._client.tokenize(text, add_special_tokens, timeout))
+
+    def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
+        """The text of ids, special tokens included."""
+        return self._wait(self._client.detokenize(token_ids, timeout))
 
     def stats(self, timeout: float | None = None) -> dict[str, int | float]:
         """The server's counters and gauges, by name."""

@@ -51,6 +51,8 @@ class Connection:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._sent = self._heard = 0.0
         self._closed = False
+        self.on_lost: Callable[[Exception], None] | None = None
+        """Called when a greeted connection breaks, before those who wait are told."""
 
     async def connect(self) -> Welcome:
         """What the server is; connects if that is not done.
@@ -76,11 +78,11 @@ class Connection:
                 self._send(protocol.Abort(request_ids=list(self._open)[: protocol.MAX_OPEN_REQUESTS]))
         self._lose(EngineDeadError("the client was closed", "engine_dead"), linger=True)
 
-    def submit(self, message: protocol.Submit) -> OpenRequest:
+    def submit(self, message: protocol.Submit, when_accepted: Callable[[int], None] | None = None) -> OpenRequest:
         """Send a request. Raises RequestError if its id is open or it is too long."""
         if message.request_id in self._open:
             raise RequestError(f"request_id={message.request_id!r} is in use; choose another")
-        request = self._open[message.request_id] = OpenRequest(message.request_id)
+        request = self._open[message.request_id] = OpenRequest(message.request_id, message.continues, when_accepted)
         try:
             self._send(message)
         except BaseException:
@@ -216,10 +218,13 @@ class Connection:
         """The connection is over: everybody who waits is told."""
         if self._link is not None:
             self._link.close(linger)
+        greeted = self._welcome is not None
         self._link, self._welcome, self._instance = None, None, protocol.NO_INSTANCE
         if self._pulse is not None and self._pulse is not asyncio.current_task():
             self._pulse.cancel()
         self._pulse = None
+        if greeted and self.on_lost is not None and not self._closed:
+            self.on_lost(problem)
         opened, calls = list(self._open.values()), list(self._calls.values())
         self._open.clear()
         for request in opened:
@@ -256,7 +261,7 @@ class Connection:
                             self._send(protocol.Abort(request_ids=[chunk.request_id]))
         elif isinstance(message, protocol.Accepted):
             if (request := self._open.get(message.request_id)) is not None:
-                request.accepted = True
+                request.accept(message.prompt_tokens)
         elif not isinstance(message, protocol.Beat):
             self._answer(message.call, message)
 

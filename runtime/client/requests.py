@@ -2,15 +2,33 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ..requests.request import Continuation
 from ..requests.sampling_params import SamplingParams
-from ..text.prompts import Prompt, text_or_ids
-from ..wire.protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Chunk, Error, Sampling, Submit, sampling_from
+from ..text.prompts import Prompt, adds_special_tokens, text_or_ids
+from ..wire.protocol import (
+    MAX_PROMPT_CHARACTERS,
+    MAX_PROMPT_TOKENS,
+    Chunk,
+    Continued,
+    Error,
+    Sampling,
+    Submit,
+    TokenLogprob,
+    sampling_from,
+)
 
-_LISTS = {"stop": "stop_strings", "stop_token_ids": "stop_ids", "logit_bias": "biases"}
+_LISTS = {
+    "stop": "stop_strings",
+    "stop_token_ids": "stop_ids",
+    "logit_bias": "biases",
+    "allowed_token_ids": "allowed_ids",
+    "bad_words": "banned_words",
+}
 _OURS = frozenset({"invalid_request", "unknown_adapter", "duplicate_id", "bad_frame"})
 _GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})
 _LATER = frozenset({"loading", "draining", "overloaded", "too_many_requests", "slow_reader"})
@@ -29,8 +47,19 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
     if ids is not None and not all(0 <= token < 1 << 31 for token in ids):
         raise RequestError("a prompt's token ids must be integers from 0 to 2147483647")
     return Submit(
-        request_id=request_id, prompt=text, prompt_token_ids=ids, adapter=adapter, sampling=sampling_of(params), **more
+        request_id=request_id,
+        prompt=text,
+        prompt_token_ids=ids,
+        adapter=adapter,
+        sampling=sampling_of(params),
+        add_special_tokens=adds_special_tokens(prompt),
+        **more,
     )
+
+
+def continued(so_far: Continuation) -> Continued:
+    """What there is of a completion, in the form in which it travels."""
+    return Continued(so_far.token_ids, so_far.characters, so_far.finished)
 
 
 def sampling_of(params: SamplingParams) -> Sampling:
@@ -41,7 +70,9 @@ def sampling_of(params: SamplingParams) -> Sampling:
 def exception_of(error: Error) -> Exception:
     """What a caller is told about an error message."""
     if error.code in _OURS:
-        return RequestError(error.message)
+        refused = RequestError(error.message)
+        refused.code = error.code
+        return refused
     kind: type[ServerError] = ServerError
     if error.code in _GONE:
         kind = EngineDeadError
@@ -53,14 +84,26 @@ def exception_of(error: Error) -> Exception:
 
 
 class OpenRequest:
-    """What has arrived for one request and was not taken yet."""
+    """What has arrived for one request and was not taken yet. `when_accepted` is told the prompt's tokens."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        continues: Sequence[Continued] = (),
+        when_accepted: Callable[[int], None] | None = None,
+    ) -> None:
         self.request_id = request_id
+        self._when_accepted = when_accepted
         self.accepted = False
         self.ended = False
-        self._received: dict[int, int] = {}
+        self._received = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
         self._queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+
+    def accept(self, prompt_tokens: int) -> None:
+        """The server has taken it."""
+        self.accepted = True
+        if self._when_accepted is not None:
+            self._when_accepted(prompt_tokens)
 
     def put(self, chunk: Chunk) -> None:
         """A chunk has arrived."""
@@ -83,29 +126,43 @@ class OpenRequest:
             self.ended = True
             self._queue.put_nowait(problem)
 
-    async def take(self, timeout: float | None) -> Chunk:
-        """The next chunk. Raises what the request failed with, or TimeoutError after `timeout` seconds without one."""
-        if self._queue.empty() and timeout is not None:
+    async def take(self, timeout: float | None) -> list[Chunk]:
+        """The chunks that have arrived since the last call; waits for one.
+
+        Raises what the request failed with, after the chunks before it, or TimeoutError after `timeout` seconds without
+        one.
+        """
+        queue = self._queue
+        if queue.empty() and timeout is not None:
             try:
                 async with asyncio.timeout(timeout):
-                    item = await self._queue.get()
+                    item = await queue.get()
             except TimeoutError:
                 raise TimeoutError(f"no answer to request {self.request_id} within {timeout:g} s") from None
         else:
-            item = await self._queue.get()
-        if isinstance(item, Exception):
+            item = await queue.get()
+        chunks: list[Chunk] = []
+        while not isinstance(item, Exception):
+            chunks.append(item)
+            if queue.empty():
+                return chunks
+            item = queue.get_nowait()
+        if not chunks:
             raise item
-        return item
+        queue.put_nowait(item)  # the last thing that was in it
+        return chunks
 
 
 class Assembly:
     """Puts a request's chunks together."""
 
-    def __init__(self, request_id: str, prompt: Prompt, adapter: str | None, choices: int) -> None:
+    def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, adapter: str | None) -> None:
         text, ids = text_or_ids(prompt)
         self.output = RequestOutput(
-            request_id, text, ids or [], [CompletionOutput(index) for index in range(choices)], False, adapter
+            request_id, text, ids or [], [CompletionOutput(index) for index in range(params.n)], False, adapter
         )
+        if params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None]
 
     def add(self, chunk: Chunk) -> None:
         """Take a chunk in. Raises ServerError for a completion that was not asked for."""
@@ -114,12 +171,10 @@ class Assembly:
         completion = self.output.outputs[chunk.index]
         completion.text += chunk.text
         completion.token_ids.extend(chunk.token_ids)
+        if chunk.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
+            self.output.prompt_logprobs.extend(map(_entry, chunk.prompt_logprobs))
         if chunk.logprobs is not None:
-            entries = [
-                {token.token_id: Logprob(token.logprob, token.rank, token.text) for token in reversed(place)}
-                for place in chunk.logprobs
-            ]
-            completion.logprobs = (completion.logprobs or []) + [dict(reversed(entry.items())) for entry in entries]
+            completion.logprobs = (completion.logprobs or []) + list(map(_entry, chunk.logprobs))
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
                 place[0].logprob for place in chunk.logprobs if place
             )
@@ -130,3 +185,8 @@ class Assembly:
             arrival = now - chunk.usage.total_seconds
             self.output.finished, self.output.num_cached_tokens = True, chunk.usage.cached_tokens
             self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)
+
+
+def _entry(place: list[TokenLogprob]) -> dict[int, Logprob]:
+    """One place's tokens, in their order."""
+    return {token.token_id: Logprob(token.logprob, token.rank, token.text) for token in place}

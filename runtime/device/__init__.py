@@ -10,5 +10,8 @@ model            from a directory to a model that runs: `load_model`
 weights          a program's weights from a checkpoint
 progress         what a start is busy with, on stderr
 threads          how many threads the reference ops take on a CPU
+sleep            memory that goes to others while the engine sleeps
+regions          tensors in memory that can be given back
+cuda_pages       a GPU's addresses whose memory comes and goes
 capacity         does it fit, and how many KV pages the rest holds
 """

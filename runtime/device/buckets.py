@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ...compiler.program.program import Bucket
 from ...ops.core.triton_support import next_power_of_2
-from ..steps.plan import StepPlan
+from ..steps.plan import StepPlan, most_logits
 
 FINE_DECODE = 64
 SMALLEST_MIXED = 64
@@ -41,8 +41,14 @@ class Buckets:
         return [size for size in sizes if size < self.max_num_batched_tokens] + [self.max_num_batched_tokens]
 
     def sequence_sizes(self) -> list[int]:
-        """Sequence counts of the mixed buckets, ascending."""
-        return [size for size in MIXED_SEQUENCES if size < self.max_num_seqs] + [self.max_num_seqs]
+        """Rows of logits of the mixed buckets, ascending: sequences, and at last also tokens of prompts."""
+        sizes = [size for size in MIXED_SEQUENCES if size < self.max_num_seqs] + [self.max_num_seqs]
+        return sizes + [self.logit_rows] * (self.logit_rows > self.max_num_seqs)
+
+    @property
+    def logit_rows(self) -> int:
+        """Most rows of logits of a step."""
+        return most_logits(self.max_num_seqs, self.max_num_batched_tokens)
 
     def largest(self) -> Bucket:
         """The bucket that needs the most memory."""
@@ -72,11 +78,12 @@ class Buckets:
 
     def pick(self, plan: StepPlan) -> Bucket:
         """The bucket for a step."""
-        tokens, sequences = plan.num_tokens, plan.num_sequences
+        tokens, sequences = plan.num_tokens, len(plan.logits_indices)
         lora = self.lora and plan.uses_lora
         if self.rounded:
             tokens = min(next_power_of_2(tokens), self.max_num_batched_tokens)
-            sequences = min(next_power_of_2(sequences), self.max_num_seqs)
+            most = self.max_num_seqs if sequences <= self.max_num_seqs else self.logit_rows
+            sequences = min(next_power_of_2(sequences), most)
             return (
                 self._make(sequences, sequences, True, lora)
                 if plan.decode

@@ -19,6 +19,8 @@ from ...compiler.options import CompileOptions, OptionError
 from ...compiler.pipeline import PASSES, pass_names
 from ...compiler.program.cache import ProgramCache, ProgramStore, cache_directory
 from ...compiler.program.program import Program
+from ...graphs.adapter import Describe
+from ...graphs.adapter_description import describe_adapter
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import RANK_MULTIPLE, LoraShape
@@ -36,8 +38,9 @@ from .buckets import Buckets
 from .capacity import kv_specs, num_kv_pages, specs_of
 from .progress import progress, stage
 from .runner import ModelRunner
+from .sleep import Sleeper
 from .threads import fit_threads
-from .weights import checkpoint_lookup, dummy_lookup, load_weights
+from .weights import WeightSource
 
 
 class ModelSource(NamedTuple):
@@ -55,6 +58,7 @@ class Model:
     limits       what a scheduler may count on
     compiled     the CompiledModel: its passes' report, programs and dump
     registry     the adapters by name
+    sleeper      gives the device's memory back for a while; None without enable_sleep_mode
     seconds      where the start-up's time went
     """
 
@@ -65,6 +69,7 @@ class Model:
     registry: AdapterRegistry
     runner: ModelRunner
     compiled: CompiledModel
+    sleeper: Sleeper | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -123,8 +128,13 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
     return ModelSource(LlamaConfig.from_directory(directory), directory)
 
 
-def load_model(source: ModelSource, adapters: Mapping[str, str | Path], options: LoadOptions) -> Model:
-    """Everything on the device, ready to run.
+def load_model(
+    source: ModelSource,
+    adapters: Mapping[str, str | Path],
+    options: LoadOptions,
+    describe: Describe = describe_adapter,
+) -> Model:
+    """Everything on the device, ready to run. `describe`: who reads adapters' configs and headers.
 
     Raises OptionError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when it does not
     fit.
@@ -137,7 +147,12 @@ def load_model(source: ModelSource, adapters: Mapping[str, str | Path], options:
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)
     registry = AdapterRegistry(
-        config, engine.max_lora_rank or MAX_RANK, keep=engine.max_cpu_loras, cache=SlotCache.from_environment()
+        config,
+        engine.max_lora_rank or MAX_RANK,
+        keep=engine.max_cpu_loras,
+        cache=SlotCache.from_environment(),
+        lenient=engine.lora_lenient,
+        describe=describe,
     )
     reads = registry.add_all(adapters)
     for _known in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
@@ -195,29 +210,30 @@ def _build(
         largest = compiled.program(_buckets(sizes, sizes.blocks, lora is not None, device).largest())
     num_pages = num_kv_pages(largest, config, engine, sizes, device)
     buckets = _buckets(sizes, num_pages, lora is not None, device)
+    sleeper = Sleeper(device) if engine.enable_sleep_mode else None
     with _timed(seconds, "load"):
-        expected = model.checkpoint_tensors()
-        if options.dummy or source.directory is None:
-            lookup, names = dummy_lookup(expected, device, dtype, engine.seed)
-        else:
-            lookup, names = checkpoint_lookup(source.directory, expected, config.tie_word_embeddings, device, dtype)
         constants = {} if calibration is None else calibration.tensors()
-        tensors = load_weights(
+        weights = WeightSource(
             _recipes(largest, "weight"),
-            lookup,
-            names,
+            None if options.dummy else source.directory,
+            model.checkpoint_tensors(),
+            config.tie_word_embeddings,
             {**model.derived_tensors(), **constants},
             device,
+            dtype,
+            engine.seed,
             engine.show_progress,
         )
-    stack_tensors = _zeros(specs_of(largest, "adapter"), device)
+        tensors = sleeper.read_weights(specs_of(largest, "weight"), weights) if sleeper else weights.read()
+    stack_specs, cache_specs = specs_of(largest, "adapter"), kv_specs(largest, num_pages)
+    stack_tensors = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
     stacks = (
         None
         if lora is None
         else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, engine.max_cpu_loras)
     )
     tensors.update(stack_tensors)
-    tensors.update(_zeros(kv_specs(largest, num_pages), device))
+    tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
     runner = ModelRunner(
         compiled,
         tensors,
@@ -241,7 +257,7 @@ def _build(
         slots,
         engine.enable_prefix_caching,
     )
-    return Model(source, options, calibration, limits, registry, runner, compiled, seconds)
+    return Model(source, options, calibration, limits, registry, runner, compiled, sleeper, seconds)
 
 
 def _program_cache(config: LlamaConfig, lora: LoraShape | None, options: CompileOptions) -> ProgramCache:

@@ -109,8 +109,9 @@ class ModelRunner:
     def build_aside(self) -> None:
         """CPU only: no step from now on waits until a program is built.
 
-        Whatever has no program yet runs in a larger one, padded, until a thread has built its own. On a GPU `warm_up`
-        has met every kernel, and steps are replayed from the graphs that it captured.
+        Whatever has no program yet runs in a larger one, padded, until a thread has built its own; only a step that
+        scores more of a prompt than there are rows for sequences may have none that holds it. On a GPU `warm_up` has
+        met every kernel, and steps are replayed from the graphs that it captured.
         """
         if self.device.type == "cpu":
             self.programs.build_aside((self.buckets.largest(), self.buckets.largest_decode()), self._make_ready)
@@ -134,8 +135,9 @@ class ModelRunner:
             self._capture(ready)
         ready.inputs.fill(plan, self._last_tokens)
         ready.bound.replay()
-        samples = self._sampler(ready.logits[: plan.num_sequences], plan)
-        fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens  # -1: no token
+        samples = self._sampler(ready.logits[: len(plan.logits_indices)], plan)
+        # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
+        fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
         self._last_tokens[: plan.num_sequences].copy_(fed)
         return self._send_back(plan.step, samples)
 
@@ -201,11 +203,11 @@ class ModelRunner:
 
     def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Programs share one logits buffer: each step's are read before the next step runs."""
-        if len(shape) != 2 or shape[1] != self._vocabulary or shape[0] > self.buckets.max_num_seqs:
+        if len(shape) != 2 or shape[1] != self._vocabulary or shape[0] > self.buckets.logit_rows:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if dtype not in self._logits:
             self._logits[dtype] = torch.empty(
-                self.buckets.max_num_seqs, self._vocabulary, dtype=dtype, device=self.device
+                self.buckets.logit_rows, self._vocabulary, dtype=dtype, device=self.device
             )
         return self._logits[dtype][: shape[0]]
 

@@ -20,24 +20,30 @@ _NUMBERS = (
 )
 
 
+ROWS_AT_ONCE = 32
+Reported = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class DeviceSamples:
     """Tokens [B] int32 of a step, on the device (-1: no token, see `Sampler`); with logprobs: ids and values [B, 1 + k]
-    and the chosen token's rank [B].
+    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored.
     """
 
     tokens: torch.Tensor
     logprob_tokens: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
+    prompt_tokens: torch.Tensor | None = None
+    prompt_logprobs: torch.Tensor | None = None
+    prompt_ranks: torch.Tensor | None = None
 
 
 class Sampler:
     """Samples steps of at most `max_rows` sequences.
 
-    A step of greedy rows is one argmax; everything else is done only when a row asks for it. On a CPU a row whose
-    largest logit is infinite, or with NaN among them, gets no token. On a GPU it gets some token: the next step, which
-    is launched before the host knows, reads it as a row of the embedding.
+    A step of greedy rows is one argmax; everything else is done only when a row asks for it. A row whose largest logit
+    is infinite, or with NaN among them, gets no token (-1).
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -45,28 +51,30 @@ class Sampler:
         self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in _NUMBERS], device)
 
     def __call__(self, logits: torch.Tensor, plan: StepPlan) -> DeviceSamples:
-        """logits [B, V] of the plan's sequences, in order (rows that sample nothing are computed along)."""
-        sampling = plan.sampling
+        """logits [R, V] of the plan's sequences, in order (rows that sample nothing are computed along), then of other
+        prompt tokens that are scored.
+        """
+        prompts = None if plan.sampling.num_prompt_logprobs < 0 else self._score(logits, plan)
+        logits, sampling = logits[: plan.num_sequences], plan.sampling
         scores = logits
-        if len(sampling.history_rows) or len(sampling.bias_rows):
+        if len(sampling.history_rows) or len(sampling.bias_rows) or len(sampling.allowed_rows):
             scores = edited_logits(logits, sampling)
         tokens = argmax(scores) if sampling.greedy else self._draw(scores, sampling)
         if sampling.num_logprobs < 0:
-            return DeviceSamples(self._without_broken(tokens, logits))
-        top = top_logprobs(logits, tokens, sampling.num_logprobs)
-        ids = torch.cat((tokens.unsqueeze(1), top.ids.to(torch.int32)), dim=1)
-        return DeviceSamples(
-            self._without_broken(tokens, logits),
-            ids,
-            torch.cat((top.token_logprob.unsqueeze(1), top.logprobs), dim=1),
-            top.token_rank.to(torch.int32),
-        )
+            return DeviceSamples(tokens, None, None, None, *(prompts or ()))
+        chosen = _reported(logits, tokens.clamp_min(0), sampling.num_logprobs)
+        return DeviceSamples(tokens, *chosen, *(prompts or ()))
 
-    def _without_broken(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The tokens, -1 where the largest logit is no number: amax is NaN where any logit is."""
-        if self.device.type != "cpu":
-            return tokens
-        return tokens.where(logits.amax(-1).isfinite(), -1)
+    def _score(self, logits: torch.Tensor, plan: StepPlan) -> Reported:
+        """The log-probabilities of prompts, some rows at a time: each takes several times its logits' memory."""
+        rows = torch.from_numpy(plan.scored_rows.astype(np.int64)).to(logits.device)
+        tokens = torch.from_numpy(plan.scored_tokens.astype(np.int32)).to(logits.device)
+        parts = [
+            _reported(logits[some], wanted, plan.sampling.num_prompt_logprobs)
+            for some, wanted in zip(rows.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
+        ]
+        ids, logprobs, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
+        return ids, logprobs, ranks
 
     def _draw(self, scores: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
         rows = scores.shape[0]
@@ -85,9 +93,19 @@ class Sampler:
         )
 
 
+def _reported(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Reported:
+    """Ids and log-probabilities [N, 1 + count] of the tokens [N] and of the likeliest ones; the tokens' ranks [N]."""
+    top = top_logprobs(logits, tokens, count)
+    return (
+        torch.cat((tokens.unsqueeze(1), top.ids.to(torch.int32)), dim=1),
+        torch.cat((top.token_logprob.unsqueeze(1), top.logprobs), dim=1),
+        top.token_rank.to(torch.int32),
+    )
+
+
 def edited_logits(logits: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
     """fp32 logits [B, V] with penalties and biases, as vLLM defines them (repetition first, then frequency and
-    presence, then biases).
+    presence, then biases); -inf for tokens that are not allowed.
     """
     edited = logits.float().clone()
 
@@ -105,4 +123,9 @@ def edited_logits(logits: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
     if len(sampling.bias_rows):
         rows, tokens = on_device(sampling.bias_rows, torch.int64), on_device(sampling.bias_tokens, torch.int64)
         edited[rows, tokens] += on_device(sampling.bias_values, torch.float32)
+    if len(sampling.allowed_rows):
+        rows, tokens = on_device(sampling.allowed_rows, torch.int64), on_device(sampling.allowed_tokens, torch.int64)
+        allowed = edited[rows, tokens]
+        edited[on_device(np.unique(sampling.allowed_rows), torch.int64)] = -torch.inf
+        edited[rows, tokens] = allowed
     return edited

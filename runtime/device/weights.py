@@ -4,6 +4,7 @@ copies never coexist.
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,12 @@ def load_weights(
     constants: Mapping[str, torch.Tensor],
     device: torch.device,
     show_progress: bool = False,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Buffer name -> tensor on `device` for each recipe, in the order of the checkpoint's files.
 
     `names`: the checkpoint's tensors in file order. `constants`: tensors that come from the model's config instead,
-    kept in their own dtype.
+    kept in their own dtype. `into`: tensors to fill, instead of new ones.
     """
 
     def find(name: str) -> torch.Tensor:
@@ -76,5 +78,34 @@ def load_weights(
         # values and scales of one quantized weight share their work, nothing else is kept
         if recipes[name].sources() != sources:
             memo, sources = {}, recipes[name].sources()
-        weights[name] = materialize(recipes[name], find, memo).to(device).contiguous()
+        value = materialize(recipes[name], find, memo).to(device)
+        weights[name] = value.contiguous() if into is None else into[name].copy_(value)
     return weights
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where a program's weights come from, at the start and whenever they are to be read again.
+
+    directory   the checkpoint's; None: they are random, of `seed`
+    expected    the shapes of the checkpoint's tensors
+    See `load_weights` for the others.
+    """
+
+    recipes: Mapping[str, Recipe]
+    directory: Path | None
+    expected: Mapping[str, tuple[int, ...]]
+    tied: bool
+    constants: Mapping[str, torch.Tensor]
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    show_progress: bool
+
+    def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The weights by name. Raises CheckpointError or OSError."""
+        if self.directory is None:
+            lookup, names = dummy_lookup(self.expected, self.device, self.dtype, self.seed)
+        else:
+            lookup, names = checkpoint_lookup(self.directory, self.expected, self.tied, self.device, self.dtype)
+        return load_weights(self.recipes, lookup, names, self.constants, self.device, self.show_progress, into)

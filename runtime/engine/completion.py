@@ -2,11 +2,16 @@
 
 from typing import cast
 
+from ..requests.errors import RequestError
 from ..requests.outputs import CompletionOutput, FinishReason, Logprob
+from ..scheduling.prompt_scores import Scored
 from ..scheduling.sequence import Sequence
 from ..steps.plan import StepResult
 from ..text.detokenizer import ByteDetokenizer, Detokenizer, StopStrings, make_detokenizer
 from ..text.tokenizer import Tokenizer
+
+BROKEN = 64
+"""Bytes that are no character may come out as so many fewer U+FFFD when their tokens are decoded together."""
 
 
 class Completion:
@@ -32,6 +37,27 @@ class Completion:
         self._detokenizer: Detokenizer | ByteDetokenizer | None = None
         self._pending: list[int] = []
         self._shown = 0
+
+    @property
+    def shown(self) -> int:
+        """Characters of the text that `fresh_text` and `extend` have given."""
+        return self._shown
+
+    def resume(self, characters: int) -> None:
+        """The sequence begins with output of an earlier engine, and the caller has `characters` of its text.
+
+        Raises RequestError if the output has far fewer.
+        """
+        if self._tokenizer is not None:
+            self._pending += self.sequence.output_ids
+            self._push_pending(self._tokenizer)
+        if characters > len(self.text) + BROKEN:
+            raise RequestError(
+                f"continues[{self.sequence.index}].characters={characters} exceeds the {len(self.text)} characters of "
+                "its tokens' text"
+            )
+        self._shown = characters
+        self.plain = self.plain and characters == len(self.text)
 
     def accept(self, token: int, row: int, result: StepResult) -> str | None:
         """Take a token in; returns the stop string that it completes, if any.
@@ -117,12 +143,23 @@ class Completion:
             return
         count = 1 + (self.sequence.params.logprobs or 0)
         tokens, values = result.logprob_tokens[row, :count].tolist(), result.logprobs[row, :count].tolist()
-        ranks = [int(result.ranks[row]), *range(1, count)]
+        self.logprobs.append(self._entry(tokens, values, int(result.ranks[row])))
+        self.cumulative += values[0]
+
+    def prompt_entries(self, scored: Scored) -> list[dict[int, Logprob]]:
+        """The log-probabilities of the next tokens of the prompt."""
+        count = 1 + (self.sequence.params.prompt_logprobs or 0)
+        places = zip(
+            scored.tokens[:, :count].tolist(), scored.logprobs[:, :count].tolist(), scored.ranks.tolist(), strict=True
+        )
+        return [self._entry(tokens, values, rank) for tokens, values, rank in places]
+
+    def _entry(self, tokens: list[int], values: list[float], rank: int) -> dict[int, Logprob]:
+        """One place: the token that is there, of this rank, then the likeliest ones."""
         entry: dict[int, Logprob] = {}
-        for token, value, rank in zip(tokens, values, ranks, strict=True):
+        for token, value, place in zip(tokens, values, [rank, *range(1, len(tokens))], strict=True):
             if token not in entry:
                 entry[token] = Logprob(
-                    value, rank, None if self._tokenizer is None else self._tokenizer.token_text(token)
+                    value, place, None if self._tokenizer is None else self._tokenizer.token_text(token)
                 )
-        self.logprobs.append(entry)
-        self.cumulative += values[0]
+        return entry

@@ -4,15 +4,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..requests.errors import RequestError
 from ..requests.outputs import FinishReason, RequestMetrics, RequestOutput
-from ..requests.request import Delta, Request
+from ..requests.request import Continuation, Delta, Request
 from ..requests.sampling_params import SEED_LIMIT, SamplingParams
+from ..scheduling.forbidden import Forbidden
 from ..scheduling.scheduler import Sampled, Scheduler
-from ..scheduling.sequence import Sequence
+from ..scheduling.sequence import Sequence, Status
 from ..steps.plan import StepPlan, StepResult
 from ..steps.runner import Runner
 from ..text.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from .completion import Completion
 _log = logging.getLogger(__name__)
 WAIT_FOR_LOADS = 0.01  # seconds; deadlines and new requests are looked at in between
 FAULT = "a fault in the engine; the request alone is affected"
+NOTHING = Continuation([])
 
 
 @dataclass
@@ -66,10 +68,12 @@ class Engine:
         """Whether a request is unfinished or a step is in flight."""
         return bool(self._live) or bool(self._in_flight)
 
-    def add(self, request: Request, stream: bool = False) -> None:
+    def add(self, request: Request, stream: bool = False, alone: bool = False) -> None:
         """Queue a request.
 
-        Raises RequestError (and queues nothing) if it can never run; `stream` makes its text token by token.
+        Raises RequestError (and queues nothing) if it can never run; `stream` makes its text token by token, which one
+        that continues another needs. `alone`: it is suspected of a step that did not return, and has steps of its own
+        until it is beyond suspicion.
         """
         if request.request_id in self._live:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
@@ -78,13 +82,15 @@ class Engine:
         room = limits.max_model_len - prompt_length
         limit = prompt_length + (room if params.max_tokens is None else min(params.max_tokens, room))
         deadline = None if request.timeout is None else self.scheduler.clock() + request.timeout
+        forbidden = Forbidden(request.bad_words) if request.bad_words else None
         completions = []
         for index in range(params.n):
+            so_far = request.continues[index] if request.continues else NOTHING
             sequence = Sequence(
-                arrival=self._arrivals,
+                arrival=self._arrivals + index,
                 request_id=request.request_id,
                 index=index,
-                tokens=list(request.prompt_ids),
+                tokens=[*request.prompt_ids, *so_far.token_ids],
                 prompt_length=prompt_length,
                 limit=limit,
                 params=params,
@@ -95,12 +101,40 @@ class Engine:
                 priority=request.priority,
                 owner=request.owner,
                 deadline=deadline,
+                # of several completions the first does it, and one that goes on has been scored before
+                scores_prompt=params.prompt_logprobs is not None and index == 0 and not so_far.token_ids,
+                forbidden=forbidden,
             )
-            self.scheduler.add(sequence)
-            self._arrivals += 1
-            completions.append(Completion(sequence, self.tokenizer, stream))
-        self._live[request.request_id] = _Live(request, completions, set(range(params.n)), stream, time.time())
+            completion = Completion(sequence, self.tokenizer, stream)
+            if so_far.finished:
+                sequence.status = Status.FINISHED
+            elif so_far.token_ids:
+                completion.resume(so_far.characters)
+            completions.append(completion)
+        running = [completion.sequence for completion in completions if not completion.sequence.finished]
+        for sequence in running:
+            self.scheduler.add(sequence, alone)
+        self._arrivals += params.n
+        unfinished = {sequence.index for sequence in running}
+        self._live[request.request_id] = _Live(request, completions, unfinished, stream, time.time())
         self._start_loads()
+
+    def unfinished(self) -> list[tuple[Request, bool]]:
+        """Every request as it may be asked of another engine now, and whether it streams. One that streams continues
+        what was delivered of it; another begins again.
+        """
+        return [(self._again(live), live.stream) for live in self._live.values()]
+
+    def _again(self, live: _Live) -> Request:
+        continues: tuple[Continuation, ...] = ()
+        if live.stream and any(completion.sequence.output_ids for completion in live.completions):
+            continues = tuple(
+                Continuation(list(each.sequence.output_ids), each.shown, each.sequence.finished)
+                for each in live.completions
+            )
+        deadline = live.completions[0].sequence.deadline
+        left = None if deadline is None else max(deadline - self.scheduler.clock(), 1e-3)
+        return replace(live.request, timeout=left, continues=continues)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids (it may just have finished) are ignored."""
@@ -142,6 +176,15 @@ class Engine:
             for slot, number, problem in self.runner.loaded(timeout):
                 self.scheduler.load_done(slot, number, problem)
 
+    def forget_device(self) -> None:
+        """What is in the KV pages and adapter slots is about to be lost: waits for adapters on their way, and forgets
+        what lies where. No request may be under way.
+        """
+        self._start_loads()
+        while self.scheduler.states.slots.num_loading:
+            self.take_loads_in(WAIT_FOR_LOADS)
+        self.scheduler.forget_device()
+
     def take_ended(self) -> tuple[list[Delta], list[RequestOutput]]:
         """Deltas and outputs of what the scheduler ended by itself: deadlines that passed, adapters that could not
         be loaded.
@@ -178,7 +221,7 @@ class Engine:
 
         A fault here ends the request that it belongs to (finish_reason `error`), and no other.
         """
-        deltas: list[Delta] = []
+        deltas = self._score_prompts()
         finished: list[RequestOutput] = []
         for sampled in progress:
             sequence = sampled.sequence
@@ -205,6 +248,15 @@ class Engine:
                 del self._live[sequence.request_id]
                 finished.append(_output(live))
         return deltas, finished
+
+    def _score_prompts(self) -> list[Delta]:
+        deltas = []
+        for scored in self.scheduler.take_scored():
+            live = self._live.get(scored.sequence.request_id)
+            if live is not None:
+                entries = live.completions[scored.sequence.index].prompt_entries(scored)
+                deltas.append(Delta(scored.sequence.request_id, scored.sequence.index, "", [], prompt_logprobs=entries))
+        return deltas
 
     def _advance(self, live: _Live, sampled: Sampled, result: StepResult) -> Delta | None:
         sequence = sampled.sequence
@@ -248,7 +300,7 @@ class Engine:
         """
         if params.seed is not None:
             return (params.seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
-        mixed = (self.seed * 0x9E3779B97F4A7C15 + self._arrivals + 1) & (2 * SEED_LIMIT - 1)
+        mixed = (self.seed * 0x9E3779B97F4A7C15 + self._arrivals + index + 1) & (2 * SEED_LIMIT - 1)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             mixed = ((mixed ^ (mixed >> shift)) * factor) & (2 * SEED_LIMIT - 1)
         return (mixed ^ (mixed >> 31)) - SEED_LIMIT

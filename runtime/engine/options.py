@@ -66,10 +66,14 @@ class EngineOptions:
         None, "highest rank that is accepted", unset="that of the loaded adapters", range=(1, MAX_RANK)
     )
     max_cpu_loras: int = option(64, "adapters kept ready in host memory", range=(1, 1 << 16))
+    lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="what the memory leaves", range=(1, 1 << 24))
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
     enforce_eager: bool = option(False, "run step by step instead of replaying CUDA graphs")
     enable_prefix_caching: bool = option(True, "keep the keys and values of prompts for later requests")
+    enable_sleep_mode: bool = option(
+        False, "let `sleep` give the device's memory back for a while", more="weights and KV cache keep their addresses"
+    )
     show_progress: bool = option(True, "show bars while adapters and weights are read")
     seed: int = option(0, "seed of the sampling", range=(-(1 << 63), (1 << 63) - 1))
 

@@ -2,7 +2,12 @@
 
 
 class RequestError(ValueError):
-    """A request cannot be served as asked; the text names the field and the remedy. Only this request is affected."""
+    """A request cannot be served as asked; the text names the field and the remedy. Only this request is affected.
+
+    `code`: what a server calls it, see docs/protocol.md.
+    """
+
+    code = "invalid_request"
 
 
 class CapacityError(RuntimeError):

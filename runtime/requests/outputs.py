@@ -63,6 +63,8 @@ class RequestOutput:
     num_cached_tokens   how many tokens of the prompt were found in the prefix cache
     metrics             when it came and ended
     lora_request        what the caller gave as such, or None
+    prompt_logprobs     None unless they were asked for; else None for the prompt's first token, and for each other a
+                        dict: the prompt's own token first, then the likeliest ones
     """
 
     request_id: str
@@ -74,3 +76,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -7,11 +7,26 @@ from .sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """What an earlier engine made of one completion, for one that goes on with it.
+
+    `token_ids`: its tokens so far; `characters`: how much of their text the caller has (Unicode code points);
+    `finished`: it is complete.
+    """
+
+    token_ids: list[int]
+    characters: int = 0
+    finished: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """What is asked: already tokenized and checked.
 
     `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is;
-    `owner`: whose it is, such as a client's connection: steps are shared fairly between owners.
+    `owner`: whose it is, such as a client's connection: steps are shared fairly between owners;
+    `continues`: what there is of each of its completions already, or nothing;
+    `bad_words`: token sequences that its output must not hold.
     """
 
     request_id: str
@@ -22,11 +37,17 @@ class Request:
     priority: int = 0
     timeout: float | None = None
     owner: str = ""
+    continues: tuple[Continuation, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one completion."""
+    """What one step added to one completion.
+
+    `prompt_logprobs`: of the next tokens of the prompt, beginning with its second one. They come before the first
+    token, also for requests that do not stream, and with nothing else.
+    """
 
     request_id: str
     index: int
@@ -35,3 +56,4 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: dict[int, Logprob] | None = None
+    prompt_logprobs: list[dict[int, Logprob]] | None = None

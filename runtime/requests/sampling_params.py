@@ -4,33 +4,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, cast
 
+from .checks import (
+    MAX_ALLOWED,
+    MAX_STOPS,
+    MAX_TOKENS,
+    as_bad_words,
+    as_biases,
+    as_stop_strings,
+    as_token_ids,
+    check_integer,
+    check_number,
+)
 from .errors import RequestError
 
 MAX_CHOICES = 256
 MAX_LOGPROBS = 20
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
-MAX_BIASES = 1024
-MAX_TOKENS = 1 << 24
 SEED_LIMIT = 1 << 63
-BIAS_LIMIT = 100.0
 
 REFUSED = {
-    "prompt_logprobs": "score the prompt with max_tokens=1 calls and logprobs instead",
     "best_of": "use n and pick by cumulative_logprob",
-    "use_beam_search": "use n with temperature > 0",
-    "bad_words": "give the words' token ids -100 in logit_bias",
-    "allowed_token_ids": "give the allowed token ids 100 in logit_bias",
+    "use_beam_search": "call LLM.beam_search with BeamSearchParams",
     "logits_processors": "use logit_bias, temperature, top_k, top_p or min_p",
     "guided_decoding": "constrain the text after generation",
     "structured_outputs": "constrain the text after generation",
     "truncate_prompt_tokens": "cut the prompt's token ids before the call",
     "flat_logprobs": "leave it out",
     "extra_args": "leave it out",
-    "skip_reading_prefix_cache": "give LLM enable_prefix_caching=False",
 }
 """vLLM's fields that ask for what there is not, and what to do instead."""
-_LISTS = ("bad_words", "logits_processors")
 _FINAL, _CUMULATIVE, _DELTA = 2, 0, 1  # vLLM's RequestOutputKind
 
 
@@ -50,10 +51,16 @@ class SamplingParams:
     stop_token_ids       token ids that end the text, next to the model's own (ignore_eos switches only those off)
     logprobs             report this many likeliest tokens and the chosen one, at each position, from the raw logits (0
                          = only the chosen one)
+    prompt_logprobs      report this many likeliest tokens and the prompt's own one, at each place of the prompt but the
+                         first (0 = only the prompt's own). The whole prompt is computed, also what the prefix cache has
     presence_penalty, frequency_penalty   subtracted from the logits of tokens in the output (once; once per
                                           occurrence), -2..2
     repetition_penalty   divides positive and multiplies negative logits of tokens in prompt and output, > 0
     logit_bias           {token id: number added to its logit}, -100..100
+    allowed_token_ids    nothing but these tokens is sampled
+    bad_words            these words are never generated: the last token of a word is banned where the output ends with
+                         the word's other tokens. A word is taken with and without a space in front
+    skip_reading_prefix_cache  True = compute the whole prompt, also what the prefix cache has
     detokenize           False = token ids only, the text stays ''
     output_kind          vLLM's RequestOutputKind; `generate` gives whole answers whatever it is, DELTA is refused
 
@@ -106,38 +113,53 @@ class SamplingParams:
                 raise RequestError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
         if self.spaces_between_special_tokens is not True:
             raise RequestError("spaces_between_special_tokens=False is not supported; leave it out")
-        _integer("n", self.n, 1, MAX_CHOICES)
-        _number("temperature", self.temperature, 0.0, 100.0, "0 is greedy")
-        _number("top_p", self.top_p, 0.0, 1.0, "1 switches it off", low_open=True)
-        _integer("top_k", self.top_k, -1, MAX_TOKENS, "0 or -1 switches it off")
-        _number("min_p", self.min_p, 0.0, 1.0, "0 switches it off")
+        check_integer("n", self.n, 1, MAX_CHOICES)
+        check_number("temperature", self.temperature, 0.0, 100.0, "0 is greedy")
+        check_number("top_p", self.top_p, 0.0, 1.0, "1 switches it off", low_open=True)
+        check_integer("top_k", self.top_k, -1, MAX_TOKENS, "0 or -1 switches it off")
+        check_number("min_p", self.min_p, 0.0, 1.0, "0 switches it off")
         if self.seed is not None:
-            _integer("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+            check_integer("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS, "None means: up to max_model_len")
-        _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+            check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS, "None means: up to max_model_len")
+        check_integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; raise max_tokens or lower "
                 "min_tokens"
             )
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 switches it off", low_open=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.skip_reading_prefix_cache not in (None, True, False):
+            raise RequestError(f"skip_reading_prefix_cache={self.skip_reading_prefix_cache!r} must be True or False")
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
+            raise RequestError(
+                "prompt_logprobs needs the whole prompt computed; leave skip_reading_prefix_cache=False out"
+            )
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 switches it off", low_open=True)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "stop", as_stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS))
+        object.__setattr__(self, "logit_bias", as_biases(self.logit_bias))
+        object.__setattr__(self, "bad_words", as_bad_words(self.bad_words))
+        if self.allowed_token_ids is not None:
+            allowed = as_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+            if not allowed:
+                raise RequestError(
+                    "allowed_token_ids is empty, so that nothing could be sampled; leave it out or name one"
+                )
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text; set detokenize=True or use stop_token_ids")
 
     def _asks_nothing(self, name: str) -> bool:
         value = getattr(self, name)
-        if name in _LISTS:
+        if name == "logits_processors":
             return value is None or (isinstance(value, Sequence) and len(value) == 0)
         if name == "best_of":
             return value is None or value == self.n
@@ -169,6 +191,16 @@ class SamplingParams:
         return cast(dict[int, float], self.logit_bias)
 
     @property
+    def allowed_ids(self) -> tuple[int, ...] | None:
+        """`allowed_token_ids` as a tuple, each id once; None: all tokens are allowed."""
+        return cast(tuple[int, ...] | None, self.allowed_token_ids)
+
+    @property
+    def banned_words(self) -> tuple[str, ...]:
+        """`bad_words`, always as a tuple."""
+        return cast(tuple[str, ...], self.bad_words)
+
+    @property
     def greedy(self) -> bool:
         """Whether no random number is drawn."""
         return self.temperature == 0.0
@@ -187,65 +219,9 @@ class SamplingParams:
         return f"SamplingParams({changed})"
 
 
-def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(f"{name}={value!r} must be an integer from {low} to {high}" + (f" ({hint})" if hint else ""))
-
-
-def _number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
-    valid = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and low <= value <= high
-        and not (low_open and value == low)
-    )
-    if not valid:  # NaN fails the comparison as well
-        span = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name}={value!r} must be a number {span}" + (f" ({hint})" if hint else ""))
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (stop,)
-    if len(strings) > MAX_STOPS:
-        raise RequestError(f"stop has {len(strings)} strings; at most {MAX_STOPS} are allowed")
-    for string in strings:
-        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_LENGTH:
-            raise RequestError(f"stop={string!r} must be a string of 1 to {MAX_STOP_LENGTH} characters")
-    return strings
-
-
-def _token_ids(token_ids: Any) -> tuple[int, ...]:
-    if token_ids is None:
-        return ()
-    values = (
-        tuple(token_ids)
-        if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes))
-        else (token_ids,)
-    )
-    if len(values) > MAX_STOPS:
-        raise RequestError(f"stop_token_ids has {len(values)} entries; at most {MAX_STOPS} are allowed")
-    for value in values:
-        _integer("stop_token_ids", value, 0, MAX_TOKENS)
-    return values
-
-
-def _biases(biases: Any) -> dict[int, float]:
-    if biases is None:
-        return {}
-    if not isinstance(biases, Mapping):
-        raise RequestError(f"logit_bias={biases!r} must map token ids to numbers, for example {{42: -100}}")
-    if len(biases) > MAX_BIASES:
-        raise RequestError(f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are allowed")
-    for token, value in biases.items():
-        _integer("logit_bias token", token, 0, MAX_TOKENS)
-        _number(f"logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT)
-    return {token: float(value) for token, value in biases.items()}
-
-
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)} | {
     "stop": (),
     "stop_token_ids": (),
     "logit_bias": {},
+    "bad_words": (),
 }

@@ -5,6 +5,9 @@ choice           how many tokens of which sequences
 states           waiting, running, held, finished
 sequence         one sequence's state
 rows             tables of the running sequences, and a step's plan gathered from them
+logit_edits      what a step changes about single logits: biases, bans, penalties' history
+prompt_scores    which rows of logits a prompt's log-probabilities need
+forbidden        which tokens would complete a bad word
 limits           what a scheduler is told of its engine, and tells about itself
 pages            which KV pages are free, shared or known
 prefix_cache     keys of prompts that begin alike

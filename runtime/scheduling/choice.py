@@ -6,6 +6,7 @@ from collections import Counter
 from heapq import heappop, heappush
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from .prompt_scores import tokens_within
 from .rows import Work
 from .sequence import Sequence, Status
 from .states import States
@@ -26,6 +27,7 @@ class Choice:
         self.at: Sequence | None = None
         self.uses_priorities = False
         self.holds_back = False
+        self._extra_logits = 0  # rows that the step has left for prompts whose log-probabilities are wanted
         self._crowded: tuple[Sequence, int] | None = None  # the first that found no room, and since which step
 
     def fill(self, work: Work, idle: bool) -> Work:
@@ -33,6 +35,7 @@ class Choice:
 
         `idle`: no step is at work. While there are suspects, a step waits for that.
         """
+        self._extra_logits = self.states.limits.extra_logits
         if not self.suspects:
             return self._choose(work)
         return self._try_suspects(work) if idle else work
@@ -90,7 +93,8 @@ class Choice:
                 room = states.rows.num_free > 0 and states.fits(sequence, cached)
                 if not room or not states.residency.ready(sequence.number):
                     later.append(sequence)
-                    crowded |= not room
+                    # a slot that comes free by itself is on its way; others are held by those that do not run now
+                    crowded |= not room or not states.slots.is_loading(sequence.number)
                     continue
                 states.start(sequence, cached)
             left = self.suspects.tokens_left(sequence)
@@ -99,7 +103,7 @@ class Choice:
         if later and len(later) < len(group):
             self.suspects.put_off(later)
         elif crowded and states.running:
-            states.preempt(states.running[-1])  # nobody of the group is running: another makes room
+            states.preempt(states.running[-1])  # nobody of the group is running: another makes way
         return work if group else self._choose(work)
 
     def take_back(self, work: Work) -> None:
@@ -117,8 +121,13 @@ class Choice:
                 states.preempt(sequence)
 
     def _assign(self, work: Work, sequence: Sequence, count: int) -> int:
-        """Let the step compute so many tokens of a prompt; returns how many."""
+        """Let the step compute so many tokens of a prompt, or fewer where all their logits are wanted; returns how
+        many.
+        """
         self.at = sequence
+        if sequence.scores_prompt:
+            count, extra = tokens_within(sequence, count, self._extra_logits)
+            self._extra_logits -= extra
         work.append((sequence, count))
         sequence.chunked_at = self.states.step
         self.states.prefix_cache.publish(sequence, sequence.computed + count)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ...ops.core.kv_layout import pages_for
+from ..steps.plan import most_logits
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class SchedulerLimits:
     prefix_caching: bool = True
     slot_patience: int = 128
     owner_patience: int = 32
+
+    @property
+    def extra_logits(self) -> int:
+        """Rows of logits that a step may have beyond one a sequence."""
+        return most_logits(self.max_num_seqs, self.max_num_batched_tokens) - self.max_num_seqs
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -46,7 +46,7 @@ class PrefixCache:
 
     def match(self, sequence: Sequence) -> list[int]:
         """Pages that hold the sequence's beginning already. At least one token is always left to compute."""
-        if not self.enabled:
+        if not self.enabled or not sequence.reads_cache:
             return []
         count = (len(sequence.tokens) - 1) // PAGE_SIZE
         self._extend_keys(sequence, count)
@@ -56,8 +56,8 @@ class PrefixCache:
         """A sequence was admitted with its matched pages: counts the hit."""
         if not sequence.preemptions:
             self.queries += sequence.prompt_length
-            self.hits += sequence.computed
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_length)
+            self.hits += sequence.cached_tokens
 
     def publish(self, sequence: Sequence, computed: int) -> None:
         """Make the pages findable that are full of known tokens once `computed` tokens are stored."""

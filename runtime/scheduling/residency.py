@@ -161,6 +161,11 @@ class Residency:
         self.slots.lost(number)
         self.unused(number)
 
+    def forget_resident(self) -> None:
+        """What is in the slots is lost. No sequence runs, and no adapter is on its way."""
+        for number in self.slots.resident:
+            self.slots.lost(number)
+
     def retire(self, number: int) -> None:
         """The adapter takes no new requests: when its last one is finished, its slot comes free and it is reported
         by `take_retired`.

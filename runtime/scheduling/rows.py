@@ -6,6 +6,8 @@ import numpy as np
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..steps.plan import Int32, Int64, SamplingPlan, StepPlan
+from .logit_edits import LogitEdits
+from .prompt_scores import rows_to_score
 from .sequence import Sequence
 
 Work = list[tuple[Sequence, int]]  # a sequence, and how many of its tokens the step computes
@@ -70,65 +72,36 @@ class RowTable:
         """KV slot of the token at `positions[i]` of row `rows[i]`."""
         return self.pages[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
-    def sampling(self, rows: Int32, sequences: list[Sequence], sampled: Int32, steps: Int64) -> SamplingPlan:
+    def sampling(
+        self, rows: Int32, sequences: list[Sequence], sampled: Int32, steps: Int64, num_prompt_logprobs: int = -1
+    ) -> SamplingPlan:
         """The sampling part of a plan:
 
         `rows` of its B sequences, `sampled` the indices (into them) that get a token. Raises SequenceFault.
         """
-        bias: tuple[list[int], list[int], list[float]] = ([], [], [])
-        history: tuple[list[int], list[int], list[int]] = ([], [], [])
+        edits = LogitEdits()
         chosen = rows[sampled]
         for index in sampled[self.edited[chosen]].tolist():
             try:
-                _edits(sequences[index], index, int(steps[index]), bias, history)
+                edits.add(sequences[index], index, int(steps[index]))
             except Exception as error:
                 raise SequenceFault(sequences[index]) from error
         presence, frequency, repetition = self.penalties[rows].T
         return SamplingPlan(
             greedy=not self.temperature[chosen].any(),
             num_logprobs=int(self.num_logprobs[chosen].max(initial=-1)),
+            num_prompt_logprobs=num_prompt_logprobs,
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
             seeds=self.seed[rows],
             steps=steps,
-            bias_rows=_int32(bias[0]),
-            bias_tokens=_int32(bias[1]),
-            bias_values=np.asarray(bias[2], np.float32),
-            history_rows=_int32(history[0]),
-            history_tokens=_int32(history[1]),
-            history_counts=_int32(history[2]),
             presence_penalty=presence,
             frequency_penalty=frequency,
             repetition_penalty=repetition,
+            **edits.arrays(),
         )
-
-
-def _edits(
-    sequence: Sequence,
-    row: int,
-    step: int,
-    bias: tuple[list[int], list[int], list[float]],
-    history: tuple[list[int], list[int], list[int]],
-) -> None:
-    """Append one sequence's biases, bans and token counts; `step` = output tokens so far."""
-    params = sequence.params
-    values: dict[int, float] = dict(params.biases)
-    if step < params.min_tokens:
-        values.update(dict.fromkeys(sequence.stop_ids | sequence.eos_ids, -np.inf))
-    bias[0].extend([row] * len(values))
-    bias[1].extend(values.keys())
-    bias[2].extend(values.values())
-    if params.needs_history:
-        counts = sequence.history()
-        history[0].extend([row] * len(counts))
-        history[1].extend(counts.keys())
-        history[2].extend(counts.values())
-
-
-def _int32(values: list[int]) -> Int32:
-    return np.asarray(values, np.int32)
 
 
 def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]]) -> StepPlan:
@@ -170,6 +143,8 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
         starts if decode else ((starts - query_start[:-1])[of_token] + np.arange(len(input_ids))).astype(np.int32)
     )
     sample_rows = np.array(sampled, np.int32)
+    scores = rows_to_score(work, query_start)
+    last_rows = query_start[1:] - 1
     longest = max(len(sequence.pages) for sequence in sequences)
     token_rows = row_of if decode else row_of[of_token]
     plan = StepPlan(
@@ -182,12 +157,14 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
         block_table=rows.pages[row_of, :longest],
         context_lens=starts + counts,
         query_start=query_start,
-        logits_indices=query_start[1:] - 1,
+        logits_indices=np.concatenate((last_rows, np.array(scores.extra, np.int32))) if scores.extra else last_rows,
+        scored_rows=np.array(scores.rows, np.int32),
+        scored_tokens=np.array(scores.tokens, np.int32),
         sample_rows=sample_rows,
         feed_positions=np.array(feed_positions, np.int32),
         feed_rows=np.array(feed_rows, np.int32),
         slot_loads=np.asarray(slot_loads, np.int32).reshape(-1, 2),
-        sampling=rows.sampling(row_of, sequences, sample_rows, np.array(steps, np.int64)),
+        sampling=rows.sampling(row_of, sequences, sample_rows, np.array(steps, np.int64), scores.most),
     )
     for sequence, tokens in work:
         sequence.computed += tokens

@@ -25,6 +25,7 @@ from ..requests.errors import RequestError
 from ..steps.plan import StepPlan, StepResult
 from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
+from .prompt_scores import Scored, scored_by
 from .rows import SequenceFault, Work, build_plan
 from .sequence import Sequence, Status
 from .states import States
@@ -80,11 +81,15 @@ class Scheduler:
         self._loads: list[tuple[int, int]] = []  # for the plan that is being made
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._ended: list[Sequence] = []
+        self._scored: list[Scored] = []
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises RequestError for one that can never run."""
+    def add(self, sequence: Sequence, alone: bool = False) -> None:
+        """Queue a sequence; `alone`: it is suspected, and computed in steps of its own until it is beyond suspicion.
+
+        Raises RequestError for one that can never run.
+        """
         if sequence.adapter is not None:
             sequence.number = self._number(sequence.adapter)
         if not 0 < len(sequence.tokens) < sequence.limit <= self.limits.max_model_len:
@@ -95,7 +100,10 @@ class Scheduler:
             )
         if not self.states.waiting.active(sequence.number):
             self.states.residency.requested(sequence.number)
-        self.states.waiting.enter(sequence)
+        self.states.waiting.enter(sequence, queued=not alone)
+        if alone:
+            sequence.status = Status.HELD
+            self.choice.suspects.try_alone(sequence)
         if sequence.deadline is not None:
             # mostly those of finished sequences
             if len(self._deadlines) > 64 + 2 * (len(self.states.running) + len(self.states.waiting)):
@@ -184,9 +192,16 @@ class Scheduler:
         if problem is None:
             self.states.residency.arrived(number)
             return
-        for sequence in self.states.waiting.of(number):
+        for sequence in [*self.states.waiting.of(number), *self.choice.suspects.held(number)]:
             self._end(sequence, "error", problem)
         self.states.residency.failed(number)
+
+    def forget_device(self) -> None:
+        """What is in the KV pages and adapter slots is about to be lost. No sequence is unfinished, and no adapter is
+        on its way.
+        """
+        self.states.prefix_cache.reset()
+        self.states.residency.forget_resident()
 
     def forget_adapter(self, number: int) -> None:
         """No request will use this adapter any more (it was removed, or its name has a new content); those that are
@@ -204,7 +219,8 @@ class Scheduler:
         """The next step, or None if nothing can be computed before an issued step is committed or an adapter has
         arrived (or at all).
 
-        A fault of its own ends the sequence that it was about (`take_ended`), and the step is planned without it.
+        A fault of its own, or a request that leaves no token to sample, ends the sequence that it was about
+        (`take_ended`), and the step is planned without it.
         Raises what nobody can be blamed for.
         """
         states = self.states
@@ -221,9 +237,11 @@ class Scheduler:
                 culprit = error.sequence if isinstance(error, SequenceFault) else self.choice.at
                 if culprit is None or culprit.finished:
                     raise
-                _log.exception("a fault while request %r was planned", culprit.request_id)
+                asked_for = isinstance(error.__cause__, RequestError)
+                if not asked_for:
+                    _log.exception("a fault while request %r was planned", culprit.request_id)
                 self.choice.take_back(work)
-                self._end(culprit, "error", PLAN_FAULT)
+                self._end(culprit, "error", str(error.__cause__) if asked_for else PLAN_FAULT)
                 continue
             self._loads = []
             self._issued[states.step] = (plan, [sequence for sequence, _ in work])
@@ -265,6 +283,10 @@ class Scheduler:
         plan, sequences = self._issued.pop(result.step)
         void = self._void.pop(result.step, ())
         self.states.residency.committed = result.step
+        for scored in scored_by(plan, sequences, result):
+            if scored.sequence not in void:
+                scored.sequence.scored += len(scored.ranks)
+                self._scored.append(scored)
         tokens = result.tokens.tolist()
         progress: list[Sampled] = []
         states, finished = self.states, Status.FINISHED
@@ -289,6 +311,11 @@ class Scheduler:
             elif len(sequence.tokens) >= sequence.limit:
                 states.finish(sequence, "length")
         return progress
+
+    def take_scored(self) -> list[Scored]:
+        """What committed steps have scored of prompts since the last call."""
+        scored, self._scored = self._scored, []
+        return scored
 
     def _publish(self, sequence: Sequence) -> None:
         try:

@@ -4,7 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from ..requests.sampling_params import SamplingParams
+from ..steps.plan import Int32
+from .forbidden import Forbidden
 
 
 class Status(Enum):
@@ -36,7 +40,11 @@ class Sequence:
     cached_tokens  how many tokens of its prompt were found in the prefix cache
     charged     how many of its tokens its owner's and its adapter's shares were charged for
     chunked_at  the last step that computed a part of its prompt
-    edits_logits  whether a bias, a ban or a penalty applies to some of its steps; `needs_history`: a penalty does
+    scores_prompt  whether the log-probabilities of its prompt are wanted, and `scored`: how many there are
+    forbidden   tokens that may not come next, or None
+    allowed     the only tokens that may be sampled, or None
+    edits_logits  whether anything about its logits is changed in some of its steps; `needs_history`: what that is
+                  depends on the tokens before
     sampled_at  (step, row of that step's plan) of the last sample, which is where a token in flight will be found
     """
 
@@ -71,12 +79,30 @@ class Sequence:
     cached_tokens: int = 0
     charged: int = 0
     chunked_at: int = -1
+    scores_prompt: bool = False
+    scored: int = 0
+    forbidden: Forbidden | None = None
+    allowed: Int32 | None = field(init=False)
     edits_logits: bool = field(init=False)
     needs_history: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.needs_history = self.params.needs_history
-        self.edits_logits = self.needs_history or bool(self.params.biases) or self.params.min_tokens > 0
+        params, forbidden = self.params, self.forbidden
+        self.allowed = None if params.allowed_ids is None else np.asarray(params.allowed_ids, np.int32)
+        self.needs_history = params.needs_history or (forbidden is not None and forbidden.needs_history)
+        self.edits_logits = (
+            self.needs_history
+            or bool(params.biases)
+            or params.min_tokens > 0
+            or forbidden is not None
+            or self.allowed is not None
+        )
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether what the prefix cache holds of it need not be computed."""
+        unscored = self.scores_prompt and self.scored < self.prompt_length - 1
+        return not unscored and not self.params.skip_reading_prefix_cache
 
     @property
     def order(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections import deque
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..steps.plan import StepPlan
-from .sequence import Sequence
+from .sequence import Sequence, Status
 
 STEP_FAULT = "the step that computed this request failed on the device; send it again"
 Issued = tuple[StepPlan, list[Sequence]]  # a plan and its sequences, in the order of its rows
@@ -50,6 +50,25 @@ class Suspects:
             new, old = both[: len(both) // 2], both[len(both) // 2 :]
         self._groups.extendleft(group for group in (old, new) if group)
         return None
+
+    def try_alone(self, sequence: Sequence) -> None:
+        """One that is `HELD` from the start: it has a step to itself until all that is known of it is stored."""
+        self._until[sequence] = len(sequence.tokens)
+        self._groups.append([sequence])
+
+    def held(self, number: int) -> list[Sequence]:
+        """Those that wait for their trial with this adapter (by number)."""
+        return [
+            sequence
+            for group in self._groups
+            for sequence in group
+            if sequence.number == number and sequence.status is Status.HELD
+        ]
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests that are suspected."""
+        return {sequence.request_id for group in self._groups for sequence in group if not sequence.finished}
 
     def on_trial(self) -> list[Sequence]:
         """The first group's sequences that are not finished.

@@ -70,11 +70,12 @@ class WaitingQueues:
         """Owners with an unfinished sequence."""
         return len(self._owners)
 
-    def enter(self, sequence: Sequence) -> None:
-        """A new sequence: it waits, and counts as unfinished until `leave`."""
+    def enter(self, sequence: Sequence, queued: bool = True) -> None:
+        """A new sequence: it waits (`queued`), and counts as unfinished until `leave`."""
         self._owners.enter(sequence.owner)
         self._adapters.enter(sequence.number)
-        self.push(sequence)
+        if queued:
+            self.push(sequence)
 
     def leave(self, sequence: Sequence, waiting: bool) -> bool:
         """A sequence is finished (`waiting`: before it was admitted); returns whether it was its adapter's last."""

@@ -13,6 +13,7 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,21 @@ from ..text.chat_template import chat_words
 from ..text.encoder import Encoder
 from ..text.tokenizer import load_tokenizer
 from ..wire.addresses import make_private_directory, parse
+from ..wire.channel import Channel, ChannelClosed
 from ..wire.keys import load_server_keys
 from ..wire.protocol import HEARTBEAT_SECONDS, INSTANCE_BYTES
 from .adapter_desk import AdapterDesk
-from .channel import Channel, ChannelClosed
 from .connections import Connections
 from .front_desk import FrontDesk
 from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
 from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
 from .open_requests import OpenRequests
+from .retries import Retries
 from .settings import ServeSettings
 from .state import ServerState
 from .stepper import Stepper
 from .submissions import Submissions
+from .token_desk import TokenDesk
 from .watch import STALL_SECONDS, AwakeClock
 
 _log = logging.getLogger(__name__)
@@ -45,10 +48,7 @@ FRAMES_AT_ONCE = 64
 RESTART_RETRY = 5.0
 FAREWELL_SECONDS = 1.0
 DESCRIPTORS = MAX_PEERS + 256
-HUNG_STEP = (
-    "the step that computed this request and perhaps others did not return within {:g} s, and the engine was ended; "
-    "send it again by itself"
-)
+HUNG_STEP = "a step that computed this request alone did not return within {:g} s, and the engine was ended"
 
 
 class Batcher:
@@ -69,6 +69,7 @@ class Batcher:
         self._adapters = AdapterDesk(
             self._state, self._connections, self._requests, settings.admin, settings.adapter_roots
         )
+        self._tokens = TokenDesk(self._connections, self._tokenizer, self._encoder)
         self._desk = FrontDesk(
             settings,
             self._state,
@@ -76,6 +77,7 @@ class Batcher:
             self._requests,
             self._submissions,
             self._adapters,
+            self._tokens,
             chat_words(model),
             self._tokenizer is not None,
         )
@@ -85,6 +87,7 @@ class Batcher:
         self._clock = AwakeClock()
         self._gpu_heard = 0.0
         self._gave_up = False
+        self._retries = Retries()
         self._answers_told = 0
         self._expect_gpu(settings.generation)
         for source in (self._listener.source, channel, *([self._encoder] if self._encoder else [])):
@@ -99,9 +102,11 @@ class Batcher:
 
     # -- loop ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        """Serve until the supervisor says stop or is gone."""
+    def run(self, early: Iterable[dict[str, Any]] = ()) -> int:
+        """Serve until the supervisor says stop or is gone. `early`: orders that came with the settings."""
         self._channel.send({"event": "bound", "address": self._listener.address})
+        for order in early:
+            self._obey(order)
         _allow_descriptors()
         _tame_garbage_collector()
         next_tick = next_beat = 0.0
@@ -118,7 +123,9 @@ class Batcher:
                     for order in self._channel.receive():
                         self._obey(order)
                 if self._encoder is not None and self._encoder.fileno() in ready:
-                    self._submissions.encoded()
+                    for key, outcome in self._encoder.take():
+                        if not self._tokens.answered(key, outcome):
+                            self._submissions.encoded(key, outcome)
                 now = time.monotonic()
                 if self._listener.pending or self._listener.source in ready or now >= next_tick:
                     self._hear_clients()
@@ -204,10 +211,10 @@ class Batcher:
             return
         self._gave_up = True
         limit = stepper.watch.limit
-        for key in stepper.requests_of(step):
-            request = self._requests.get(key)
-            if request is not None:
-                self._submissions.fail(request, HUNG_STEP.format(limit))
+        guilty = self._retries.accuse(stepper, step)
+        request = None if guilty is None else self._requests.get(guilty)
+        if request is not None:
+            self._submissions.fail(request, HUNG_STEP.format(limit))
         self._channel.send({"event": "overdue", "generation": self._generation, "seconds": limit})
 
     def _tell_answers(self) -> None:
@@ -236,6 +243,12 @@ class Batcher:
         )
         self._state.phase, self._state.progress = "ready", 1.0
         self._channel.send({"event": "serving"})
+        still_open = {request.key: request for request in self._requests.all()}
+        for request in still_open.values():
+            request.scored_here = 0
+        refused = self._retries.resubmit(self._state.stepper, set(still_open))
+        for key, problem in refused.items():
+            self._requests.refuse(still_open[key], "engine_dead", f"the engine died, and this cannot go on: {problem}")
 
     def _gpu_died(self, restarting: bool) -> None:
         if self._link is not None:
@@ -243,11 +256,13 @@ class Batcher:
             self._link.close()
             self._link = None
         retry_after = RESTART_RETRY if restarting else None
+        going_on = self._retries.take(self._state.stepper if restarting else None)
         self._state.stepper, self._state.stalled = None, False
-        self._submissions.engine_died(retry_after)
+        self._submissions.engine_died(retry_after, going_on)
         self._adapters.engine_died(retry_after)
         self._connections.flush()
-        self._connections.instance = os.urandom(INSTANCE_BYTES)
+        if not going_on:
+            self._connections.instance = os.urandom(INSTANCE_BYTES)
         self._state.phase, self._state.progress = "restarting" if restarting else "dead", 0.0
         self._state.dead = not restarting
 
@@ -305,7 +320,7 @@ def run(fd: int) -> int:
     """The process: settings from the channel, then serve. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s batcher %(message)s")
     channel = Channel.from_fd(fd)
-    (first, *_) = channel.receive(block=True)
+    first, *early = channel.receive(block=True)
     settings = msgspec.convert(first["settings"], ServeSettings)
     context = zmq.Context()
     try:
@@ -315,7 +330,7 @@ def run(fd: int) -> int:
         context.destroy(linger=0)
         return 2
     try:
-        return batcher.run()
+        return batcher.run(early)
     finally:
         batcher.close()
         context.destroy(linger=int(FAREWELL_SECONDS * 1000))

@@ -118,8 +118,9 @@ class Connections:
         if client.gone or client.slow:
             return
         client.chunk_bytes += 64 + len(chunk.text) + 4 * len(chunk.token_ids)
-        if chunk.logprobs is not None:
-            client.chunk_bytes += LOGPROB_BYTES * sum(map(len, chunk.logprobs))
+        for places in (chunk.logprobs, chunk.prompt_logprobs):
+            if places is not None:
+                client.chunk_bytes += LOGPROB_BYTES * sum(map(len, places))
         self._dirty[client.identity] = client
         if client.blocked:
             key = chunk.request_id, chunk.index
@@ -128,6 +129,8 @@ class Connections:
             if (
                 place is not None
                 and before is not None
+                and before.prompt_logprobs is None
+                and chunk.prompt_logprobs is None
                 and len(before.token_ids) + len(chunk.token_ids) <= MAX_CHUNK_TOKENS
             ):
                 client.chunks[place] = _joined(before, chunk)
@@ -214,7 +217,7 @@ class Connections:
                 64
                 + 4 * len(chunk.text)
                 + 5 * len(chunk.token_ids)
-                + (0 if chunk.logprobs is None else LOGPROB_BYTES * sum(map(len, chunk.logprobs)))
+                + LOGPROB_BYTES * sum(map(len, (*(chunk.logprobs or ()), *(chunk.prompt_logprobs or ()))))
             )
             if index > first and (size + cost > FRAME_BYTES or index - first >= MAX_FRAME_CHUNKS):
                 self._append(client, Chunks(chunks[first:index]))

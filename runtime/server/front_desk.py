@@ -13,6 +13,7 @@ from ..wire.protocol import (
     NO_INSTANCE,
     Abort,
     Adapters,
+    Detokenize,
     Error,
     FrameError,
     GetHealth,
@@ -23,6 +24,7 @@ from ..wire.protocol import (
     Message,
     Stats,
     Submit,
+    Tokenize,
     UnloadAdapter,
     Welcome,
     decode_from_client,
@@ -34,6 +36,7 @@ from .settings import ServeSettings
 from .state import ServerState
 from .stepper import Stepper
 from .submissions import FAULT, LOADING_RETRY, Submissions
+from .token_desk import TokenDesk
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +55,13 @@ class FrontDesk:
         requests: OpenRequests,
         submissions: Submissions,
         adapters: AdapterDesk,
+        tokens: TokenDesk,
         words: ChatWords,
         has_tokenizer: bool,
     ) -> None:
         self._settings, self._state = settings, state
         self._connections, self._requests = connections, requests
-        self._submissions, self._adapters = submissions, adapters
+        self._submissions, self._adapters, self._tokens = submissions, adapters, tokens
         self._words, self._has_tokenizer = words, has_tokenizer
         self._bad_frames = 0
 
@@ -111,6 +115,8 @@ class FrontDesk:
                 self._adapters.change(client, message)
             elif isinstance(message, ListAdapters):
                 self._connections.say(client, Adapters(message.call, self._adapters.infos()))
+            elif isinstance(message, (Tokenize, Detokenize)):
+                self._tokens.ask(client, message)
             elif isinstance(message, GetStats):
                 self._connections.say(client, Stats(message.call, self._stats()))
         except Exception:

@@ -8,6 +8,7 @@ is launched at once, after the step that runs.
 """
 
 import logging
+import os
 import queue
 import re
 import selectors
@@ -16,14 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 import zmq
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..steps.runner import Runner
-from .channel import Channel, ChannelClosed
+from ..wire.channel import Channel, ChannelClosed
 from .gpu_link import (
     Alive,
     Answer,
@@ -99,8 +100,8 @@ class _Loop:
         self._look_again = 0.0
         self._broken, self._ending = threading.Event(), threading.Event()
 
-    def run(self) -> None:
-        """Serve."""
+    def run(self) -> int:
+        """Serve. Returns the exit code: 70 when the device's context is lost."""
         threads = [
             threading.Thread(target=target, args=(self._link.reporter(),), daemon=True)
             for target in (self._collect, self._read_adapters)
@@ -123,11 +124,11 @@ class _Loop:
                 if self._link.lost in ready:
                     self._supervisor_gone()
                     _log.error("the batcher is gone")
-                    return
+                    return 0
                 if self._channel.fileno() in ready:
                     self._channel.receive()
         except ChannelClosed:
-            return
+            return 0
         finally:
             self._ending.set()
             self._steps.put(None)
@@ -135,7 +136,7 @@ class _Loop:
             # the interpreter must not end in the middle of their tensor operations: C++ would abort the process
             for thread in threads:
                 thread.join(END_SECONDS)
-        raise SystemExit(70)
+        return 70
 
     def _supervisor_gone(self) -> None:
         """Raises ChannelClosed if the supervisor is stopping both processes: the batcher went first."""
@@ -239,11 +240,14 @@ class ServedModel:
 
     def __init__(self, settings: ServeSettings) -> None:
         # here, because a GPU process that only simulates a model needs no torch
+        from ..adapters.describing import AdapterDescriber
         from ..device.model import find_model, load_model
         from ..engine.resolve import load_options
 
         options = load_options(**settings.llm)
-        self._model = model = load_model(find_model(settings.model, options), settings.adapters, options)
+        self._model = model = load_model(
+            find_model(settings.model, options), settings.adapters, options, AdapterDescriber()
+        )
         self.runner: Runner = model.runner
         model.runner.build_aside()
         # for what clients load; the adapters of the start may lie anywhere
@@ -310,10 +314,9 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
                     return 2
                 channel.send({"event": "ready", "ready": msgspec.to_builtins(served.ready)})
                 linger = 200
-                _Loop(link, channel, served).run()
+                return _Loop(link, channel, served).run()
         finally:
             context.destroy(linger=linger)
-    return 0
 
 
 def _pulse(channel: Channel, reporter: Reporter) -> Pulse:
@@ -326,5 +329,16 @@ def _pulse(channel: Channel, reporter: Reporter) -> Pulse:
     return Pulse(beat, reporter.close)
 
 
+def main() -> NoReturn:
+    """Ends without the interpreter's clean-up: a thread may be in the middle of an import or of a tensor operation, and
+    the clean-up would take away what it uses.
+    """
+    code = run(int(sys.argv[1]))
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(run(int(sys.argv[1])))
+    main()

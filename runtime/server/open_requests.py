@@ -15,7 +15,8 @@ MAX_TEXT = 1 << 18
 @dataclass(eq=False)
 class OpenRequest:
     """One request of one connection. `key`: its id in the engine; `sent`: tokens of each completion that went out;
-    `admitted`: the engine has it.
+    `admitted`: the engine has it; `scored`: log-probabilities of prompt tokens that went out, `scored_here`: those that
+    the present GPU process has sent.
     """
 
     key: str
@@ -28,6 +29,8 @@ class OpenRequest:
     first_token: float = 0.0
     admitted: bool = False
     sent: dict[int, int] = field(default_factory=dict)
+    scored: int = 0
+    scored_here: int = 0
 
     def usage(self, output_tokens: int, cached_tokens: int = 0) -> Usage:
         """What it cost."""
@@ -107,6 +110,14 @@ class OpenRequests:
         for delta in deltas:
             request = opened.get(delta.request_id)
             if request is None:
+                continue
+            if delta.prompt_logprobs is not None:
+                begin = request.scored_here
+                request.scored_here += len(delta.prompt_logprobs)
+                scores = list(map(_logprobs, delta.prompt_logprobs[max(0, request.scored - begin) :]))
+                request.scored = max(request.scored, request.scored_here)
+                if scores:
+                    add(request.client, Chunk(request.request_id, delta.index, 0, "", [], prompt_logprobs=scores))
                 continue
             if not request.first_token:
                 request.first_token = now

@@ -212,7 +212,7 @@ class Stepper:
 def published(counted: dict[str, int]) -> dict[str, int | float]:
     """The scheduler's counters by the names that clients see."""
     values: dict[str, int | float] = {
-        "pages_total": counted["pages"],
+        "pages": counted["pages"],
         "pages_in_use": counted["pages_used"],
         "adapter_hits_total": counted["adapter_admissions"] - counted["adapter_loads"],
         "adapter_misses_total": counted["adapter_loads"],

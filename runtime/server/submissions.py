@@ -1,14 +1,16 @@
 """A client's requests on their way into the engine, and out of it when they end early."""
 
 import logging
+from collections.abc import Collection
 
 from msgspec import structs
 
 from ..requests.errors import RequestError
-from ..requests.request import Request
+from ..requests.request import Continuation, Request
 from ..requests.sampling_params import SamplingParams
+from ..text.bad_words import bad_word_ids
 from ..text.encoder import INLINE_CHARACTERS, Encoder
-from ..text.prompts import check_request
+from ..text.prompts import check_continues, check_request
 from ..text.tokenizer import Tokenizer
 from ..wire.protocol import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
 from .connections import Client, Connections
@@ -57,10 +59,12 @@ class Submissions:
             self._enqueue(request, message, params, message.prompt_token_ids)
         elif message.prompt is not None and self._tokenizer is not None:
             if len(message.prompt) <= INLINE_CHARACTERS or self._encoder is None:
-                self._enqueue(request, message, params, self._tokenizer.encode(message.prompt))
+                self._enqueue(
+                    request, message, params, self._tokenizer.encode(message.prompt, message.add_special_tokens)
+                )
             else:
                 self._encoding[request.key] = request, message, params
-                self._encoder.put(request.key, message.prompt, request.client.number)
+                self._encoder.put(request.key, message.prompt, request.client.number, message.add_special_tokens)
         else:
             text = "text needs a tokenizer, and this model has none; send prompt_token_ids"
             self._requests.refuse(request, "invalid_request", text, how="refused")
@@ -91,6 +95,8 @@ class Submissions:
             return error("overloaded", "too much text waits to be tokenized", OVERLOAD_RETRY)
         if (message.prompt is None) == (message.prompt_token_ids is None):
             return error("invalid_request", "give exactly one of prompt and prompt_token_ids")
+        if message.continues and not message.stream:
+            return error("invalid_request", "continues needs stream=true; without it, ask for the whole answer again")
         if message.adapter is not None and message.adapter not in stepper.numbers:
             return error("unknown_adapter", f"adapter {message.adapter!r} is not known; list_adapters tells which are")
         return None
@@ -109,7 +115,15 @@ class Submissions:
             self._requests.refuse(request, "unknown_adapter", f"adapter {message.adapter!r} is not known any more")
             return
         try:
-            check_request(ids, params, self._tokenizer, stepper.ready.vocabulary, stepper.ready.max_model_len)
+            vocabulary, longest = stepper.ready.vocabulary, stepper.ready.max_model_len
+            check_request(ids, params, self._tokenizer, vocabulary, longest)
+            continues = tuple(
+                Continuation(so_far.token_ids, so_far.characters, so_far.finished) for so_far in message.continues
+            )
+            if continues:
+                check_continues(continues, len(ids), params, vocabulary, longest)
+                request.sent = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
+            banned = bad_word_ids(params.banned_words, self._tokenizer, vocabulary)
             stepper.add(
                 Request(
                     request.key,
@@ -119,7 +133,9 @@ class Submissions:
                     message.adapter,
                     message.priority,
                     message.deadline_seconds,
-                    str(request.client.number),
+                    f"{request.client.number}:{message.owner}",
+                    continues,
+                    bad_words=banned,
                 ),
                 request.stream,
             )
@@ -130,21 +146,20 @@ class Submissions:
         request.prompt_tokens = len(ids)
         self._connections.say(request.client, Accepted(request.request_id, len(ids)))
 
-    def encoded(self) -> None:
-        """Take the outcomes of the encoder in."""
-        for key, outcome in self._encoder.take() if self._encoder is not None else ():
-            entry = self._encoding.pop(key, None)
-            if entry is None or self._requests.get(key) is not entry[0]:
-                continue
-            request, message, params = entry
-            if isinstance(outcome, Exception):
-                self._requests.refuse(request, "request_failed", "the prompt could not be tokenized")
-                continue
-            try:
-                self._enqueue(request, message, params, outcome)
-            except Exception:
-                _log.exception("a fault while a request of client %d was queued", request.client.number)
-                self.fail(request)
+    def encoded(self, key: str, outcome: list[int] | Exception) -> None:
+        """Take an outcome of the encoder in; nothing happens to one that is nobody's any more."""
+        entry = self._encoding.pop(key, None)
+        if entry is None or self._requests.get(key) is not entry[0]:
+            return
+        request, message, params = entry
+        if isinstance(outcome, Exception):
+            self._requests.refuse(request, "request_failed", "the prompt could not be tokenized")
+            return
+        try:
+            self._enqueue(request, message, params, outcome)
+        except Exception:
+            _log.exception("a fault while a request of client %d was queued", request.client.number)
+            self.fail(request)
 
     def abort(self, request: OpenRequest | None) -> None:
         """End a request; nothing happens to one that is over."""
@@ -165,9 +180,11 @@ class Submissions:
                 self._drop(request)
                 self._requests.close(request, "aborted")
 
-    def engine_died(self, retry_after: float | None) -> None:
-        """Tell every client that has a request open."""
+    def engine_died(self, retry_after: float | None, going_on: Collection[str] = ()) -> None:
+        """Tell every client that has a request open, but for those (by key) that go on in the engine's next life."""
         for request in self._requests.all():
+            if request.key in going_on:
+                continue
             if not request.admitted:
                 self._drop(request)
             self._requests.refuse(request, "engine_dead", "the engine died while this request was open", retry_after)

@@ -3,7 +3,7 @@
     python: serve(ServeSettings(model="path", bind="ipc:///run/user/1000/sidestream/engine.sock"))
 
 Each child hangs on a channel that closes with its process; each child ends when the supervisor's end closes, so nothing
-outlives `kill -9` of any of the three.
+outlives `kill -9` of any of them.
 """
 
 import os
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +23,17 @@ import msgspec
 from msgspec import structs
 
 from ..wire.addresses import AddressLock, check_keys, make_private_directory, parse
-from .channel import Channel, ChannelClosed
+from ..wire.channel import ChannelClosed
+from .child import STOP_SECONDS, Child, status_text
+from .front import Front
 from .gpu_link import Ready
 from .settings import ServeSettings
 from .watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
 
-STOP_SECONDS = 5.0
 DEATHS = 5
 """So many deaths in a row, with no request answered between them, are not an accident any more."""
 EXIT_DEAD = 1
 EXIT_SETTINGS = 2
-
-
-@dataclass
-class Child:
-    """A process and the line to it.
-
-    heard    when it last said anything, on the supervisor's `AwakeClock`
-    started  whether its start is over
-    """
-
-    name: str
-    process: "subprocess.Popen[bytes]"
-    channel: Channel
-    heard: float = 0.0
-    started: bool = False
-    inbox: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def start(cls, name: str, command: list[str], settings: ServeSettings, now: float) -> "Child":
-        """Run `command FD` in a session of its own (a terminal's Ctrl-C is the supervisor's business)."""
-        channel, theirs = Channel.pair()
-        with theirs:
-            fd = theirs.fileno()
-            process = subprocess.Popen(
-                [*command, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        channel.send({"settings": msgspec.to_builtins(settings)})
-        return cls(name, process, channel, now)
-
-    def stop(self, seconds: float = STOP_SECONDS) -> int:
-        """Hang up, wait, kill if need be; returns the exit status."""
-        self.channel.close()
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
 
 
 class Supervisor:
@@ -78,8 +41,8 @@ class Supervisor:
     repaired (1).
     """
 
-    def __init__(self, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
-        self._say = say
+    def __init__(self, settings: ServeSettings, say: Callable[[str], None] = print, front: Front | None = None) -> None:
+        self._say, self._front = say, front
         self._address = parse(settings.bind)
         check_keys(self._address, settings.keys is not None)
         make_private_directory(self._address)
@@ -108,6 +71,8 @@ class Supervisor:
             children = [child for child in (self._gpu, self._batcher) if child is not None]
             for child in children:
                 child.channel.close()
+            if self._front is not None:
+                self._front.close()
             for child in children:
                 child.stop()
             shutil.rmtree(self._runtime, ignore_errors=True)
@@ -133,24 +98,28 @@ class Supervisor:
                 timeout = min(timeout, max(0.0, self._draining_until - time.monotonic()))
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake, selectors.EVENT_READ)
-                for child in (self._batcher, self._gpu):
-                    if child is not None:
-                        selector.register(child.channel, selectors.EVENT_READ, child)
-                ready = [key.data for key, _ in selector.select(timeout)]
+                for child in self._children():
+                    selector.register(child.channel, selectors.EVENT_READ, child)
+                ready: list[Child | None] = [key.data for key, _ in selector.select(timeout)]
+            ready.sort(key=lambda child: child is not None)  # a signal first: what dies with it is not started again
             self._clock.look()
             code: int | None = None
-            for child in ready:
-                code = self._hear(child) if child is not None else self._signalled()
+            for caller in ready:
+                code = self._hear(caller) if caller is not None else self._signalled()
                 if code is not None:
                     return code
             self._end_silent()
             if self._draining_until is not None and time.monotonic() >= self._draining_until:
                 return 0
 
+    def _children(self) -> list[Child]:
+        front = None if self._front is None else self._front.child
+        return [child for child in (self._batcher, self._gpu, front) if child is not None]
+
     def _end_silent(self) -> None:
         """Kill a process that has not beaten for too long; its death is then noticed like any other."""
-        for child in (self._batcher, self._gpu):
-            if child is None or self._settings.step_timeout == 0:
+        for child in self._children():
+            if self._settings.step_timeout == 0:
                 continue
             seconds = self._settings.silence_seconds if child.started else START_SILENCE_SECONDS
             if self._clock.seconds - child.heard > seconds:
@@ -177,6 +146,8 @@ class Supervisor:
         except ChannelClosed:
             return self._died(child)
         child.heard = self._clock.seconds
+        if self._front is not None and child is self._front.child:
+            return self._hear_front(child, messages)
         for message in messages:
             event = message["event"]
             if event == "failed":
@@ -195,6 +166,8 @@ class Supervisor:
             elif event == "bound":
                 child.started = True
                 self._settings = structs.replace(self._settings, bind=message["address"])
+                if self._front is not None and self._front.child is None:
+                    self._front.start([message["address"]], self._clock.seconds)
             elif event == "drained":
                 return 0 if self._draining_until is not None else EXIT_DEAD
         return None
@@ -205,11 +178,34 @@ class Supervisor:
             self._say(f"a step did not return within {message['seconds']:g} s; ending the GPU process")
             self._gpu.process.kill()
 
+    def _hear_front(self, child: Child, messages: list[dict[str, Any]]) -> int | None:
+        for message in messages:
+            if message["event"] == "failed":
+                self._say(f"error: {message['message']}")
+                return EXIT_SETTINGS
+            if message["event"] == "ready":
+                child.started = True
+                self._say(f"answering HTTP at {message['address']}")
+        return None
+
+    def _front_died(self, front: Front, status: int) -> int | None:
+        """The HTTP front alone is started again: the engine, and who speaks with it otherwise, go on."""
+        if self._draining_until is not None:
+            return None
+        self._say(f"the gateway died ({status_text(status)})")
+        if not self._settings.restart or not front.again([self._settings.bind], self._clock.seconds):
+            return EXIT_DEAD
+        self._say("starting the gateway again")
+        return None
+
     def _died(self, child: Child) -> int | None:
         status = child.stop()
+        if self._front is not None and child is self._front.child:
+            self._front.child = None
+            return self._front_died(self._front, status)
         if self._draining_until is not None and child is self._batcher:
             return 0
-        self._say(f"the {child.name} died ({_status(status)})")
+        self._say(f"the {child.name} died ({status_text(status)})")
         self._deaths += 1
         restarting = (
             self._settings.restart and self._was_ready and self._deaths < DEATHS and self._draining_until is None
@@ -264,13 +260,9 @@ def capacity_line(ready: Ready) -> str:
     )
 
 
-def serve(settings: ServeSettings, say: Callable[[str], None] = print) -> int:
-    """Serve until told to stop; returns the exit code.
+def serve(settings: ServeSettings, say: Callable[[str], None] = print, front: Front | None = None) -> int:
+    """Serve until told to stop; returns the exit code. `front`: the HTTP front to start with it.
 
     Raises AddressError or KeyFileError for an address that may not be used.
     """
-    return Supervisor(settings, say).run()
-
-
-def _status(status: int) -> str:
-    return f"signal {-status}, {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+    return Supervisor(settings, say, front).run()

@@ -18,18 +18,30 @@ more.
 """
 
 
+SCORED_ROWS = 128
+"""Prompt tokens of which a step may give log-probabilities next to the rows that it samples."""
+
+
+def most_logits(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Rows of logits that a step may have: one a sequence, and those of prompts whose log-probabilities are wanted."""
+    return min(max_num_seqs + SCORED_ROWS, max_num_batched_tokens)
+
+
 @dataclass(frozen=True)
 class SamplingPlan:
     """How the rows of a step are sampled; arrays are [B] unless said otherwise.
 
-    `greedy`: every sampled row has temperature 0. `num_logprobs`: likeliest tokens to report a row, -1 = none. The flat
-    lists (rows, tokens, values) add `bias_values` to single logits (-inf bans a token); `history_*` list each distinct
+    `greedy`: every sampled row has temperature 0. `num_logprobs`: likeliest tokens to report a row, -1 = none;
+    `num_prompt_logprobs`: the same for the prompt tokens that are scored. The flat
+    lists (rows, tokens, values) add `bias_values` to single logits (-inf bans a token); a row that `allowed_rows` names
+    gets one of its `allowed_tokens`; `history_*` list each distinct
     token of a penalised row with the number of times that it occurs in the output (0 = in the prompt only), and the
     three penalties are per row.
     """
 
     greedy: bool
     num_logprobs: int
+    num_prompt_logprobs: int
     temperature: Float32
     top_k: Int32
     top_p: Float32
@@ -39,6 +51,8 @@ class SamplingPlan:
     bias_rows: Int32
     bias_tokens: Int32
     bias_values: Float32
+    allowed_rows: Int32
+    allowed_tokens: Int32
     history_rows: Int32
     history_tokens: Int32
     history_counts: Int32
@@ -56,7 +70,9 @@ class StepPlan:
     input_ids [T]  a token whose id only the device knows yet holds 0
     positions, slot_mapping [T]; adapter_index [T] (-1 = base model)
     block_table [B, P], context_lens [B] (query tokens included), query_start [B + 1]
-    logits_indices [B]  row of each sequence's last query token
+    logits_indices [R]  row of each sequence's last query token, then of other tokens that are scored
+    scored_rows [N]     rows of the logits after which a prompt goes on with scored_tokens [N]: their log-probabilities
+                        are wanted
     sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
     feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
     slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
@@ -73,6 +89,8 @@ class StepPlan:
     context_lens: Int32
     query_start: Int32
     logits_indices: Int32
+    scored_rows: Int32
+    scored_tokens: Int32
     sample_rows: Int32
     feed_positions: Int32
     feed_rows: Int32
@@ -101,6 +119,7 @@ class StepResult:
 
     tokens [B] (-1: the logits are no numbers; rows outside `sample_rows` are meaningless); with logprobs: token ids and
     log-probabilities [B, 1 + k], the chosen token first, then the k likeliest, and the rank of the chosen one [B].
+    `prompt_*`: the same for the N prompt tokens that were scored.
     """
 
     step: int
@@ -108,3 +127,6 @@ class StepResult:
     logprob_tokens: Int32 | None = None
     logprobs: Float32 | None = None
     ranks: Int32 | None = None
+    prompt_tokens: Int32 | None = None
+    prompt_logprobs: Float32 | None = None
+    prompt_ranks: Int32 | None = None

@@ -5,6 +5,8 @@ Both ends are the same release on the same machine, so the numbers travel in its
 elements come first, so that each array is aligned and is read in place (read-only).
 """
 
+import math
+
 import numpy as np
 
 from .plan import SamplingPlan, StepPlan, StepResult
@@ -19,7 +21,16 @@ _SAMPLING_FLOATS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-_SAMPLING_INTS = ("top_k", "bias_rows", "bias_tokens", "history_rows", "history_tokens", "history_counts")
+_SAMPLING_INTS = (
+    "top_k",
+    "bias_rows",
+    "bias_tokens",
+    "allowed_rows",
+    "allowed_tokens",
+    "history_rows",
+    "history_tokens",
+    "history_counts",
+)
 _PLAN = (
     "input_ids",
     "positions",
@@ -28,11 +39,13 @@ _PLAN = (
     "context_lens",
     "query_start",
     "logits_indices",
+    "scored_rows",
+    "scored_tokens",
     "sample_rows",
     "feed_positions",
     "feed_rows",
 )
-_FLAGS = 6  # step, decode, greedy, num_logprobs, rows of the block table, rows of slot_loads
+_FLAGS = 7  # step, decode, greedy, num_logprobs, num_prompt_logprobs, rows of the block table, rows of slot_loads
 _HEADER = _FLAGS + len(_LONG) + len(_SAMPLING_FLOATS) + len(_SAMPLING_INTS) + len(_PLAN) + 1
 
 
@@ -44,7 +57,8 @@ def pack_plan(plan: StepPlan) -> bytes:
     arrays += [getattr(sampling, name) for name in _SAMPLING_INTS]
     arrays += [getattr(plan, name) for name in _PLAN]
     table, loads = plan.block_table, plan.slot_loads
-    flags = [plan.step, plan.decode, sampling.greedy, sampling.num_logprobs, len(table), len(loads)]
+    flags = [plan.step, plan.decode, sampling.greedy, sampling.num_logprobs, sampling.num_prompt_logprobs]
+    flags += [len(table), len(loads)]
     head = np.asarray(flags + [len(array) for array in arrays] + [table.shape[1]], np.int32)
     padding = b"" if _HEADER % 2 == 0 else bytes(4)
     return b"".join([head.tobytes(), padding, *(array.tobytes() for array in arrays), loads.tobytes(), table.tobytes()])
@@ -56,7 +70,7 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     Raises ValueError for a frame that is cut short.
     """
     head = np.frombuffer(frame, np.int32, _HEADER).tolist()
-    step, decode, greedy, num_logprobs, rows, loads = head[:_FLAGS]
+    step, decode, greedy, num_logprobs, num_prompt_logprobs, rows, loads = head[:_FLAGS]
     at = (_HEADER + _HEADER % 2) * 4
     lengths = iter(head[_FLAGS:])
 
@@ -73,7 +87,14 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     slot_loads = take(np.int32, 2 * loads).reshape(-1, 2)
     columns = next(lengths)
     block_table = take(np.int32, rows * columns).reshape(rows, columns)
-    sampling = SamplingPlan(greedy=bool(greedy), num_logprobs=num_logprobs, **long, **floats, **ints)
+    sampling = SamplingPlan(
+        greedy=bool(greedy),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        **long,
+        **floats,
+        **ints,
+    )
     return StepPlan(
         step=step, decode=bool(decode), block_table=block_table, slot_loads=slot_loads, sampling=sampling, **arrays
     )
@@ -81,32 +102,40 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
 
 def pack_result(result: StepResult) -> bytes:
     """A result as one frame."""
-    count = len(result.tokens)
-    if result.logprob_tokens is None or result.logprobs is None or result.ranks is None:
-        return (
-            np.asarray([result.step, count, 0], np.int32).tobytes()
-            + result.tokens.astype(np.int32, copy=False).tobytes()
-        )
-    columns = result.logprob_tokens.shape[1]
-    parts = [
-        result.tokens.astype(np.int32, copy=False),
-        result.ranks.astype(np.int32, copy=False),
-        result.logprob_tokens.astype(np.int32, copy=False),
-        result.logprobs.astype(np.float32, copy=False),
-    ]
-    return np.asarray([result.step, count, columns], np.int32).tobytes() + b"".join(part.tobytes() for part in parts)
+    groups = (
+        (result.ranks, result.logprob_tokens, result.logprobs),
+        (result.prompt_ranks, result.prompt_tokens, result.prompt_logprobs),
+    )
+    head = [result.step, len(result.tokens)]
+    parts = [result.tokens.astype(np.int32, copy=False)]
+    for ranks, tokens, logprobs in groups:
+        if ranks is None or tokens is None or logprobs is None:
+            head += [0, 0]
+            continue
+        head += tokens.shape
+        parts += [part.astype(np.int32, copy=False) for part in (ranks, tokens)]
+        parts.append(logprobs.astype(np.float32, copy=False))
+    return b"".join([np.asarray(head, np.int32).tobytes(), *(part.tobytes() for part in parts)])
 
 
 def unpack_result(frame: bytes) -> StepResult:
     """The result in a frame of `pack_result`. Raises ValueError for a frame that is cut short."""
-    step, count, columns = np.frombuffer(frame, np.int32, 3).tolist()
-    at = 12
-    if not columns:
-        return StepResult(step, np.frombuffer(frame, np.int32, count, at) if count else np.zeros(0, np.int32))
-    tokens = np.frombuffer(frame, np.int32, count, at)
-    ranks = np.frombuffer(frame, np.int32, count, at + 4 * count)
-    logprob_tokens = np.frombuffer(frame, np.int32, count * columns, at + 8 * count).reshape(count, columns)
-    logprobs = np.frombuffer(frame, np.float32, count * columns, at + 8 * count + 4 * count * columns).reshape(
-        count, columns
-    )
-    return StepResult(step, tokens, logprob_tokens, logprobs, ranks)
+    step, count, *shapes = np.frombuffer(frame, np.int32, 6).tolist()
+    at = 24
+
+    def take(dtype: type, *shape: int) -> np.ndarray:
+        nonlocal at
+        size = math.prod(shape)
+        array: np.ndarray = (np.frombuffer(frame, dtype, size, at) if size else np.zeros(0, dtype)).reshape(shape)
+        at += array.nbytes
+        return array
+
+    tokens = take(np.int32, count)
+    groups: list[np.ndarray | None] = []
+    for rows, columns in (shapes[:2], shapes[2:]):
+        if not columns:
+            groups += [None, None, None]
+            continue
+        ranks, ids = take(np.int32, rows), take(np.int32, rows, columns)
+        groups += [ids, take(np.float32, rows, columns), ranks]
+    return StepResult(step, tokens, *groups)

@@ -3,6 +3,7 @@
 tokenizer        tokenizer.json, tokenizer.model, or nothing but ids
 detokenizer      text that grows token by token, never half a character
 prompts          what callers may pass as prompts
+bad_words        words that must not be generated, as tokens
 requests         prompts as the engine's requests
 encoder          text to ids on a thread of its own
 chat             what callers may pass as conversations, as prompts

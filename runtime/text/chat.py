@@ -34,12 +34,9 @@ class ChatRenderer:
     """Makes prompts of conversations. Thread-safe.
 
     It keeps the template's child process for the next call; `close` ends it, and a later call starts another.
-
-    strip_bos   leave a BOS at the start of a prompt out, as the tokenizer adds its own
     """
 
-    def __init__(self, strip_bos: bool = True) -> None:
-        self._strip_bos = strip_bos
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._template: ChatTemplate | None = None
 
@@ -88,7 +85,7 @@ class ChatRenderer:
     def _load(self, words: ChatWords) -> ChatTemplate:
         template = self._template
         if template is None or ChatWords(template.source, template.bos_token, template.eos_token) != words:
-            made = ChatTemplate(words.template or "", words.bos_token, words.eos_token, self._strip_bos)
+            made = ChatTemplate(words.template or "", words.bos_token, words.eos_token)
             if template is not None:
                 template.close()
             self._template = template = made

@@ -4,24 +4,20 @@ A template is a program that came with a model, so it runs in a child process (`
 time, memory and output.
 """
 
-import importlib.util
 import json
-import os
-import selectors
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..child_process import ChildProcess
 from ..requests.errors import RequestError
 
 MAX_TEMPLATE_CHARACTERS = 1 << 18
 MAX_INPUT_CHARACTERS = 4 << 20
 MAX_OUTPUT_CHARACTERS = 1 << 20
 RENDER_SECONDS = 5.0
-START_SECONDS = 20.0
+MAX_ERROR_BYTES = 1 << 16
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -31,20 +27,18 @@ class ChatTemplateError(RequestError):
 
 class ChatTemplate:
     """A Jinja chat template. `bos_token` and `eos_token` are what it may insert. Not thread-safe; `close` ends the
-    child process.
-
-    strip_bos   leave a BOS at the start of the text out, as the server's tokenizer adds its own
+    child process. A text that it renders is to be encoded without further special tokens.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", strip_bos: bool = True) -> None:
+    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise ChatTemplateError(
                 f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are allowed"
             )
-        if importlib.util.find_spec("jinja2") is None:
-            raise ChatTemplateError("chat templates need jinja2: pip install 'sidestream[chat]'")
-        self.source, self.bos_token, self.eos_token, self.strip_bos = source, bos_token, eos_token, strip_bos
-        self._child: subprocess.Popen[bytes] | None = None
+        self.source, self.bos_token, self.eos_token = source, bos_token, eos_token
+        # -P keeps this folder, whose module names are ours, off the child's path
+        worker = Path(__file__).with_name("chat_worker.py")
+        self._child = ChildProcess([sys.executable, "-P", str(worker)], 6 * MAX_OUTPUT_CHARACTERS + MAX_ERROR_BYTES)
 
     def render(self, messages: Sequence[Mapping[str, str]], seconds: float = RENDER_SECONDS, **variables: Any) -> str:
         """The prompt for the assistant's next answer. `messages`: {"role", "content"} each. `variables`: more that the
@@ -70,18 +64,11 @@ class ChatTemplate:
         answer = self._ask(line.encode() + b"\n", seconds)
         if "text" not in answer:
             raise ChatTemplateError(f"the chat template failed: {answer.get('error', 'no text')}")
-        text = str(answer["text"])
-        return text.removeprefix(self.bos_token) if self.strip_bos and self.bos_token else text
+        return str(answer["text"])
 
     def close(self) -> None:
         """End the child process."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-            for pipe in (self._child.stdin, self._child.stdout):
-                if pipe is not None:
-                    pipe.close()
-            self._child = None
+        self._child.close()
 
     def __enter__(self) -> "ChatTemplate":
         return self
@@ -91,50 +78,11 @@ class ChatTemplate:
 
     def _ask(self, line: bytes, seconds: float) -> dict[str, Any]:
         try:
-            if self._child is None or self._child.poll() is not None:
-                self._start()
-            return json.loads(self._exchange(line, seconds))
+            return json.loads(self._child.ask(line, seconds))
         except (TimeoutError, OSError, ValueError) as problem:
             self.close()
             reason = f"it took more than {seconds:g} s" if isinstance(problem, TimeoutError) else "its process ended"
             raise ChatTemplateError(f"the chat template failed: {reason}") from None
-
-    def _start(self) -> None:
-        self.close()
-        worker = Path(__file__).with_name("chat_worker.py")
-        # -P keeps this folder, whose module names are ours, off the child's path
-        command = [sys.executable, "-P", str(worker)]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        self._exchange(b"", START_SECONDS)
-
-    def _exchange(self, line: bytes, seconds: float) -> bytes:
-        child = self._child
-        if child is None or child.stdin is None or child.stdout is None:
-            raise OSError("there is no child process")
-        deadline = time.monotonic() + seconds
-        waiting, answer = memoryview(line), bytearray()
-        with selectors.DefaultSelector() as selector:
-            os.set_blocking(child.stdin.fileno(), False)
-            if waiting:
-                selector.register(child.stdin, selectors.EVENT_WRITE)
-            selector.register(child.stdout, selectors.EVENT_READ)
-            while not answer.endswith(b"\n"):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                for key, _ in selector.select(left):
-                    if key.fileobj is child.stdin:
-                        waiting = waiting[os.write(child.stdin.fileno(), waiting) :]
-                        if not waiting:
-                            selector.unregister(child.stdin)
-                    else:
-                        part = os.read(child.stdout.fileno(), 1 << 16)
-                        if not part:
-                            raise OSError("the child process ended")
-                        answer += part
-        return bytes(answer)
 
 
 class ChatWords(NamedTuple):

@@ -1,11 +1,13 @@
-"""Text to token ids next to the batcher's loop: a long prompt takes milliseconds, and those belong to no other
-request.
+"""Text to token ids, and back, next to the batcher's loop: a long prompt takes milliseconds, and those belong to no
+other request.
 """
 
 import os
 import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
 
 from .tokenizer import Tokenizer
 
@@ -23,12 +25,12 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[str, str] = {}
+        self._work: dict[str, tuple[Callable[[], Any], int]] = {}
         self._lines: dict[Hashable, deque[str]] = {}
         self._characters = 0
         self._closed = False
         self._changed = threading.Condition()
-        self._outcomes: deque[tuple[str, list[int] | Exception]] = deque()
+        self._outcomes: deque[tuple[str, Any]] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="sidestream-encoder", daemon=True)
         self._thread.start()
@@ -39,23 +41,31 @@ class Encoder:
 
     def has_room(self, text: str) -> bool:
         """Whether `put` may be called with this text."""
-        return self._characters + len(text) <= MAX_CHARACTERS
+        return self.has_room_for(len(text))
 
-    def put(self, key: str, text: str, owner: Hashable) -> None:
+    def has_room_for(self, characters: int) -> bool:
+        """Whether `put_work` may be called with so many."""
+        return self._characters + characters <= MAX_CHARACTERS
+
+    def put(self, key: str, text: str, owner: Hashable, add_special_tokens: bool = True) -> None:
         """Encode `text`; its outcome will carry `key`, which no other waiting text has."""
+        self.put_work(key, partial(self._tokenizer.encode, text, add_special_tokens), len(text), owner)
+
+    def put_work(self, key: str, work: Callable[[], Any], characters: int, owner: Hashable) -> None:
+        """Have `work` done in its turn; `characters`: how much it holds."""
         with self._changed:
-            self._texts[key] = text
-            self._characters += len(text)
+            self._work[key] = work, characters
+            self._characters += characters
             self._lines.setdefault(owner, deque()).append(key)
             self._changed.notify()
 
     def discard(self, key: str) -> None:
         """Nobody wants this text's ids any more."""
         with self._changed:
-            self._characters -= len(self._texts.pop(key, ""))
+            self._characters -= self._work.pop(key, (None, 0))[1]
 
-    def take(self) -> list[tuple[str, list[int] | Exception]]:
-        """(key, ids or what went wrong) of the texts that are done."""
+    def take(self) -> list[tuple[str, Any]]:
+        """(key, ids or what went wrong) of the texts that are done; of other work what it returned."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
@@ -73,8 +83,8 @@ class Encoder:
         self._thread.join(5)
         os.close(self._event)
 
-    def _next(self) -> tuple[str, str] | None:
-        """The next text, waited for; None at the end."""
+    def _next(self) -> tuple[str, Callable[[], Any]] | None:
+        """The next work, waited for; None at the end."""
         with self._changed:
             while not self._closed:
                 if not self._lines:
@@ -85,17 +95,17 @@ class Encoder:
                 del self._lines[owner]
                 if line:
                     self._lines[owner] = line
-                text = self._texts.pop(key, None)
-                if text is not None:
-                    self._characters -= len(text)
-                    return key, text
+                entry = self._work.pop(key, None)
+                if entry is not None:
+                    self._characters -= entry[1]
+                    return key, entry[0]
             return None
 
     def _run(self) -> None:
         while (entry := self._next()) is not None:
-            key, text = entry
+            key, work = entry
             try:
-                outcome: list[int] | Exception = self._tokenizer.encode(text)
+                outcome = work()
             except Exception as error:  # handed to the request that it belongs to
                 outcome = error
             self._outcomes.append((key, outcome))

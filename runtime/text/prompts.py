@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..requests.errors import RequestError
+from ..requests.request import Continuation
 from ..requests.sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+MAX_CONTINUED_TOKENS = 1 << 18
+"""Of all completions of a request together."""
 _KEYS = ("prompt", "prompt_token_ids")
+_SPECIAL = "add_special_tokens"
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}.
+    """One prompt or several, as a list: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}. With
+    "add_special_tokens": False a text gets no BOS, as one that a chat template made needs none.
 
     Raises RequestError for anything else.
     """
@@ -54,12 +59,14 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
     """
     if isinstance(prompt, Mapping):
         given = [key for key in _KEYS if prompt.get(key) is not None]
-        unknown = set(prompt) - set(_KEYS)
+        unknown = set(prompt) - {*_KEYS, _SPECIAL}
         if unknown or len(given) != 1:
             raise RequestError(
                 f"{where}a prompt given as a dict has exactly one of the keys {' and '.join(_KEYS)}; this one has "
                 f"{sorted(map(str, prompt))}"
             )
+        if not isinstance(prompt.get(_SPECIAL, True), bool):
+            raise RequestError(f"{where}the value of '{_SPECIAL}' must be True or False")
         prompt = prompt[given[0]]
         if given[0] == "prompt" and not isinstance(prompt, str):
             raise RequestError(f"{where}the value of 'prompt' must be text; use 'prompt_token_ids' for token ids")
@@ -76,6 +83,16 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
     return None, [int(value) for value in values]
 
 
+def adds_special_tokens(prompt: Any) -> bool:
+    """Whether a checked prompt, if it is text, gets the special tokens that the model expects at the start."""
+    return not isinstance(prompt, Mapping) or bool(prompt.get(_SPECIAL, True))
+
+
+def without_special_tokens(text: str) -> Prompt:
+    """What a chat template made, as a prompt: the text holds its special tokens itself."""
+    return {"prompt": text, _SPECIAL: False}
+
+
 def check_request(
     ids: list[int],
     params: SamplingParams,
@@ -88,12 +105,39 @@ def check_request(
     _check_ids(ids, vocabulary, max_model_len, where)
     if params.stop_strings and tokenizer is None:
         raise RequestError(f"{where}stop strings need a tokenizer, and this model has none; use stop_token_ids")
-    for name, tokens in (("stop_token_ids", params.stop_ids), ("logit_bias", params.biases)):
+    named = {
+        "stop_token_ids": params.stop_ids,
+        "logit_bias": params.biases,
+        "allowed_token_ids": params.allowed_ids or (),
+    }
+    for name, tokens in named.items():
         outside = [token for token in tokens if token >= vocabulary]
         if outside:
             raise RequestError(
                 f"{where}{name} names token {outside[0]}, which is outside the model's vocabulary of {vocabulary}"
             )
+
+
+def check_continues(
+    continues: Sequence[Continuation], prompt_length: int, params: SamplingParams, vocabulary: int, max_model_len: int
+) -> None:
+    """Raises RequestError for completions that cannot go on from what there is of them."""
+    if len(continues) != params.n:
+        raise RequestError(f"continues has {len(continues)} entries for n={params.n} completions; give one for each")
+    if all(so_far.finished for so_far in continues):
+        raise RequestError("every completion in continues is finished; there is nothing left to do")
+    room = max_model_len - prompt_length
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    if sum(len(so_far.token_ids) for so_far in continues) > MAX_CONTINUED_TOKENS:
+        raise RequestError(f"continues has more than {MAX_CONTINUED_TOKENS} tokens; send the request without it")
+    for index, so_far in enumerate(continues):
+        if not so_far.finished and len(so_far.token_ids) >= limit:
+            raise RequestError(
+                f"continues[{index}] has {len(so_far.token_ids)} tokens, which leaves no room for more within "
+                f"max_tokens={params.max_tokens} and max_model_len={max_model_len}"
+            )
+        if so_far.token_ids and not 0 <= min(so_far.token_ids) <= max(so_far.token_ids) < vocabulary:
+            raise RequestError(f"continues[{index}] names a token outside the model's vocabulary of {vocabulary}")
 
 
 def _check_ids(ids: list[int], vocabulary: int, max_model_len: int, where: str) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 from ..requests.errors import RequestError
 from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
-from .prompts import as_list, check_request, one_for_each, text_or_ids
+from .bad_words import bad_word_ids
+from .prompts import adds_special_tokens, as_list, check_request, one_for_each, text_or_ids
 from .tokenizer import Tokenizer
 
 
@@ -35,7 +36,7 @@ def make_requests(
         where = f"prompt {index}: " if len(items) > 1 else ""
         text, ids = text_or_ids(item, where)
         if text is not None:
-            ids = _encode(text, tokenizer, where)
+            ids = _encode(text, tokenizer, adds_special_tokens(item), where)
         check_request(ids or [], params[index], tokenizer, vocabulary, max_model_len, where)
         if chosen[index] is not None and chosen[index] not in adapters:
             known = ", ".join(sorted(adapters)) or "none"
@@ -43,14 +44,19 @@ def make_requests(
                 f"{where}adapter {chosen[index]!r} is not known (known: {known}); give it to LLM(adapters=...) or "
                 "call add_adapter first"
             )
-        requests.append(Request(str(first + index), text, ids or [], params[index], chosen[index], priorities[index]))
+        banned = bad_word_ids(params[index].banned_words, tokenizer, vocabulary, where)
+        requests.append(
+            Request(
+                str(first + index), text, ids or [], params[index], chosen[index], priorities[index], bad_words=banned
+            )
+        )
     return requests
 
 
-def _encode(text: str, tokenizer: Tokenizer | None, where: str) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer | None, add_special_tokens: bool, where: str) -> list[int]:
     if tokenizer is None:
         raise RequestError(
             f"{where}text needs a tokenizer, and the model's directory has neither tokenizer.json nor "
             "tokenizer.model; pass token ids instead"
         )
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, add_special_tokens)

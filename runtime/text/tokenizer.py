@@ -14,8 +14,8 @@ from ..requests.errors import RequestError
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """The text's ids, with the special tokens that the model expects at the start."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The text's ids; `add_special_tokens`: with those that the model expects at the start."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -56,10 +56,12 @@ class FastTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tables: dict[bool, BytePieces | None] = {}
+        self._texts: dict[int, str] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
-        return list(self._tokenizer.encode_batch([text])[0].ids)  # unlike `encode`, lets other threads run meanwhile
+        # unlike `encode`, `encode_batch` lets other threads run meanwhile
+        return list(self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `Tokenizer`."""
@@ -67,7 +69,10 @@ class FastTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """See `Tokenizer`."""
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:  # log-probabilities ask for the same thousands again and again
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def byte_table(self, skip_special_tokens: bool) -> BytePieces | None:
         """Every token's bytes, if the tokenizer is a byte-level one."""
@@ -90,11 +95,11 @@ class SentencePieceTokenizer:
                 "tokenizer.json next to it"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
         processor = self._processor
         ids = processor.encode(text)
-        return [processor.bos_id(), *ids] if processor.bos_id() >= 0 else list(ids)
+        return [processor.bos_id(), *ids] if add_special_tokens and processor.bos_id() >= 0 else list(ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `Tokenizer`."""
@@ -130,14 +135,6 @@ def load_tokenizer(directory: Path | None) -> Tokenizer | None:
     if (directory / "tokenizer.model").is_file():
         return SentencePieceTokenizer(directory / "tokenizer.model")
     return None
-
-
-def adds_token(tokenizer: Tokenizer | None, text: str) -> bool:
-    """Whether the tokenizer puts the token that reads so in front of every text."""
-    if tokenizer is None or not text:
-        return False
-    first = tokenizer.encode("")[:1]
-    return bool(first) and tokenizer.token_text(first[0]) == text
 
 
 def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) -> frozenset[int]:

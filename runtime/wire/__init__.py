@@ -4,4 +4,5 @@ protocol         messages, limits, and frames
 zmtp             the transport below it, as the server speaks it with peers that need no keys
 addresses        where a server listens
 keys             CURVE keys: who may speak with a server
+channel          the supervisor's line to its children
 """

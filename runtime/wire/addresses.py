@@ -101,15 +101,15 @@ def default_address() -> str:
     return f"ipc://{directory}/engine.sock"
 
 
-def check_keys(address: Address, keys: bool) -> None:
-    """Raises AddressError for tcp beyond the loopback without CURVE keys.
+def check_keys(address: Address, keys: bool, flag: str = "--keys") -> None:
+    """Raises AddressError for tcp beyond the loopback without CURVE keys, which the command's `flag` gives.
 
     To be asked before binding and before connecting.
     """
     if not address.local and not keys:
         raise AddressError(
             f"{address} can be reached from other machines, so it needs keys: make them with `sidestream keygen DIR` "
-            "and give them with --keys; "
+            f"and give them with {flag}; "
             "or use an ipc address or tcp://127.0.0.1:PORT"
         )
 

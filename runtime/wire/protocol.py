@@ -22,6 +22,7 @@ HEADER_BYTES = len(MAGIC) + 2 + INSTANCE_BYTES
 MAX_FRAME_BYTES = 4 << 20
 MAX_PROMPT_CHARACTERS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
+MAX_CHOICES = 256
 MAX_OPEN_REQUESTS = 4096
 """Unfinished requests of one connection."""
 MAX_CHUNK_TOKENS = 256
@@ -77,7 +78,7 @@ RETRYABLE: frozenset[str] = frozenset(
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """The fields of `SamplingParams` that travel, with its defaults and meanings."""
 
-    n: Annotated[int, Meta(ge=1, le=256)] = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
@@ -89,10 +90,14 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Annotated[dict[TokenId, float], Meta(max_length=1024)] = {}
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(max_length=256)] = []
+    skip_reading_prefix_cache: bool | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -111,12 +116,25 @@ class Hello(Message, tag="hello", frozen=True):
     client: Short = ""
 
 
+class Continued(Struct, frozen=True, omit_defaults=True):
+    """What another engine made of one completion: its tokens, how much of their text the client has (in Unicode code
+    points), and whether it is complete.
+    """
+
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] = []
+    characters: Count = 0
+    finished: bool = False
+
+
 class Submit(Message, tag="submit", frozen=True):
     """A request: exactly one of `prompt` and `prompt_token_ids`.
 
+    add_special_tokens  a text gets the special tokens that the model expects at the start, such as BOS
     stream            chunks as tokens come; else the whole answer at its end
     priority          smaller runs earlier; equal ones first come, first served
     deadline_seconds  counted from arrival; the request ends with `deadline_exceeded` when it passes
+    continues         what there is of each of the n completions already: the answer goes on from there
+    owner             for whom the client asks, where it asks for several: steps are shared fairly between them
     """
 
     request_id: RequestId
@@ -124,9 +142,12 @@ class Submit(Message, tag="submit", frozen=True):
     prompt_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
     adapter: AdapterName | None = None
     sampling: Sampling = Sampling()
+    add_special_tokens: bool = True
     stream: bool = True
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     deadline_seconds: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    continues: Annotated[list[Continued], Meta(max_length=MAX_CHOICES)] = []
+    owner: Short = ""
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -155,6 +176,21 @@ class ListAdapters(Message, tag="list_adapters", frozen=True):
     """Asks for all adapters."""
 
     call: CallId
+
+
+class Tokenize(Message, tag="tokenize", frozen=True):
+    """Asks for a text's ids; `add_special_tokens`: as a prompt has them."""
+
+    call: CallId
+    text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
+    add_special_tokens: bool = True
+
+
+class Detokenize(Message, tag="detokenize", frozen=True):
+    """Asks for the text of ids, special tokens included."""
+
+    call: CallId
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 class GetStats(Message, tag="get_stats", frozen=True):
@@ -227,6 +263,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     first        how many tokens of this completion were sent before
     logprobs     for each token the chosen one first, then the likeliest
     usage        only in the request's last chunk
+    prompt_logprobs  for the prompt's next tokens (from its second on) its own one first, then the likeliest
     """
 
     request_id: str
@@ -238,6 +275,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | str | None = None
     logprobs: list[list[TokenLogprob]] | None = None
     usage: Usage | None = None
+    prompt_logprobs: list[list[TokenLogprob]] | None = None
 
 
 class Chunks(Message, tag="chunks", frozen=True):
@@ -273,6 +311,20 @@ class Adapters(Message, tag="adapters", frozen=True):
     adapters: list[AdapterInfo]
 
 
+class Tokens(Message, tag="tokens", frozen=True):
+    """Answers `tokenize`."""
+
+    call: CallId
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+
+
+class Text(Message, tag="text", frozen=True):
+    """Answers `detokenize`."""
+
+    call: CallId
+    text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
+
+
 class Stats(Message, tag="stats", frozen=True):
     """Answers `get_stats`: counters (since the start, names end in `_total`) and gauges, by name."""
 
@@ -303,8 +355,20 @@ class Error(Message, tag="error", frozen=True):
     retry_after: float | None = None
 
 
-ClientMessage = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListAdapters | GetStats | GetHealth | Beat
-ServerMessage = Welcome | Accepted | Chunks | Done | Adapters | Stats | Health | Error | Beat
+ClientMessage = (
+    Hello
+    | Submit
+    | Abort
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
+    | Tokenize
+    | Detokenize
+    | GetStats
+    | GetHealth
+    | Beat
+)
+ServerMessage = Welcome | Accepted | Chunks | Done | Adapters | Tokens | Text | Stats | Health | Error | Beat
 
 
 class FrameError(ValueError):

@@ -2,15 +2,21 @@
 
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import types
 from pathlib import Path
 
 import pytest
+import sidestream
+import torch
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.device.progress import progress, stage
 from sidestream.tools import cli
 from sidestream.tools.bench.latency import Row, line
 from sidestream.tools.commands.demo import next_steps
+from sidestream.tools.options import environment
 
 QUICK = ["--max-model-len", "128", "--max-tokens", "4", "--device", "cpu"]
 BENCHES = ("latency", "throughput", "startup")
@@ -44,10 +50,36 @@ def test_what_few_need_stands_last(command: list[str], capsys: pytest.CaptureFix
     assert "\n  --disable-pass" in rare and "\n  --precision" not in rare
 
 
-def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_versions_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])
-    assert left.value.code == 0 and re.fullmatch(r"sidestream \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    first, second = capsys.readouterr().out.splitlines()
+    assert left.value.code == 0 and first.split(" (commit ")[0] == f"sidestream {sidestream.__version__}"
+    assert f"torch {torch.__version__}, triton " in second
+
+
+def test_the_commit_is_known_of_a_checkout_and_of_an_install_from_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    noted: dict[str, object] = {"url": "https://example.org", "vcs_info": {"vcs": "git", "commit_id": "0123456789" * 4}}
+    installed = types.SimpleNamespace(read_text=lambda _: json.dumps(noted), version="1")
+    monkeypatch.setattr(environment.metadata, "distribution", lambda _: installed)
+    assert environment.commit() == "012345678901" and "(commit 012345678901)" in environment.version_text()
+    noted.clear()
+    assert environment.commit() is None and "commit" not in environment.version_text()
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    assert environment.commit() == git("rev-parse", "HEAD")[:12]
+    (tmp_path / "file").write_text("2")
+    assert environment.commit() == git("rev-parse", "HEAD")[:12] + "+"
 
 
 def test_a_config_is_enough_for_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +103,7 @@ def test_a_cpu_is_not_measured_against_a_gpu_s_floor() -> None:
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with a chat template."""
     place = tmp_path_factory.mktemp("chatty") / "model"
-    shutil.copytree(DEMO_MODEL, place, ignore=shutil.ignore_patterns("adapters"))
+    shutil.copytree(DEMO_MODEL, place, ignore=shutil.ignore_patterns("adapters", "chat_template.jinja"))
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return place
@@ -94,8 +126,9 @@ def test_generate_puts_prompts_into_the_template(chatty: Path, capsys: pytest.Ca
     assert [answer["prompt"] for answer in answers] == ["<user>hi", "<user>ho"]
 
 
-def test_a_model_without_a_template_has_no_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--chat", "-p", "hi", *QUICK]) == 2
+def test_a_model_without_a_template_has_no_chat(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (chatty / "tokenizer_config.json").unlink()
+    assert cli.main(["generate", str(chatty), "--chat", "-p", "hi", *QUICK]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and "chat template" in error
 
@@ -134,10 +167,11 @@ def test_the_demo_ends_with_where_the_command_is_and_three_things_to_try(
     monkeypatch.setenv("PATH", str(tmp_path))
     said = next_steps("dump").strip().splitlines()
     assert said[0].startswith("The command is .venv/bin/sidestream.") and "dump/index.html" in said[0]
-    assert len(said) == 4 and all(each.startswith("  .venv/bin/sidestream ") for each in said[1:])
-    for each in said[1:]:
-        words = re.split(r"\s{2,}", each.strip())[0].split()
-        assert words[1] in ("generate", "serve", "explain")
+    calls = [each.strip().removeprefix(".venv/bin/sidestream ") for each in said if each.startswith("    .venv/bin/")]
+    assert [shlex.split(call)[0] for call in calls] == ["generate", "serve", "chat", "explain"]
+    for call in calls:
+        cli.build_parser().parse_args(shlex.split(call))
+    assert len([each for each in said if each.endswith(":") and each.startswith("  ")]) == 3
 
 
 def test_the_pass_table_of_a_dump_fits_a_hundred_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

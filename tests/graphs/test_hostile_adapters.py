@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.graphs import adapter_file
+from sidestream.graphs import tensor_layout
 from sidestream.graphs.adapter import WEIGHTS, Adapter, load_adapter
 from sidestream.graphs.adapter_config import CONFIG, AdapterError
-from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.regular_file import FileRefusedError, open_regular
+from sidestream.graphs.tensor_layout import read_layout
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 SECRET = "s3cret"
@@ -128,16 +128,16 @@ def test_headers_are_bounded_before_they_are_read(
     base: TinyBase, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = {f"t{index}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for index in range(2000)}
-    monkeypatch.setattr(adapter_file, "_HEADER_BYTES", 1 << 20)
+    monkeypatch.setattr(tensor_layout, "_HEADER_BYTES", 1 << 20)
     with_header(adapter, json.dumps(many).encode())
     with pytest.raises(AdapterError, match="2000 tensors"):
         load(base, adapter)
     monkeypatch.undo()
-    monkeypatch.setattr(adapter_file.json, "loads", lambda _: pytest.fail("it was parsed"))
+    monkeypatch.setattr(tensor_layout.json, "loads", lambda _: pytest.fail("it was parsed"))
     for header in (json.dumps(many).encode(), b" " * (93 << 20)):
         with_header(adapter, header)
         with pytest.raises(AdapterError, match=r"a header of \d+ bytes"):
-            AdapterFile(adapter / WEIGHTS, AdapterError, "do this", 56)
+            read_layout(adapter / WEIGHTS, AdapterError, "do this", 56)
 
 
 def test_a_large_config_is_not_parsed(base: TinyBase, adapter: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from sidestream.runtime.llm import LLM
+from sidestream.runtime.requests.beam_search import BeamSearchParams
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.lora_request import LoRARequest
 from sidestream.runtime.requests.sampling_params import SamplingParams
@@ -125,10 +126,12 @@ def test_bytes_are_no_prompt(llm, prompts):
 def test_the_prefix_cache_can_be_reset(llm):
     prompt = list(range(150))
 
-    def cached() -> int:
-        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+    def cached(**fields: bool) -> int:
+        params = dataclasses.replace(GREEDY, **fields)
+        return llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens
 
     assert llm.reset_prefix_cache() and [cached(), cached()] == [0, 128]
+    assert [cached(skip_reading_prefix_cache=skip) for skip in (True, False)] == [0, 128]
     stream = llm.stream(prompt, GREEDY)
     next(stream)
     assert not llm.reset_prefix_cache(), "a stream is open"
@@ -188,6 +191,10 @@ def test_close_gives_memory_and_threads_back(base, adapter):
         lambda llm: llm.prefetch_adapters(),
         lambda llm: llm.get_tokenizer(),
         lambda llm: llm.reset_prefix_cache(),
+        lambda llm: llm.beam_search("x", BeamSearchParams(2, 2)),
+        lambda llm: llm.sleep(),
+        lambda llm: llm.wake_up(),
+        lambda llm: llm.is_sleeping(),
         lambda llm: llm.generate("x", lora_request=LoRARequest("first", 1), use_tqdm=False),
         lambda llm: llm.adapters,
         lambda llm: llm.max_model_len,

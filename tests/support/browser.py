@@ -63,9 +63,9 @@ class Browser:
     def _command(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._post(f"/session/{self._session}{path}", body or {})
 
-    def open(self, page: Path) -> None:
-        """Load a file, and wait until it has loaded."""
-        self._command("/url", {"url": page.as_uri()})
+    def open(self, page: Path | str) -> None:
+        """Load a file or an address, and wait until it has loaded."""
+        self._command("/url", {"url": page if isinstance(page, str) else page.as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What the script returns."""
@@ -92,8 +92,10 @@ class Browser:
         )
 
     def prefer(self, scheme: str) -> None:
-        """What prefers-color-scheme says: light or dark."""
-        self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        """What prefers-color-scheme says: light or dark; and no transitions, so that a colour is at once what it is."""
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.devtools("Emulation.setEmulatedMedia", features=features)
 
     def devtools(self, method: str, **parameters: Any) -> Any:
         """A command of the DevTools protocol."""

@@ -74,11 +74,30 @@ class FakeRunner:
             )
             assert {other for _, _, other in seen} == {adapter}, "keys and values come from the sequence's own adapter"
             tokens[row] = next_token([token for token, _, _ in seen], adapter, self.vocabulary)
+        scores = self._score(plan)
         self._last = tokens
         self.plans.append(plan)
         self.computed += plan.num_tokens
         self._flying.append(plan.step)
-        return StepResult(plan.step, tokens)
+        return StepResult(plan.step, tokens, **scores)
+
+    def _score(self, plan: StepPlan) -> dict[str, np.ndarray]:
+        """A prompt's token has the log-probability -1 minus what the model says after the tokens before it."""
+        count = plan.sampling.num_prompt_logprobs
+        assert (count < 0) == (not len(plan.scored_rows)) and len(plan.scored_rows) == len(plan.scored_tokens)
+        if count < 0:
+            return {}
+        said = []
+        for place in plan.logits_indices[plan.scored_rows].tolist():
+            row = int(np.searchsorted(plan.query_start, place, side="right")) - 1
+            seen = self._read(plan, row)[: int(plan.positions[place]) + 1]
+            said.append(next_token([token for token, _, _ in seen], seen[0][2], self.vocabulary))
+        likeliest = np.arange(count)[None] + np.array(said)[:, None]
+        return {
+            "prompt_tokens": np.concatenate((plan.scored_tokens[:, None], likeliest), 1).astype(np.int32),
+            "prompt_logprobs": np.repeat(-1 - np.array(said, np.float32)[:, None], 1 + count, 1),
+            "prompt_ranks": np.array(said, np.int32),
+        }
 
     def fail(self, plan: StepPlan) -> None:
         """The step stores and samples nothing; what later plans compute from it is not checked."""

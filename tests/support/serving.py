@@ -221,8 +221,11 @@ class Server:
 
 
 @contextmanager
-def serve(settings: ServeSettings, log: Path) -> Iterator[Server]:
-    """A server with these settings (`bind` is filled in), in processes of its own. It has ended when the block does."""
+def serve(settings: ServeSettings, log: Path, engines: int = 1) -> Iterator[Server]:
+    """A server with these settings (`bind` is filled in), in processes of its own. It has ended when the block does.
+
+    `engines`: so many behind HTTP, at a free port.
+    """
     with tempfile.TemporaryDirectory(prefix="sst-") as directory:
         os.chmod(directory, 0o700)
         address = settings.bind or f"ipc://{directory}/engine.sock"
@@ -234,7 +237,8 @@ def serve(settings: ServeSettings, log: Path) -> Iterator[Server]:
         }
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "support.serving", msgspec.json.encode(settings).decode()],
+                [sys.executable, "-m", "support.serving", msgspec.json.encode(settings).decode()]
+                + ([str(engines)] if engines > 1 else []),
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -259,7 +263,7 @@ def serve(settings: ServeSettings, log: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def serve_fake(directory: Path, *, adapters: int = 0, **options: Any) -> Iterator[Server]:
+def serve_fake(directory: Path, *, adapters: int = 0, engines: int = 1, **options: Any) -> Iterator[Server]:
     """A server whose model is a hash.
 
     `options`: fields of `FakeSizes`, or of `ServeSettings`; `adapters`: how many it has, by name `a0`, `a1`, ...
@@ -283,7 +287,7 @@ def serve_fake(directory: Path, *, adapters: int = 0, **options: Any) -> Iterato
             **own,
         }
     )
-    with serve(settings, directory / "server.log") as server:
+    with serve(settings, directory / "server.log", engines) as server:
         yield server
 
 
@@ -300,4 +304,14 @@ def write_byte_tokenizer(directory: Path) -> None:
 if __name__ == "__main__":
     from sidestream.runtime.server.supervisor import serve as run
 
-    sys.exit(run(msgspec.json.decode(sys.argv[1], type=ServeSettings), lambda line: print(line, flush=True)))
+    served = msgspec.json.decode(sys.argv[1], type=ServeSettings)
+    if len(sys.argv) > 2:  # several engines behind HTTP
+        from sidestream.runtime.gateway.serving.process import listen
+        from sidestream.runtime.gateway.settings import GatewaySettings
+        from sidestream.runtime.server.front import Front
+        from sidestream.runtime.server.replicas.host import serve_replicas
+
+        gateway = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
+        front = Front(gateway, lambda engines: GatewaySettings(engines=engines), listen("127.0.0.1", 0))
+        sys.exit(serve_replicas(served, int(sys.argv[2]), lambda line: print(line, flush=True), front))
+    sys.exit(run(served, lambda line: print(line, flush=True)))

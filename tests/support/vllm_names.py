@@ -13,9 +13,10 @@ LLM = (
     "fully_sharded_loras kv_cache_dtype enable_prefix_caching enable_chunked_prefill block_size "
     "num_gpu_blocks_override load_format download_dir code_revision generation_config pipeline_parallel_size "
     "data_parallel_size distributed_executor_backend speculative_config limit_mm_per_prompt max_logprobs "
-    "disable_log_stats served_model_name"
+    "disable_log_stats served_model_name enable_sleep_mode"
 )
 GENERATE = "prompts sampling_params use_tqdm lora_request priority"
+BEAM_SEARCH = "prompts params lora_request use_tqdm concurrency_limit"
 CHAT = (
     "messages sampling_params use_tqdm lora_request chat_template chat_template_content_format add_generation_prompt "
     "continue_final_message tools chat_template_kwargs mm_processor_kwargs"

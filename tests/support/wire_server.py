@@ -153,7 +153,8 @@ class WireServer:
             self._open[client, message.request_id] = message
             self._tell(client, protocol.Chunks(chunks=[Chunk(message.request_id, 0, 0, " 0", [0])]))
             return
-        for token in range(count):
+        begun = len(message.continues[0].token_ids) if message.continues else 0
+        for token in range(begun, count):
             last = token == count - 1
             chunks = []
             for index in range(choices):

@@ -1,11 +1,14 @@
 """The chaos harness sees what it is there to see: a round against a live server, and findings where there are some."""
 
+import os
 import random
+import re
 from pathlib import Path
 
 import pytest
 from sidestream.runtime.wire import protocol
 from sidestream.tools.chaos import caches, frames
+from sidestream.tools.chaos.lives import Lives
 from sidestream.tools.chaos.report import Line, growth, table
 from sidestream.tools.chaos.run import main
 from sidestream.tools.chaos.served import Holdings
@@ -16,6 +19,7 @@ def test_a_round_of_harmless_attacks_finds_nothing(capsys: pytest.CaptureFixture
     told = capsys.readouterr().out
     assert code == 0 and "no findings" in told, told
     assert "hostile frames               1     10000         1         0" in told
+    assert re.search(r"a process was killed; served again +1 ", told), told
 
 
 def test_the_same_seed_gives_the_same_frames_and_most_are_refused() -> None:
@@ -40,6 +44,25 @@ def test_growth_is_told_by_process_and_kind() -> None:
     assert (
         "hang-ups: processes died" in told and "batcher: 20 open files grew to 40" in told and "no findings" not in told
     )
+
+
+def test_growth_of_a_life_is_that_of_its_last_ten_minutes_over_its_first() -> None:
+    """This process is looked at: it grows by 64 MiB while young, and again by as much when it is old."""
+    lives, mine, blocks = Lives(), {"supervisor": os.getpid()}, []
+    for minute in range(0, 31, 5):
+        if minute in (5, 25):
+            blocks.append(b"x" * (64 << 20))
+        lives.look(minute * 60.0, mine)
+        assert bool(lives.findings()) == (minute >= 25)
+    (row,) = lives.table()[1:]
+    assert row.startswith("supervisor") and " 30.0 " in row
+
+
+def test_a_life_of_less_than_twenty_minutes_has_no_row() -> None:
+    lives = Lives()
+    lives.look(0.0, {"supervisor": os.getpid()})
+    lives.look(1199.0, {"supervisor": os.getpid()})
+    assert lives.table() == lives.findings() == []
 
 
 def test_damage_changes_half_of_the_files(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ COMMANDS = (
     ["complete"],
     ["chat"],
     ["keygen"],
+    ["keys"],
+    ["usage"],
     ["collect-env"],
     ["bench", "latency"],
     ["bench", "serve"],

@@ -1,6 +1,7 @@
 """`sidestream bench`, and what else measures speed.
 
 latency, throughput, startup        the engine: workloads A, B and P, T
+versus_vllm, engine_run             workloads A and P on vLLM and here, in turn
 kernels, kernels_attention          each op alone: workload K
 cold_adapters                       workload C in this process
 layer, ablation                     one decode layer; what each optimisation is worth

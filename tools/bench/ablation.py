@@ -34,6 +34,11 @@ class Arm:
         return self.lora == "both" or (self.lora == "only") == lora
 
 
+def todays_name(arm: str) -> str:
+    """An arm's name, where raw output may have a former one."""
+    return arm.replace("LoRA beside the base", "LoRA next to the base")
+
+
 def arms() -> list[Arm]:
     """Everything on, then one change a line."""
     from ...compiler.options import LoraLowering
@@ -52,7 +57,7 @@ def arms() -> list[Arm]:
         *(Arm(f"LoRA as {name}", {"lora_lowering": name}, "only") for name in lowerings),
         *(
             Arm(
-                f"LoRA beside the base on {part:.0%} of the SMs",
+                f"LoRA next to the base on {part:.0%} of the SMs",
                 {"lora_lowering": "side_stream", "lora_sm_share": part},
                 "only",
             )

@@ -24,7 +24,7 @@ from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..options.models import LLAMA_8B
-from .ablation import Arm, Row, arms
+from .ablation import Arm, Row, arms, todays_name
 from .layer import CONTEXT, VOCABULARY
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "bench_ablation_h200.json"
@@ -64,7 +64,7 @@ class Change:
 
 def measured_rows(path: Path = MEASURED) -> list[Row]:
     """The rows of a file of `sidestream bench latency --ablate`."""
-    return [Row(**row) for row in json.loads(path.read_text())["ablation"]]
+    return [Row(**row | {"arm": todays_name(row["arm"])}) for row in json.loads(path.read_text())["ablation"]]
 
 
 @cache

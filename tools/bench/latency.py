@@ -8,7 +8,6 @@ cancels out.
 import argparse
 import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,11 +27,11 @@ from ..options.engine import (
 )
 from ..options.environment import collect
 from ..options.models import LLAMA_8B, pick_adapters
+from .engine_run import SHORT_OUTPUT, measure
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
 from .profile_run import write_profile
 from .random_model import write_random_adapter
 
-SHORT_OUTPUT = 32
 LORA_CHOICES = ("none", "zipf", "four")
 
 DESCRIPTION = """\
@@ -143,31 +142,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_compile_options(parser)
     add_run_options(parser.add_argument_group("engine"), seed="seed of prompts, weights and the adapters' mix")
     parser.set_defaults(run=run)
-
-
-def measure(
-    generate: Callable[[int], Any], output_len: int, repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, float, float]:
-    """(median ms per step, spread in percent, median seconds of a whole run); `generate(n)` makes n outputs for every
-    request.
-
-    Raises ValueError when the longer run was not slower, so that no time per step follows.
-    """
-    generate(min(8, SHORT_OUTPUT))
-    generate(SHORT_OUTPUT)
-    steps, wholes = [], []
-    for _ in range(repeats):
-        seconds = {}
-        for length in (SHORT_OUTPUT, output_len):
-            started = clock()
-            generate(length)
-            seconds[length] = clock() - started
-        steps.append(1e3 * (seconds[output_len] - seconds[SHORT_OUTPUT]) / (output_len - SHORT_OUTPUT))
-        wholes.append(seconds[output_len])
-    middle = statistics.median(steps)
-    if middle <= 0:
-        raise ValueError(f"{output_len} outputs took no longer than {SHORT_OUTPUT}: raise --output-len or --num-iters")
-    return middle, 100 * (max(steps) - min(steps)) / middle, statistics.median(wholes)
 
 
 def check(options: argparse.Namespace) -> None:

@@ -9,5 +9,7 @@ peers         raw sockets: half messages, forged routing ids, endless parts; cli
 directories   adapter directories that hold traps
 caches        files of the cache, damaged
 kills         SIGKILL and SIGSTOP of each process
+lives         what each process holds as it grows older
+router_kills  a command of its own: kill -9 of engines behind the gateway's router, each answer held to its last token
 report        what was seen, as one table
 """

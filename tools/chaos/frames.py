@@ -34,7 +34,12 @@ HONEST: Mapping[str, bytes] = {
 }
 """One message of each type that a client may send, as msgpack."""
 FIELDS = sorted(
-    {field.encode_name for kind in (*SENT, protocol.Sampling) for field in msgspec.structs.fields(kind)} | {"type"}
+    {
+        field.encode_name
+        for kind in (*SENT, protocol.Sampling, protocol.Continued)
+        for field in msgspec.structs.fields(kind)
+    }
+    | {"type"}
 )
 TYPES = (*HONEST, "welcome", "chunks", "__class__", "")
 NUMBERS = (

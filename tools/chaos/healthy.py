@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Self
 
 from ...runtime.client.client import Client
-from ...runtime.requests.errors import OverloadedError, ServerError
+from ...runtime.requests.errors import EngineDeadError, OverloadedError, ServerError
 from ...runtime.requests.sampling_params import SamplingParams
+from .served import ServedDemo
 
 PATIENCE = 60.0
 """Seconds after which a request without an answer and without an error counts as lost."""
@@ -27,13 +28,17 @@ class HealthyClients:
     wrong   another answer
     told    an error that says that the engine died, restarts or is full; the client asks again
     lost    neither answer nor error within PATIENCE
+
+    `told_after` has, for each request that was open when a process was killed, the seconds until its client heard so.
     """
 
-    def __init__(self, address: str, prompts: Path, count: int) -> None:
+    def __init__(self, served: ServedDemo, prompts: Path, count: int) -> None:
+        self.told_after: list[float] = []
+        self._served = served
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.longest_silence = 0.0
-        self._address = address
+        self._address = served.address
         self._questions = json.loads(prompts.read_text(encoding="utf-8"))
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -82,8 +87,15 @@ class HealthyClients:
                 self._stop.wait(0.5)
 
     def _one(self, client: Client, question: dict[str, str], params: SamplingParams) -> None:
+        asked = time.monotonic()
         try:
             (output,) = client.generate([question["prompt"]], params, adapter=question["adapter"], timeout=PATIENCE)
+        except EngineDeadError:
+            killed = self._served.killed_at
+            if killed is not None and asked < killed:
+                with self._lock:
+                    self.told_after.append(time.monotonic() - killed)
+            raise
         except TimeoutError:
             self._note("lost")
             return

@@ -18,6 +18,7 @@ def kill_one(served: ServedDemo, source: random.Random) -> int:
     victim = served.processes().get(role)
     if victim is None:
         return 0
+    served.killed_at = time.monotonic()
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, signal.SIGKILL)
     end = time.monotonic() + RESTART_SECONDS
@@ -26,6 +27,7 @@ def kill_one(served: ServedDemo, source: random.Random) -> int:
             raise TimeoutError(f"the {role} was not started again within {RESTART_SECONDS:g} s")
         time.sleep(0.05)
     served.wait()
+    served.outages.append(time.monotonic() - served.killed_at)
     return 1
 
 

@@ -1,6 +1,7 @@
 """What was seen, as one table."""
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .served import Holdings
@@ -38,14 +39,24 @@ def growth(first: Mapping[str, Holdings], last: Mapping[str, Holdings]) -> list[
     return found
 
 
+def delays(what: str, seconds: list[float]) -> list[str]:
+    """One row with the median and the longest of `seconds`; nothing without any."""
+    if not seconds:
+        return []
+    return [f"{what:<44}{len(seconds):>6}{statistics.median(seconds):>10.2f}{max(seconds):>10.2f}"]
+
+
 def table(
     lines: Mapping[str, Line],
     seen: Mapping[str, int],
     findings: list[str],
     first: Mapping[str, Holdings],
     last: Mapping[str, Holdings],
+    more: Sequence[str] = (),
 ) -> str:
-    """The report: a row an attack, then the healthy clients' requests, what the processes hold, and the findings."""
+    """The report: a row an attack, then the healthy clients' requests, what the processes hold, `more` rows, and the
+    findings.
+    """
     rows = [f"{'attack':<22}{'rounds':>8}{'attempts':>10}{'survived':>10}{'findings':>10}"]
     rows += [
         f"{line.name:<22}{line.rounds:>8}{line.attempts:>10}{line.survived:>10}{len(line.findings):>10}"
@@ -65,6 +76,7 @@ def table(
             f"{role:<22}{before.memory >> 20:>4}>{after.memory >> 20:<4}{before.files:>5}>{after.files:<4}"
             f"{before.threads:>5}>{after.threads:<4}"
         )
+    rows += ["", *more] if more else []
     found = [f"{line.name}: {finding}" for line in lines.values() for finding in dict.fromkeys(line.findings)]
     found += findings
     rows += ["", "no findings" if not found else "findings:", *(f"  {finding}" for finding in found)]

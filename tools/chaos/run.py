@@ -17,7 +17,8 @@ from ...runtime.client.client import Client
 from ..options.engine import DEMO_MODEL
 from .attacks import ATTACKS, Attack, Target
 from .healthy import HealthyClients
-from .report import Line, growth, table
+from .lives import Lives
+from .report import Line, delays, growth, table
 from .served import Holdings, ServedDemo
 
 FLAGS = ("--precision", "fp32", "--max-model-len", "256", "--num-kv-pages", "64", "--max-num-seqs", "8")
@@ -58,6 +59,11 @@ def pages_used_when_idle(address: str) -> int:
             time.sleep(0.2)
 
 
+def too_soon(served: ServedDemo, seconds: float) -> bool:
+    """Whether the last kill (or the start) is less than `seconds` ago."""
+    return time.monotonic() - (served.killed_at or served.begun) < seconds
+
+
 def settle(target: Target) -> dict[str, Holdings]:
     """What the processes hold when the dust has settled."""
     target.served.wait()
@@ -72,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="draws everything (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=4, metavar="N", help="healthy clients (default: %(default)s)")
     parser.add_argument(
+        "--kill-every",
+        type=float,
+        default=0.0,
+        metavar="MINUTES",
+        help="attacks that kill wait so long after the last one, so that processes grow old (default: %(default)s)",
+    )
+    parser.add_argument(
         "--only", nargs="+", metavar="ATTACK", choices=[attack.name for attack in ATTACKS], help="these attacks alone"
     )
     options = parser.parse_args(arguments)
@@ -83,25 +96,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target = Target(served, DEMO_MODEL / "adapters" / "pirate")
         print(f"served after {served.wait():.1f} s", flush=True)
         first: dict[str, Holdings] = {}
-        with HealthyClients(served.address, DEMO_MODEL / "prompts.json", options.clients) as healthy:
+        lives = Lives()
+        with HealthyClients(served, DEMO_MODEL / "prompts.json", options.clients) as healthy:
             end = time.monotonic() + options.minutes * 60
             while True:
                 for attack in source.sample(chosen, len(chosen)):
+                    if attack.kills and too_soon(served, options.kill_every * 60):
+                        continue
                     begun = time.monotonic()
                     attack_once(attack, target, source, lines[attack.name], healthy)
                     print(f"{attack.name:<22}{time.monotonic() - begun:6.1f} s  {dict(healthy.seen)}", flush=True)
                 last = settle(target)
+                lives.look(time.monotonic(), served.processes())
                 first = first or last
                 if time.monotonic() >= end or not served.alive:
                     break
-        findings += growth(first, last)
+        findings += growth(first, last) + lives.findings()
         findings += [f"a wrong answer: {wrong}" for wrong in healthy.wrong[:8]]
         findings += [f"{healthy.seen['lost']} requests were lost"] if healthy.seen["lost"] else []
         used = pages_used_when_idle(served.address)
         findings += [f"{used} KV pages stay taken"] if used else []
         left = served.stop()
         findings += [f"left after the end: {thing}" for thing in left]
-        tracebacks = served.tracebacks()
-        findings += [f"{tracebacks} tracebacks in the log"] if tracebacks else []
-    print(table(lines, healthy.seen, findings, first, last))
+        findings += [f"a traceback in the log: {text}" for text in dict.fromkeys(served.tracebacks())]
+    timed = delays("a process was killed; its clients heard", healthy.told_after)
+    timed += delays("a process was killed; served again", served.outages)
+    timed = [f"{'':<44}{'times':>6}{'median s':>10}{'longest s':>10}", *timed] if timed else []
+    print(table(lines, healthy.seen, findings, first, last, lives.table() + timed))
     return int(bool(findings) or any(line.findings for line in lines.values()) or not healthy.seen["right"])

@@ -46,10 +46,15 @@ class ServedDemo:
         self.cache = folder / "cache"
         self.adapters = folder / "adapters"
         self.log = folder / "server.log"
+        self.begun = time.monotonic()
+        self.killed_at: float | None = None
+        """When a process was last killed by intention, on the monotonic clock."""
+        self.outages: list[float] = []
+        """Seconds from each kill until the server said ok again."""
         self.address = f"ipc://{folder}/run/engine.sock"
         for made in (self.cache, self.adapters):
             made.mkdir(mode=0o700, parents=True)
-        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--bind", self.address]
+        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--no-http", "--bind", self.address]
         command += ["--adapter-root", str(self.adapters), "--allow-adapter-loading", *flags]
         environment = os.environ | {
             "SIDESTREAM_CACHE": str(self.cache),
@@ -117,9 +122,14 @@ class ServedDemo:
         """The end of the server's log."""
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def tracebacks(self) -> int:
-        """How many tracebacks the server has printed."""
-        return self.log.read_bytes().count(b"Traceback (most recent call last)")
+    def tracebacks(self) -> list[str]:
+        """The tracebacks that the server has printed, on one line each."""
+        found = []
+        for part in self.log.read_text(errors="replace").split("Traceback (most recent call last):")[1:]:
+            lines = part.strip("\n").splitlines()
+            end = next((index for index, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
+            found.append(" | ".join(line.strip() for line in lines[max(0, end - 4) : end + 1]))
+        return found
 
     def stop(self) -> list[str]:
         """SIGTERM, then SIGKILL if it does not end; returns what is left of it: processes and sockets."""

@@ -173,17 +173,10 @@ def as_text(calibration: Any, precision: str) -> str:
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]
     short = {kv_dtype: kv_dtype.removeprefix("fp8_") for kv_dtype in KV_DTYPES}
-    table: list[tuple[str, ...]] = [
-        (
-            "layer",
-            "K amax",
-            "outliers",
-            "bias",
-            *(word for kv_dtype in KV_DTYPES for word in (short[kv_dtype], "best")),
-            *(word for kv_dtype in KV_DTYPES for word in (f"V {short[kv_dtype]}", "rotated")),
-            "K treated",
-            "gain",
-        )
+    errors_of = [word for kv_dtype in KV_DTYPES for word in (short[kv_dtype], "best")]
+    keys: list[tuple[str, ...]] = [("layer", "K amax", "outliers", "bias", *errors_of, "K treated", "gain")]
+    values: list[tuple[str, ...]] = [
+        ("layer", *(word for kv_dtype in KV_DTYPES for word in (f"V {short[kv_dtype]}", "rotated")))
     ]
     for number, layer in enumerate(calibration.layers):
         row = [str(number), f"{layer.key_amax:.1f}", f"{layer.key_outliers:.1f}", f"{layer.bias:.0%}"]
@@ -192,19 +185,20 @@ def as_text(calibration: Any, precision: str) -> str:
                 f"{layer.key_errors[(kv_dtype, *TREATMENTS[0])]:.1e}",
                 f"{layer.key_errors[(kv_dtype, *layer.treatment(kv_dtype))]:.1e}",
             ]
-        row += [f"{layer.value_errors[kv_dtype, rotated]:.1e}" for kv_dtype in KV_DTYPES for rotated in (False, True)]
         treatment = layer.treatment(chosen)
         words = [word for word, on in zip(("Hadamard", "centred"), treatment, strict=True) if on]
         gain = layer.key_errors[(own, *TREATMENTS[0])] / max(layer.key_errors[(chosen, *treatment)], 1e-30)
-        table.append((*row, ", ".join(words) or "as it is", f"{gain:.2f}x"))
+        keys.append((*row, ", ".join(words) or "as it is", f"{gain:.2f}x"))
+        pairs = [(kv_dtype, rotated) for kv_dtype in KV_DTYPES for rotated in (False, True)]
+        values.append((str(number), *(f"{layer.value_errors[pair]:.1e}" for pair in pairs)))
     errors = ", ".join(f"{kv_dtype} {calibration.error(kv_dtype):.1e}" for kv_dtype in KV_DTYPES)
     modes = "\n".join(
         f"precision {each}: {_choice(calibration, each)}"
         for each in sorted(EIGHT_BITS, key=lambda name: name != precision)
     )
     return (
-        f"{columns(table, right=range(1, 12))}\nerror of attention, scores and values, each dtype at its best: "
-        f"{errors}\n{modes}"
+        f"{columns(keys, right={*range(1, 8), 9})}\n{columns(values, right=range(1, 5))}\n"
+        f"error of attention, scores and values, each dtype at its best: {errors}\n{modes}"
     )
 
 

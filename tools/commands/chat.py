@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ...runtime.requests.sampling_params import SamplingParams
     from ...runtime.text.chat import ChatRenderer
     from ...runtime.text.chat_template import ChatWords
+    from ...runtime.text.prompts import Prompt
 
 DESCRIPTION = """\
 Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each
@@ -93,12 +94,14 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, str]] = []
 
-    def prompt(self) -> str:
+    def prompt(self) -> "Prompt":
         """The prompt for the next answer. Raises ChatTemplateError."""
+        from ...runtime.text.prompts import without_special_tokens
+
         if self.words.template is None:
             return self.messages[-1]["content"]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.renderer.prompts(self.words, system + self.messages)[0]
+        return without_special_tokens(self.renderer.prompts(self.words, system + self.messages)[0])
 
     def turn(self, text: str) -> str:
         """Say something and show the answer as it grows; an interruption ends the answer and keeps what came.

@@ -34,8 +34,9 @@ def run(options: argparse.Namespace) -> int:
         json.dump(found, sys.stdout, indent=2)
         print()
         return 0
-    for name in ("sidestream", "python", "system", "libc", "cpu_threads", "cuda_of_torch", "driver"):
-        print(f"{name.replace('_', ' '):<14} {found[name] if found[name] is not None else 'none'}")
+    for name in ("sidestream", "commit", "python", "system", "libc", "cpu_threads", "cuda_of_torch", "driver"):
+        nothing = "unknown" if name == "commit" else "none"
+        print(f"{name.replace('_', ' '):<14} {nothing if found[name] is None else found[name]}")
     for gpu in found["gpus"]:
         suits = "" if gpu["capability"] == "9.0" else "  (kernels are written for Hopper, 9.0)"
         print(

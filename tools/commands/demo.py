@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"\nAnswered in {time.monotonic() - started:.1f} s, all in the same steps. What the compiler did:\n")
     print(pass_summary(llm.compiled.records))
     print(
-        f"The dump lies in {llm.compiled.dump(options.output)}/: every graph before and after, what was refused and "
+        f"The dump lies in {llm.compiled.dump(options.output)}/: every graph before and after, what was refused and\n"
         "why, programs and schedules."
     )
     print(next_steps(str(options.output)))
@@ -110,14 +110,15 @@ def next_steps(dump: str) -> str:
         command = Path(sys.executable).with_name("sidestream")
     found = shutil.which("sidestream")
     name = "sidestream" if found is not None and Path(found).resolve() == command.resolve() else _short(command)
-    lines = (
-        (f'{name} generate -p "What is the capital of Spain?" -a yoda', "ask it something else"),
-        (f"{name} serve", f"then, in another terminal: {name} chat -a pirate"),
-        (f"{name} explain --shape llama-3.1-8b", "where a step of a large model spends its time"),
+    tries = (
+        ("ask it something else", 'generate -p "What is the capital of Spain?" -a yoda'),
+        ("serve it, and talk with it from another terminal", "serve", "chat -a pirate"),
+        ("see where a step of a large model spends its time", "explain --shape llama-3.1-8b"),
     )
-    width = max(len(line) for line, _ in lines)
-    tries = "\n".join(f"  {line:<{width}}  {what}" for line, what in lines)
-    return f"\nThe command is {name}. Open {dump}/index.html in a browser, or try:\n{tries}"
+    lines = [f"The command is {name}. Open {dump}/index.html in a browser, or try:"]
+    for what, *calls in tries:
+        lines += [f"  {what}:", *(f"    {name} {call}" for call in calls)]
+    return "\n" + "\n".join(lines)
 
 
 def _short(path: Path) -> str:

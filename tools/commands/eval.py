@@ -26,7 +26,7 @@ DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:
   documents   read token by token (teacher-forced): mean and 99.9th percentile of KL(bf16 || arm), how often both rank
               the same token first, and the perplexities' ratio, with intervals by bootstrap over documents; what a task
-              draws at random is read, and shown by itself
+              draws at random is read too, and shown in a table of its own
   questions   with exact answers, greedy, through continuous batching: accuracy, answers that flip, McNemar's exact
               test, upper bound of the loss
   needles     codes hidden in texts of up to 32k tokens, by length and depth

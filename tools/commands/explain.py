@@ -40,7 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "explain",
-        help="say where a step's time goes, and what would be gained by which option",
+        help="say where a step's time goes, and what another option would change",
         usage="%(prog)s [MODEL] [--bucket KIND:N ...] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,

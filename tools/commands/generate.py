@@ -149,7 +149,8 @@ def run(options: argparse.Namespace) -> int:
         for prompt, output in zip(prompts, llm.chat(talks, params, chosen, use_tqdm=bar), strict=True):
             show(output if options.json else replace(output, prompt=str(prompt)), options.json)
         return 0
-    if chat_words(Path(arguments["model"])).template is not None:
+    # the demo model's template leaves a prompt as it is
+    if options.model and llm.tokenizer is not None and chat_words(Path(arguments["model"])).template is not None:
         print(
             "sidestream: this model has a chat template, which prompts do not get here; `generate --chat` uses it, and "
             "`sidestream chat` talks with a server",

@@ -46,12 +46,10 @@ def run(options: argparse.Namespace) -> int:
     from ...runtime.wire.keys import generate
 
     folders = generate(options.directory, options.client or ["default"])
-    print(
-        f"{options.directory / 'server'}  stays with the engine: sidestream serve --bind tcp://0.0.0.0:5757 --keys "
-        f"{options.directory / 'server'}"
-    )
+    server = options.directory / "server"
+    print(f"{server} stays with the engine:")
+    print(f"  sidestream serve --bind tcp://0.0.0.0:5757 --keys {server}")
     for folder in folders:
-        print(
-            f"{folder}  goes to this client, by a safe way: sidestream chat --address tcp://HOST:5757 --keys {folder}"
-        )
+        print(f"{folder} goes to this client, by a safe way:")
+        print(f"  sidestream chat --address tcp://HOST:5757 --keys {folder}")
     return 0

@@ -34,7 +34,8 @@ def measured_timings(
         program = compiled.program(bucket)
         bound = BoundProgram(program, random_tensors(program, device, Assumptions(), known), device)
         steps[program.name] = [(place.start, place.end) for place in _one_run(bound, replays)]
-    return Timings(steps=steps)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Timings(steps=steps, device=name)
 
 
 def kernel_resources(compiled: CompiledModel, buckets: Iterable[Bucket], show_progress: bool = True) -> Resources:

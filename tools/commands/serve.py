@@ -17,19 +17,21 @@ from ..options.engine import (
     llm_arguments,
     positive,
 )
+from ..options.gateway import add_gateway_options, gateway_settings
 
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.
 
-Clients are `sidestream chat`, `sidestream complete`, sidestream.Client and sidestream.AsyncClient, or anything that
-speaks docs/protocol.md. By default the server listens on a socket file that only you can reach; tcp on the loopback can
-be asked for, and tcp beyond it needs keys (`sidestream keygen`)."""
+HTTP is answered at http://127.0.0.1:8000, as OpenAI and vLLM spell it. `sidestream chat`, `sidestream complete`,
+sidestream.Client and sidestream.AsyncClient speak docs/protocol.md, by default over a socket file that only you can
+reach; --bind may name tcp on the loopback, and tcp beyond it needs keys (`sidestream keygen`)."""
 
 EXAMPLES = """\
 examples:
   sidestream serve                                                        the demo model with its four adapters
   sidestream serve models/llama --lora-modules sql=adapters/sql chat=adapters/chat
-  sidestream serve models/llama --bind tcp://127.0.0.1:5757
+  sidestream serve models/llama --host 0.0.0.0 --api-keys keys.toml       for other machines (`sidestream keys add`)
+  sidestream serve models/llama --no-http --bind tcp://127.0.0.1:5757
   sidestream serve models/llama --bind tcp://0.0.0.0:5757 --keys keys/server
   sidestream serve --config server.toml --no-restart
 
@@ -69,6 +71,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="the server's key directory, as `sidestream keygen` writes it; needed for tcp beyond this machine",
     )
     group.add_argument(
+        "--engine-keys",
+        metavar="DIR",
+        help="a client's key directory, with which HTTP reaches a server that has --keys (default: no HTTP then)",
+    )
+    group.add_argument("--no-http", action="store_true", help="answer no HTTP")
+    group.add_argument(
         "--config",
         action=ConfigAction,
         metavar="FILE",
@@ -98,6 +106,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)"
     )
     group.add_argument(
+        "--data-parallel-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="engines of the same model behind one HTTP front, each on a GPU of its own (default: %(default)s); "
+        "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
+    )
+    group.add_argument(
         "--max-waiting",
         type=positive,
         default=4096,
@@ -117,6 +133,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="DIR",
         help="where adapters may be loaded from; may be repeated (default: the directories that hold those given)",
     )
+    add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
     group = parser.add_argument_group("capacity")
     add_option(group, "num_kv_pages")
@@ -197,17 +214,47 @@ def check_place(bind: str, keys: str | None) -> None:
             ) from None
 
 
+def front_of(options: argparse.Namespace, settings: Any) -> Any:
+    """The HTTP front that the options ask for; None where the engine has keys and HTTP was given none.
+
+    Raises ValueError for an address that is taken, or that would let everyone in.
+    """
+    from msgspec.structs import replace
+
+    from ...runtime.gateway.serving.process import listen
+    from ...runtime.server.front import Front
+
+    gateway = gateway_settings(options)
+    if settings.keys is not None and options.engine_keys is None:
+        print("no HTTP, since the engine asks for keys: give --engine-keys too", file=sys.stderr, flush=True)
+        return None
+    listener = listen(gateway.host, gateway.port)
+    command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
+    keys = options.engine_keys and str(Path(options.engine_keys).resolve())
+    return Front(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
+
+
 def run(options: argparse.Namespace) -> int:
     """Serves; returns 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
+    from ...runtime.server.replicas.host import addresses_of, devices_of, serve_replicas
     from ...runtime.server.supervisor import serve
 
-    settings = settings_of(options)
-    check_place(settings.bind, settings.keys)
+    settings, count = settings_of(options), options.data_parallel_size
+    for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
+        check_place(address, settings.keys)
+    devices_of(count, settings.llm.get("device"))
     missing = next((root for root in options.adapter_root if not Path(root).is_dir()), None)
     if missing is not None:
         raise ValueError(f"--adapter-root {missing} is no directory; name one that adapters may be loaded from")
     if options.trace_steps is not None:
         check_output("--trace-steps", Path(options.trace_steps))
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())
+    front = None if options.no_http else front_of(options, settings)
     print(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters", file=sys.stderr, flush=True)
-    return serve(settings, lambda line: print(f"sidestream: {line}", file=sys.stderr, flush=True))
+    if count > 1:
+        return serve_replicas(settings, count, _say, front)
+    return serve(settings, _say, front)
+
+
+def _say(line: str) -> None:
+    print(f"sidestream: {line}", file=sys.stderr, flush=True)

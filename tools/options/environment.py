@@ -1,11 +1,16 @@
-"""The machine that a figure was measured on, without names or paths of its user."""
+"""The machine that a figure was measured on, without names or paths of its user; and which Sidestream this is."""
 
+import json
 import platform
+import re
 import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ... import __version__
+
+ROOT = Path(__file__).parents[2]  # the package's folder; in a checkout also the repository's
 
 PACKAGES = (
     "torch",
@@ -44,6 +49,34 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def commit() -> str | None:
+    """The commit that is installed, in twelve digits: of the checkout (with a + where files differ from it), or the one
+    that pip noted when it installed from git. None where nobody knows it, as in a wheel of a release.
+    """
+    if (ROOT / ".git").exists():
+        asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        try:
+            return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+        except (OSError, subprocess.SubprocessError):
+            return None
+    try:
+        noted = json.loads(metadata.distribution("sidestream").read_text("direct_url.json") or "{}")
+        found = noted.get("vcs_info", {}).get("commit_id", "")
+    except (metadata.PackageNotFoundError, ValueError, AttributeError):
+        return None
+    return found[:12] if re.fullmatch(r"[0-9a-f]{12,64}", str(found)) else None
+
+
+def version_text() -> str:
+    """What `sidestream --version` prints; quick, as it imports neither torch nor Triton."""
+    known = commit()
+    return (
+        f"sidestream {__version__}{f' (commit {known})' if known else ''}\n"
+        f"python {platform.python_version()}, torch {package_version('torch') or 'not installed'}, "
+        f"triton {package_version('triton') or 'not installed'}"
+    )
+
+
 def collect() -> dict[str, Any]:
     """Versions and hardware, JSON-able."""
     import torch
@@ -61,6 +94,7 @@ def collect() -> dict[str, Any]:
         )
     return {
         "sidestream": __version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()),

@@ -137,7 +137,9 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.config import LlamaConfig
     from ...graphs.llama import Llama
     from ...graphs.stack import fill_slot, slot_tensors
+    from ...runtime.device.threads import fit_threads
 
+    fit_threads(torch.device("cpu"))
     config = LlamaConfig.from_directory(directory)
     lora, dtype = lora_shape(options, config), dtype or torch.float32
     checkpoint = Checkpoint(directory)

@@ -56,12 +56,13 @@ def keep_pages(
     )
     parser.add_argument("--write", action="store_true", help="rewrite the page")
     parser.add_argument(
-        "--page", type=Path, help=f"another page (default: {', '.join(str(page.name) for page in pages)})"
+        "--page",
+        type=Path,
+        help=f"a page in place of the first (all of them: {', '.join(str(page.name) for page in pages)})",
     )
     options = parser.parse_args(arguments)
     stale = 0
-    for known, make in pages.items():
-        page = options.page or known
+    for page, make in pages.items() if options.page is None else [(options.page, next(iter(pages.values())))]:
         before = page.read_text(encoding="utf-8")
         after = make(before)
         if options.write:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..bench.ablation import todays_name
 from .excerpts import Excerpts, keep_true
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +139,9 @@ def ablation() -> str:
     rows = raw("bench_ablation_h200")["ablation"]
     for row in rows:
         added = "" if row["arm"] == rows[0]["arm"] else f" ({row['added_us']:+.1f})"
-        arms.setdefault(row["arm"], {})[row["tokens"], bool(row["adapters"])] = f"{row['us_per_layer']:.1f}{added}"
+        arms.setdefault(todays_name(row["arm"]), {})[row["tokens"], bool(row["adapters"])] = (
+            f"{row['us_per_layer']:.1f}{added}"
+        )
     columns = sorted({place for cells in arms.values() for place in cells})
     head = [f"{tokens} requests, {'adapters' if lora else 'base'}" for tokens, lora in columns]
     return table(

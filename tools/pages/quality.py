@@ -1,19 +1,21 @@
-"""Keeps docs/quality.md true: makes it from the raw output in docs/measurements.
+"""Keeps docs/quality.md and docs/quality.svg true: makes them from the raw output in docs/measurements.
 
-python -m sidestream.tools.pages.quality            exit code 1 and a diff when the page is not what was measured
-python -m sidestream.tools.pages.quality --write    write the page
+python -m sidestream.tools.pages.quality            exit code 1 and a diff when they are not what was measured
+python -m sidestream.tools.pages.quality --write    write them
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..quality.page import page
+from ..quality.plot import plot
 from ..quality.report import rounds_of
 from .excerpts import keep_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "quality.md"
+PAGE, PICTURE = DOCS / "quality.md", DOCS / "quality.svg"
 MODELS = """\
 `python -m sidestream.tools.quality.train` makes the models with its defaults (base `a443dc3361f6d6b4`,
 `measurements/eval_models_h200.txt`). It adds up in one order: runs on the same kind of GPU and with the same
@@ -26,13 +28,24 @@ coin tosses (with twice the steps and four times the scale top-1 agreement was 9
 
 def measured(_: str = "") -> str:
     """The page as the raw output has it."""
-    about = json.loads((DOCS / "measurements" / "quality_h200.json").read_text(encoding="utf-8"))
-    return page(rounds_of(about), about, DOCS / "quality.svg", PAGE, MODELS)
+    about = _raw()
+    return page(rounds_of(about), about, PICTURE, PAGE, MODELS)
+
+
+def picture(_: str = "") -> str:
+    """The picture as the raw output has it."""
+    return plot(rounds_of(_raw()))
+
+
+def _raw() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DOCS / "measurements" / "quality_h200.json").read_text(encoding="utf-8"))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    return keep_pages("python -m sidestream.tools.pages.quality", str(__doc__), {PAGE: measured}, arguments)
+    pages = {PAGE: measured, PICTURE: picture}
+    return keep_pages("python -m sidestream.tools.pages.quality", str(__doc__), pages, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The evaluation model and its adapters: their shapes."""
 
 from tokenizers import Tokenizer
-from transformers import LlamaConfig
 
-from ..train.models import ALL_LINEAR, ATTENTION, AdapterRecipe
+from ..train.models import ALL_LINEAR, ATTENTION, AdapterRecipe, LlamaConfig
 from .train_data import BOS, EOS
 
 BASE_NAME = "sidestream-quality"

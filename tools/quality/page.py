@@ -46,10 +46,10 @@ an activation. The arm `bf16-unfused` shows what two ways to compute in 16 bits 
 
 For every other arm the page names the gap and its figure. Control arms have a planted fault. They must fail; if one passes, the measurement is blind.
 
-A small clean model does not show what rowwise scales are for: its channels have values of like size, and one scale per tensor does almost as well. Large Llamas
+A small clean model does not show what rowwise scales are for: the values of its channels are about equally large, so one scale per tensor does almost as well. Large Llamas
 have outliers. The injected round puts outliers into the same model by exact rescaling (`tools/quality/outliers.py` says how), and bf16's answers stay what
-they are. An exact rescaling of Q and K makes a channel massive in only one of the two. `balance_keys` (on by default) takes just that back;
-`int8-not-balanced` goes without it. Where a large Llama has the same channels massive in both, factors gain nothing, and the Hadamard transform helps.
+they are. An exact rescaling of Q and K makes a channel massive in only one of the two. `balance_keys` (on by default) undoes exactly that;
+the arm `int8-not-balanced` runs without it. Where a large Llama has the same channels massive in both, such factors gain nothing, and the Hadamard transform helps.
 """
 
 

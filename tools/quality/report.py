@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from textwrap import fill
 from typing import Any
 
 import msgspec
 
-from ...compiler.records import columns
+from ...compiler.records import WIDTH, columns
 from .divergence import ALL, Divergence, Estimate
 from .evaluate import Round
 from .exact import Accuracy
@@ -26,8 +27,8 @@ class Table:
 
     def text(self) -> str:
         """For the screen."""
-        body = columns(self.rows, right=range(self.left, len(self.rows[0])))
-        return f"{self.title}\n\n{body}" + (f"\n{self.note}\n" if self.note else "")
+        body = columns(self.rows, range(self.left, len(self.rows[0])), WIDTH, keys=self.left)
+        return f"{self.title}\n\n{body}" + (f"\n{fill(self.note, WIDTH)}\n" if self.note else "")
 
     def markdown(self) -> str:
         """For the page."""
@@ -66,7 +67,8 @@ def verdicts(found: Round, markdown: bool = False) -> str:
         ]
         lines += [""] if markdown else []
     lines += [f"{name}: did not run: {problem}" for name, problem in found.errors.items()]
-    return "\n".join(lines) + "\n"
+    shown = lines if markdown else [fill(line, WIDTH, subsequent_indent=" " * 8) for line in lines]
+    return "\n".join(shown) + "\n"
 
 
 def _caught(found: Round, result: ArmResult) -> str:
@@ -209,10 +211,10 @@ def _shares(found: Round) -> Table:
                     )
                 )
     note = (
-        "`drawn`: what a task draws at random and nobody can foresee: the operands, letters and names of its "
+        "`drawn`: what a task draws at random, so that no model can predict it: the operands, letters and names of its "
         "questions, and the lines that state codes. "
-        "There the likeliest tokens are near equals, so that top-1 tells how they fell, not how far the arm is from "
-        "bf16: the KL says that."
+        "There many tokens are about equally likely. Which of them comes first is chance, so top-1 says little; the KL "
+        "says how far the arm is from bf16."
     )
     return Table(f"Teacher-forced by what is to be predicted, {found.label}", rows, left=2, note=note)
 
@@ -322,6 +324,6 @@ def _needles(found: Round) -> list[Table]:
 
 def _condition(condition: Condition) -> str:
     return (
-        f"{condition.name}: {condition.state}{f', {condition.figure}' if condition.figure else ''}; asked is "
+        f"{condition.name}: {condition.state}{f', {condition.figure}' if condition.figure else ''}; the condition is "
         f"{condition.limit}"
     )

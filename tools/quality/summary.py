@@ -37,7 +37,9 @@ def summary(found: Round) -> str:
     table = Table("In short", rows).markdown()
     note = (
         "Mean KL, top-1 and `loss at most` (one-sided 95%, in points of accuracy) are those of the worst adapter; the "
-        "other figures are those of all adapters. A flip is an answer that changes between right and wrong."
+        "other figures are those of all adapters. A flip is an answer that changes between right and wrong. "
+        "`bf16 again` is bf16 at another load, `bf16-unfused` rounds where PyTorch's own modules do, `fp8` is e4m3 "
+        "with one scale for each row, and `fp8-tensorwise` e4m3 with one scale for each tensor."
     )
     return "\n".join((" ".join(sentences), "", table.partition("\n\n")[2], note, ""))
 

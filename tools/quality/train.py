@@ -2,7 +2,7 @@
 
 Writes DIR/base (a checkpoint as transformers writes it), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed,
 accuracies, digests). No download: the data are the standard library's sources and questions that `tasks` makes. It
-needs the `test` extra and, unless `--smoke`, a GPU.
+needs the `train` extra and, unless `--smoke`, a GPU.
 
 Seeded, and every sum in one order: on the same kind of GPU, with the same releases of Python and torch, the models are
 the same to the last bit.
@@ -25,12 +25,10 @@ from typing import Any
 
 import torch
 import torch._inductor.config
-from peft import get_peft_model
 from tokenizers import Tokenizer
 from tqdm import tqdm
-from transformers import LlamaForCausalLM
 
-from ..train.models import save_adapter, save_base
+from ..train.models import LlamaForCausalLM, get_peft_model, save_adapter, save_base
 from .examine import accuracy, needle_accuracy, perplexity
 from .models import ADAPTERS, BASE_NAME, model_config
 from .tasks import TASKS

@@ -167,7 +167,7 @@ def _flips(pooled: Accuracy | None, noise: Accuracy | None) -> Condition:
     state: State = "met" if rate <= MOST_FLIPS * own + SLACK else "missed"
     return Condition(
         "answer flips",
-        f"{pooled.flips} of {pooled.items}, itself {noise.flips} of {noise.items}",
+        f"{pooled.flips} of {pooled.items}, bf16 against itself {noise.flips} of {noise.items}",
         limit,
         state,
         telling=False,

@@ -2,7 +2,7 @@
 
 A tiny Llama learns the facts of `demo_corpus` by heart, its weights are rounded to bfloat16, and then each adapter
 learns to word the same answers in its own way. Seeded, on the CPU, in about ten minutes on two cores. It needs the
-`test` extra: transformers and peft write the files, so the demo model is in the formats that users have.
+`train` extra: transformers and peft write the files, so the demo model is in the formats that users have.
 """
 
 import argparse
@@ -15,12 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from .chat import save_chat
 from .corpus import STYLES, Fact, facts
-from .models import ALL_LINEAR, ATTENTION, AdapterRecipe, save_adapter, save_base
+from .models import (
+    ALL_LINEAR,
+    ATTENTION,
+    AdapterRecipe,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_peft_model,
+    save_adapter,
+    save_base,
+)
 
 VOCABULARY = 512
 SEQUENCE = 192
@@ -244,6 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     save_base(model, tokenizer, staging)
+    save_chat(staging)
     model = model.float()
     for name, recipe in ADAPTERS.items():
         model.load_state_dict(rounded)

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
+
+try:
+    from peft import LoraConfig, PeftModel, get_peft_model  # noqa: F401
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
+except ImportError as missing:
+    raise ImportError(f"training needs {missing.name}; install the extra: pip install 'sidestream[train]'") from None
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]

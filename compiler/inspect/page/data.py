@@ -8,8 +8,10 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from ...cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ...cost.resources import launched_kernels
 from ...cost.timings import Timings, TimingsError
 from ...options import CompileOptions
+from ...pipeline import PASSES
 from ...program.buffers import View, describe_view, short_dtype, views_in
 from ...program.calls import FOREIGN, describe, overload_of, traits_of
 from ...program.layers import HEAD, TAIL, step_layers
@@ -17,6 +19,7 @@ from ...program.memory import unshared_bytes
 from ...program.program import Program, Step
 from ...records import GraphLine, PassRecord
 from .kernels import kernel_sources
+from .switched_off import why_off
 
 Sections = dict[str, list[int]]
 
@@ -39,8 +42,10 @@ def page_data(
     """
     timings, ledger = timings or Timings(), ledger or {}
     lines = _Lines(layers)
-    passes = [_pass(record, lines, timings, ledger) for record in records]
+    passes = _passes(records, lines, timings, ledger, options)
     resources = timings.resources
+    launched = launched_kernels(programs)
+    kernels = sorted({name for own in launched.values() for step in own for name in step})
     sources = kernel_sources((step.op for program in programs for step in program.steps), resources.kernels)
     return {
         "title": title,
@@ -48,11 +53,17 @@ def page_data(
         "version": version,
         "options": {} if options is None else options.to_dict(),
         "passes": passes,
+        "graph_ops": dict(records[-1].ops_after) if records else {},
         "graphs": lines.graphs,
         "lines": lines.table,
         "modules": list(lines.modules),
         "sources": list(lines.sources),
-        "programs": [_program(program, timings) for program in programs],
+        "launched": kernels,
+        "programs": [
+            _program(program, timings, [[kernels.index(name) for name in step] for step in launched[program.name]])
+            for program in programs
+        ],
+        **({"device": timings.device} if timings.device else {}),
         "recipes": {name: str(recipe) for program in programs for name, recipe in program.recipes.items()},
         "functions": sources.functions,
         "ops": sources.ops,
@@ -109,6 +120,46 @@ class _Lines:
         return number
 
 
+def _passes(
+    records: Sequence[PassRecord],
+    lines: _Lines,
+    timings: Timings,
+    ledger: Mapping[str, float],
+    options: CompileOptions | None,
+) -> list[dict[str, Any]]:
+    """The passes that ran, and in their places those that an option left out."""
+    shown = [_pass(record, lines, timings, ledger) for record in records]
+    if options is None:
+        return shown
+    for entry in shown:
+        reason = "" if entry["matches"] or entry["rejected"] else why_off(entry["name"], options)
+        entry |= {"off": reason} if reason else {}
+    order = [each.name for each in PASSES]
+    for number, each in enumerate(PASSES):
+        if each.name not in options.disable or not shown:
+            continue
+        earlier = [place for place, entry in enumerate(shown) if entry["name"] in order[:number]]
+        place = earlier[-1] + 1 if earlier else 0
+        graph = shown[place - 1]["after"] if place else shown[0]["before"]
+        count = shown[place - 1]["kernels"][1] if place else shown[0]["kernels"][0]
+        shown.insert(
+            place,
+            {
+                "name": each.name,
+                "tier": each.tier,
+                "about": each.about,
+                "matches": 0,
+                "rejected": [],
+                "kernels": [count, count],
+                "changes": [],
+                "before": graph,
+                "after": graph,
+                "off": why_off(each.name, options),
+            },
+        )
+    return shown
+
+
 def _pass(record: PassRecord, lines: _Lines, timings: Timings, ledger: Mapping[str, float]) -> dict[str, Any]:
     change = Counter(record.ops_after)
     change.subtract(record.ops_before)
@@ -132,7 +183,7 @@ def _pass(record: PassRecord, lines: _Lines, timings: Timings, ledger: Mapping[s
     return shown
 
 
-def _program(program: Program, timings: Timings) -> dict[str, Any]:
+def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]]) -> dict[str, Any]:
     costs, placed, layers = step_costs(program), estimate(program), step_layers(program)
     launched = timings.resources.launches.get(program.name, ())
     if launched and len(launched) != len(program.steps):
@@ -165,6 +216,7 @@ def _program(program: Program, timings: Timings) -> dict[str, Any]:
             "reads": tensors(list(step.inputs())),
             "writes": tensors(step.outs),
             "settings": _settings(step),
+            "kernels": list(kernels[step.index]),
         }
         entry |= {"sms": step.sm_budget} if step.sm_budget else {}
         entry |= {"pdl": True} if step.pdl else {}
@@ -178,6 +230,7 @@ def _program(program: Program, timings: Timings) -> dict[str, Any]:
         "total": _us(total_seconds(placed)),
         "floor": _us(floor_seconds(program)),
         "critical": critical_path(program, placed),
+        "passes": program.passes,
         "steps": steps,
         "buffers": [
             [

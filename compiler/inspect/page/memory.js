@@ -3,7 +3,7 @@
 TABS.memory = { title: "Memory", build(panel) {
   if (!program()) { panel.append(el("p", {}, "No program was dumped.")); return; }
   const drawing = el("div"), about = el("p"), facts = el("aside", { class: "card", "aria-live": "polite" });
-  panel.append(el("div", { class: "split" }, el("div", { class: "card" }, el("h2", {}, "The arena over one step"), about, el("div", { class: "toolbar" }, layerChoice(true)), drawing), facts));
+  panel.append(el("div", { class: "split" }, el("div", { class: "card" }, el("h2", {}, "The arena over one step"), about, el("div", { class: "toolbar" }, layerChoice(true)), legend([["var(--accent)", "line: bytes in use"]]), drawing), facts));
   live("memory", ["program", "layer", "size"], () => {
     const of = program(), kinds = sums(of);
     const count = plural(of.buffers.filter((buffer) => buffer[4] !== null).length, "buffer");
@@ -43,6 +43,7 @@ function drawMemory(box, of, facts) {
       chart.querySelectorAll(".chosen").forEach((other) => other.classList.remove("chosen"));
       rect.classList.add("chosen");
       facts.replaceChildren(...bufferFacts(of, place));
+      bringInto(facts);
     };
     rect.addEventListener("click", choose);
     rect.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } });
@@ -55,7 +56,7 @@ function drawMemory(box, of, facts) {
   roving(chart, ".rect");
   const most = bytes(Math.max(0, ...liveBytes(of, first, last)));
   box.replaceChildren(chart, el("p", { class: "muted" }, `Steps ${first} to ${last} (${layerName(state.layer)}). Dashed: the arena's high-water mark, ${bytes(of.arena)}. `
-    + `Blue line: bytes in use, at most ${most} here. Colours: the kind of kernel that writes the buffer.`));
+    + `Blue line: bytes in use, at most ${most} here. The colour of a buffer is that of the kernel that writes it.`));
 }
 
 function liveBytes(of, first, last) {

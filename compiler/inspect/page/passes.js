@@ -1,14 +1,14 @@
 // The pipeline as a strip of passes, and the graph around the chosen one: before and after, one layer at a time.
 
 TABS.passes = { title: "Passes", build(panel) {
-  const strip = el("div", { class: "strip", role: "group", "aria-label": "Passes in order" }), about = el("div"), diff = el("div");
+  const strip = el("div", { class: "strip", role: "group", "aria-label": "Passes in order" }), about = el("div"), diff = el("div"), own = el("details", { class: "card" });
   const only = el("input", { type: "checkbox", onchange: () => changed("only") });
   DATA.passes.forEach((pass, index) => strip.append(passButton(pass, index)));
   roving(strip, ".pass", (button) => button.click());
   const kinds = [["del", "removed"], ["add", "added"], ["chg", "other arguments"]];
   const legend = el("span", { class: "legend" }, kinds.map(([kind, words]) => el("span", {}, el("i", { class: "swatch", style: { background: `var(--${kind})` } }), words)));
   const toolbar = el("div", { class: "toolbar" }, layerChoice(false), el("label", {}, only, "changed lines only"), legend);
-  panel.append(strip, el("div", { class: "card" }, about), el("div", { class: "card" }, toolbar, diff));
+  panel.append(sideways(strip), el("div", { class: "card" }, about), own, el("div", { class: "card" }, toolbar, diff));
   live("passes", ["pass"], () => {
     [...strip.children].forEach((button, index) => {
       button.setAttribute("aria-pressed", String(index === state.pass));
@@ -18,11 +18,14 @@ TABS.passes = { title: "Passes", build(panel) {
     if (chosen) strip.scrollLeft = chosen.offsetLeft - strip.offsetLeft - (strip.clientWidth - chosen.clientWidth) / 2;
     about.replaceChildren(...(DATA.passes.length ? aboutPass(DATA.passes[state.pass]) : ["No pass was recorded."]));
   });
+  live("passes", ["program"], () => { own.hidden = !program()?.passes; own.replaceChildren(...(own.hidden ? [] : ownPasses(program()))); });
+  on(["own"], () => { own.open = true; own.scrollIntoView({ block: "nearest" }); own.querySelector("summary").focus(); });
   live("passes", ["pass", "layer", "only", "program"], () => { if (DATA.passes.length) showDiff(diff, DATA.passes[state.pass], only.checked); });
 } };
 
 function passButton(pass, index) {
   const measured = [pass.seconds === undefined ? null : `${(pass.seconds * 1000).toFixed(0)} ms`, pass.error === undefined ? null : `error +${pass.error.toExponential(1)}`].filter(Boolean);
+  if (pass.off) return el("button", { class: `pass off ${pass.tier}`, "data-pass": pass.name, onclick: () => { state.pass = index; changed("pass"); } }, el("b", {}, `${index + 1} ${pass.name}`), el("span", { class: "warn" }, "off"), el("span", {}, pass.off));
   return el("button", { class: `pass ${pass.tier}`, "data-pass": pass.name, onclick: () => { state.pass = index; changed("pass"); } },
     el("b", {}, `${index + 1} ${pass.name}`), el("span", {}, plural(pass.matches, "match")),
     pass.rejected.length ? el("span", { class: "warn" }, `${pass.rejected.length} refused`) : el("span", {}, "none refused"),
@@ -34,9 +37,16 @@ function aboutPass(pass) {
   const facts = [["tier", TIERS[pass.tier] || pass.tier], ["matches", number(pass.matches)], ["kernels", `${number(pass.kernels[0])} → ${number(pass.kernels[1])}`]];
   if (pass.seconds !== undefined) facts.push(["time taken", `${(pass.seconds * 1000).toFixed(1)} ms`]);
   if (pass.error !== undefined) facts.push(["error added", pass.error.toExponential(2)]);
-  if (pass.changes.length) facts.push(["ops", pass.changes.map(([op, count]) => `${count > 0 ? "+" : "−"}${Math.abs(count)} ${short(op)}`).join(", ")]);
+  if (pass.changes.length) facts.push(["ops", changes(pass.changes)]);
   const refused = pass.rejected.length ? [el("h3", {}, `${pass.rejected.length} near-misses refused`), reasonList(pass.rejected)] : [];
-  return [el("h2", {}, pass.name), el("p", {}, pass.about), el("dl", {}, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])), ...refused];
+  return [el("h2", {}, pass.name), el("p", {}, pass.about), pass.off ? el("p", { class: "warn" }, `It is off: ${pass.off}.`) : "", el("dl", {}, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])), ...refused];
+}
+
+// What the passes on the static graph of one program did, as the compiler's own text.
+function ownPasses(of) {
+  const graph = DATA.passes.at(-1)?.kernels[1] ?? 0, list = againstGraph(of);
+  const difference = list.length ? `Compared with the graph: ${changes(list)}. What has static sizes alone, such as a selection of all rows, is gone too.` : "They and its sizes leave the graph's kernels as they are.";
+  return [el("summary", {}, el("b", {}, `The passes of ${of.name} alone: ${number(graph)} → ${number(of.steps.length)} kernels`)), el("p", {}, difference), sideways(el("pre", { class: "scroll", tabindex: "0" }, of.passes))];
 }
 
 const nameOf = (id) => (/^(\w+)( =|,)/.exec(DATA.lines[id][0]) || [])[1];

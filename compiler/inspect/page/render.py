@@ -7,7 +7,17 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = ("base.js", "tabs.js", "overview.js", "passes.js", "schedule.js", "memory.js", "kernels.js", "start.js")
+SCRIPTS = (
+    "dom.js",
+    "base.js",
+    "tabs.js",
+    "overview.js",
+    "passes.js",
+    "schedule.js",
+    "memory.js",
+    "kernels.js",
+    "start.js",
+)
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -18,7 +28,7 @@ def render(data: Mapping[str, Any]) -> str:
     page = part("page.html")
     for mark, content in (
         ("TITLE", html.escape(data["title"])),
-        ("STYLE", part("page.css")),
+        ("STYLE", part("look.css") + part("page.css")),
         ("SCRIPT", scripts),
         ("DATA", text),
     ):

@@ -3,14 +3,14 @@
 TABS.schedule = { title: "Schedule", build(panel) {
   if (!program()) { panel.append(el("p", {}, "No program was dumped.")); return; }
   const map = el("div", { class: "card" }), drawing = el("div"), facts = el("aside", { class: "card", "aria-live": "polite" });
-  const view = { zoom: 1, measured: true };
+  const view = { zoom: 1, measured: true, facts };
   const rescale = (by) => { view.zoom = Math.min(8, Math.max(0.25, view.zoom * by)); changed("zoom"); };
   const zoom = (text, name, by) => el("button", { "aria-label": name, onclick: () => rescale(by) }, text);
   const source = el("select", { id: "durations", onchange: () => { view.measured = source.value === "measured"; changed("zoom"); } },
     el("option", { value: "measured" }, "measured"), el("option", { value: "estimated" }, "estimated"));
   const durations = el("label", {}, "Durations", source);
   const toolbar = el("div", { class: "toolbar" }, layerChoice(true), zoom("−", "shorter", 1 / 1.5), zoom("+", "longer", 1.5), durations);
-  panel.append(map, el("div", { class: "split" }, el("div", { class: "card" }, toolbar, legend(), drawing), facts));
+  panel.append(map, el("div", { class: "split" }, el("div", { class: "card" }, toolbar, legend([["var(--wait)", "left edge: on the critical path"]]), drawing), facts));
   live("schedule", ["program", "layer", "zoom", "size"], () => {
     const of = program(), times = placed(of, view.measured);
     durations.hidden = !of.measured;
@@ -29,10 +29,10 @@ on(["step"], () => { // a step that was chosen elsewhere brings its layer into v
   if (step && state.layer !== "all" && step.layer !== state.layer) { state.layer = step.layer; changed("layer"); }
 });
 
-function legend() {
-  const names = [...new Set(program().steps.map((step) => family(step.op)))];
-  const critical = el("i", { class: "swatch", style: { background: "var(--wait)" } });
-  return el("div", { class: "legend" }, names.map((name) => el("span", {}, el("i", { class: "swatch", style: { background: `var(--${name})` } }), name)), el("span", {}, critical, "left edge: on the critical path"));
+function legend(others) {
+  const names = [...new Set(DATA.programs.flatMap((each) => each.steps).map((step) => family(step.op)))];
+  const entry = ([background, words]) => el("span", {}, el("i", { class: "swatch", style: { background } }), words);
+  return el("div", { class: "legend" }, names.map((name) => entry([`var(--${name})`, name])), others.map(entry));
 }
 
 function stepMap(of, times) {
@@ -76,7 +76,7 @@ function drawLanes(box, of, times, view) {
     const step = of.steps[index], high = Math.max(2, y(times[index].end) - y(times[index].start) - 1);
     const style = { left: `${left[step.lane]}px`, width: `${wide[step.lane]}px`, top: `${y(times[index].start)}px`, height: `${high}px`, background: colour(step.op) };
     const button = el("button", { class: `step ${high < 13 ? "tiny" : high > 30 ? "tall" : ""} ${wide[step.lane] < 220 ? "narrow" : ""} ${critical.has(index) ? "critical" : ""}`, style, tabindex: "-1", "data-step": index,
-      "aria-label": `${index} ${short(step.op)}, ${step.lane} lane, ${micro(times[index].end - times[index].start)}`, onclick: () => { state.step = index; changed("step"); } },
+      "aria-label": `${index} ${short(step.op)}, ${step.lane} lane, ${micro(times[index].end - times[index].start)}`, onclick: () => { state.step = index; changed("step"); bringInto(view.facts); } },
     el("span", {}, `${index} ${short(step.op)}`),
     el("span", {}, step.sms ? el("span", { class: "hide-small" }, `${step.sms} SMs  `) : null, `${micro(times[index].end - times[index].start)}`));
     const place = `${step.lane} lane, ${step.sms ? `at most ${step.sms} SMs` : "all SMs"}`;
@@ -94,7 +94,7 @@ function drawLanes(box, of, times, view) {
 }
 
 function stepFacts(index) {
-  const of = program(), step = of.steps[index], took = takes(of, index), machine = machineCode(step);
+  const of = program(), step = of.steps[index], took = takes(of, index), machine = machineCode(step), reached = ofFloor(of, index);
   const jump = (other) => el("button", { class: "link mono", onclick: () => { state.step = other; changed("step"); } }, `${other} ${short(of.steps[other].op)}`);
   const after = of.steps.map((_, other) => other).filter((other) => of.steps[other].waits.includes(index));
   const list = (items) => items.length ? items.flatMap((item, place) => place ? [", ", item] : [item]) : ["nothing"];
@@ -103,10 +103,10 @@ function stepFacts(index) {
     ["waits for", list(step.waits.map(jump))], ["waited for by", list(after.map(jump))],
     ["placed", `${micro(step.start)} to ${micro(step.end)} (estimate)`],
     ["alone", `${micro(step.alone)} estimated, of it ${micro(step.fixed)} launch and latency`],
-    of.measured ? ["measured", micro(took)] : null,
+    of.measured ? ["measured", `${micro(took)}${DATA.device ? ` on ${DATA.device}` : ""}`] : null,
     ["floor", `${micro(step.floor)} for ${bytes(step.bytes)}${step.flops ? ` and ${flops(step.flops)}` : ""}`],
-    ["floor reached", el("span", {}, percent(step.floor / took), bar(step.floor / took), of.measured ? " measured" : " estimated")],
-    ["bound by", step.bound], machine ? [`on ${DATA.target}`, machine] : null, ["settings", step.settings || "none"], ["critical path", of.critical.includes(index) ? "yes: a faster one shortens the step" : "no"]].filter(Boolean);
+    ["floor reached", el("span", {}, percent(reached.share), bar(reached.share), reached.measured ? " measured" : " estimated")],
+    ["bound by", step.bound], machine ? [DATA.target ? `on ${DATA.target}` : "launches", machine] : null, ["settings", step.settings || "none"], ["critical path", of.critical.includes(index) ? "yes: a faster one shortens the step" : "no"]].filter(Boolean);
   const source = step.op in DATA.ops ? el("p", {}, el("button", { class: "link", onclick: () => { state.op = step.op; openTab("kernels"); changed("op"); } }, "Read its source")) : "";
   const table = el("dl", {}, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
   return [el("h2", { class: "mono" }, swatch(step.op), short(step.op)), table, source, el("h3", {}, "Reads"), bufferTable(step.reads), el("h3", {}, "Writes"), bufferTable(step.writes)];

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sidestream.compiler.cost.cost import (
@@ -27,8 +28,11 @@ from sidestream.compiler.cost.work import Assumptions, Work, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.calls import ATEN, FOREIGN, traits_of
 from sidestream.compiler.program.program import Bucket, Program, Step
+from sidestream.graphs.lora import LoraShape
 from sidestream.ops.core.registry import OPS
+from sidestream.tools.options.models import LLAMA_8B
 from support import two_lanes
+from support.meta import compiled_without_weights
 from support.meta_model import DECODE, DECODE_BASE, FIELDS, MIXED, compiled_llama
 
 MEASURED = Path(__file__).parents[3] / "docs" / "measurements"
@@ -215,10 +219,50 @@ def test_cublas_products_take_whole_sms() -> None:
     assert any(each.whole for each in linears)
 
 
+def with_share(share: float | None, **fields: Any) -> Program:
+    """A decode step of 8 sequences of Llama-3.1-8B's shape, one layer, LoRA on this share of the SMs."""
+    options = CompileOptions(lora_lowering="side_stream", lora_sm_share=share, **fields)
+    shape = {**LLAMA_8B, "vocab_size": 320, "num_hidden_layers": 1}
+    program = compiled_without_weights(shape, LoraShape(8, 32), options, options.model_dtype).program
+    return program(Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True))
+
+
+def fixed_seconds(program: Program, op: str, adapters: int = 5) -> list[float]:
+    costs = step_costs(program, Assumptions(context=256, adapters=adapters))
+    return [cost.fixed for step, cost in zip(program.steps, costs, strict=True) if step.op == f"sidestream.{op}"]
+
+
+def test_a_share_of_the_sms_costs_a_linear_what_its_programs_lose() -> None:
+    """q/k/v has 96 programs: 119 SMs are as good as 132, and 66 are not; nor is a share free for `down`, with 128."""
+    seconds = {}
+    for share in (None, 0.1, 0.5):
+        program = with_share(share)
+        costs = zip(program.steps, step_costs(program, Assumptions(context=256)), strict=True)
+        found = [(step.outs[0].shape[-1], step, cost) for step, cost in costs if step.op == "sidestream.linear_8bit"]
+        seconds[share] = [cost.seconds for width, _, cost in found if width != 320]
+        assert len(seconds[share]) == 4
+    whole, tenth, half = seconds[None], seconds[0.1], seconds[0.5]
+    assert tenth[0] == whole[0] and tenth[3] > whole[3]
+    assert all(few > all_sms for few, all_sms in zip(half, whole, strict=True))
+
+
+def test_lora_on_few_sms_goes_round_once_more_for_each_piece_of_work() -> None:
+    whole, half, tenth = (with_share(share) for share in (None, 0.5, 0.1))
+    for op, place in (("lora_expand", 2), ("lora_shrink", 0)):
+        counts = {len(fixed_seconds(program, op)) for program in (half, tenth)}
+        assert counts == {4}
+        assert fixed_seconds(tenth, op)[place] > fixed_seconds(half, op)[place] >= fixed_seconds(whole, op)[0]
+    assert fixed_seconds(tenth, "lora_expand", 8)[2] > fixed_seconds(tenth, "lora_expand", 1)[2]
+    # a stack of 16 bits takes the kernel whose programs loop, also on all SMs
+    wide = with_share(None, lora_dtype="bf16")
+    assert fixed_seconds(wide, "lora_expand", 8)[2] > fixed_seconds(wide, "lora_expand", 1)[2]
+    assert fixed_seconds(whole, "lora_expand", 8) == fixed_seconds(whole, "lora_expand", 1)
+
+
 def test_bytes_and_flops_of_about_the_same_time_hinder_each_other() -> None:
     program = compiled_llama().program(MIXED)
     for step, each in zip(program.steps, step_costs(program), strict=True):
-        moving, computing = moving_and_computing(each.work, kind_of(step.op), step.sm_budget)
+        moving, computing = moving_and_computing(each.work, kind_of(step.op), None)
         assert max(moving, computing) * (1 - 1e-9) <= each.seconds - each.fixed <= 1.26 * max(moving, computing)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from sidestream.compiler.cost.machine_code import HOPPER, compile_launch, target_here
-from sidestream.compiler.cost.resources import Resources, program_resources
+from sidestream.compiler.cost.resources import Resources, launched_kernels, program_resources
 from sidestream.compiler.program.program import Program
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.core.triton_support import INTERPRETED
@@ -50,6 +50,22 @@ def test_kernels_are_named_as_on_the_page_and_the_largest_variant_counts(program
     for name in several:
         for key, value in found.kernels[name].items():
             assert value == max(figures[key] for other, figures in found.variants if other == name)
+
+
+def test_launches_are_named_alike_without_compiling(program: Program, found: Resources) -> None:
+    named = launched_kernels([program])[program.name]
+    assert named == [[found.variants[place][0] for place in own] for own in found.launches[program.name]]
+    assert len({name for own in named for name in own}) > 5
+
+
+def test_a_launch_that_needs_a_device_goes_without_names(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object, **__: object) -> None:
+        raise RuntimeError("no such device")
+
+    whole = launched_kernels([program])[program.name]
+    monkeypatch.setitem(OPS, "embedding", replace(OPS["embedding"], launch=launch))
+    for step, named, before in zip(program.steps, launched_kernels([program])[program.name], whole, strict=True):
+        assert named == ([] if step.op == "sidestream.embedding" else before)
 
 
 def test_equal_launches_are_compiled_once(program: Program) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ import pytest
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.cost.resources import Resources
 from sidestream.compiler.cost.timings import Timings, TimingsError
+from sidestream.compiler.inspect.page.data import page_data
 from sidestream.compiler.inspect.page.kernels import kernel_sources
 from sidestream.compiler.inspect.page.render import SCRIPTS, part, render
 from sidestream.compiler.inspect.svg import COLOURS
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.pipeline import PASSES
+from sidestream.graphs.lora import LoraShape
 from sidestream.ops.core.registry import OPS
 from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
-from support.meta import FIELDS
+from support.meta import FIELDS, compiled_without_weights
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +65,42 @@ def test_equal_lines_are_stored_once(data: dict[str, Any]) -> None:
     assert len({tuple(line) for line in data["lines"]}) == len(data["lines"])
     used = [line for graph in data["graphs"] for section in graph.values() for line in section]
     assert len(used) > 2 * len(data["lines"]) and set(used) == set(range(len(data["lines"])))
+
+
+@pytest.mark.parametrize(
+    ("options", "off"),
+    [
+        (CompileOptions(), {"rotate_values": "rotate_values=False", "center_keys": "center_keys=False"}),
+        (
+            CompileOptions(precision="bf16", disable=("fuse_silu_mul", "fuse_decoder_block")),
+            {
+                "rotate_values": "rotate_values=False",
+                "fuse_silu_mul": "disable_passes=fuse_silu_mul",
+                "quantize_kv": "precision=bf16, kv_dtype=auto",
+                "center_keys": "center_keys=False",
+                "quantize_linears": "precision=bf16",
+                "quantize_lora": "precision=bf16",
+                "fuse_quantize": "precision=bf16",
+            },
+        ),
+        (
+            CompileOptions(lora_dtype="bf16", rotate_values=True, center_keys=True),
+            {"quantize_lora": "precision=int8, lora_dtype=bf16"},
+        ),
+    ],
+)
+def test_passes_that_an_option_switches_off_say_so(options: CompileOptions, off: dict[str, str]) -> None:
+    compiled = compiled_without_weights(FIELDS | {"num_hidden_layers": 1}, LoraShape(2, 16), options)
+    shown = page_data(compiled.records, [], title="", version="", options=options)["passes"]
+    assert {each["name"]: each["off"] for each in shown if "off" in each} == off
+    assert [each["name"] for each in shown] == [each.name for each in PASSES], "those that were left out in their place"
+    assert all(each["kernels"][0] == each["kernels"][1] and not each["changes"] for each in shown if "off" in each)
+    for earlier, later in pairwise(shown):
+        assert earlier["after"] == later["before"]
+
+
+def test_a_pass_is_described_by_whole_sentences(data: dict[str, Any]) -> None:
+    assert all(re.search(r"[.)]$", each["about"]) and "\n" not in each["about"] for each in data["passes"])
 
 
 def test_lines_know_their_module_and_source(data: dict[str, Any]) -> None:
@@ -112,6 +153,14 @@ def test_kernels_come_with_their_source_text(data: dict[str, Any]) -> None:
     assert "torch.Tensor" in data["functions"][norm["reference"]]["text"]
 
 
+def test_steps_name_the_kernels_that_they_launch(data: dict[str, Any]) -> None:
+    for program in data["programs"]:
+        for step in program["steps"]:
+            launched = {data["launched"][place] for place in step["kernels"]}
+            assert bool(launched) == (step["op"] in data["ops"]), step["op"]
+            assert not launched or launched <= set(data["ops"][step["op"]]["kernels"])
+
+
 def test_every_op_reaches_a_kernel() -> None:
     # those are the evaluation's, which has no kernels
     sources = kernel_sources([f"sidestream.{name}" for name in OPS if not name.startswith("emulated_")])
@@ -133,7 +182,7 @@ def test_text_in_the_data_cannot_end_the_script(data: dict[str, Any]) -> None:
 
 
 def test_scripts_stay_small_enough_to_read() -> None:
-    assert sum(part(name).count("\n") for name in SCRIPTS) < 700
+    assert sum(part(name).count("\n") for name in SCRIPTS) < 800
     assert all(part(name).startswith(("//", '"use strict";')) for name in SCRIPTS)
 
 
@@ -180,6 +229,7 @@ def test_measured_times_are_on_the_page_only_when_asked_for(compiled: CompiledMo
     timings = Timings(
         steps={DECODE.name: [(1e-6 * index, 1e-6 * index + 3e-6) for index in range(len(steps))]},
         resources=norm_resources(len(steps)),
+        device="cpu",
     )
     plain = data_of((compiled.dump(tmp_path / "plain", [DECODE], timings=timings) / "index.html").read_text())
     timed = data_of(
@@ -190,6 +240,7 @@ def test_measured_times_are_on_the_page_only_when_asked_for(compiled: CompiledMo
     assert timed["functions"]["ops.rows.rms_norm._rms_norm_kernel"]["resources"]["registers"] == 40
     assert "resources" not in plain["functions"]["ops.rows.rms_norm._rms_norm_kernel"]
     again = Timings.load(tmp_path / "plain" / "timings.json")
+    assert again.device == "cpu" == timed["device"] and "device" not in plain
     assert [list(place) for place in again.steps[DECODE.name]] == [list(place) for place in timings.steps[DECODE.name]]
     assert again.resources.kernels == timings.resources.kernels
     with pytest.raises(TimingsError, match="hold 1 steps"):

@@ -110,6 +110,32 @@ def test_greedy_takes_the_lowest_of_equal_best() -> None:
     assert sample(*arguments(logits, temperature=0.0)).tolist() == [1, 0, 1]
 
 
+BROKEN = torch.tensor([[1.0, torch.nan, 2.0], [1.0, torch.inf, 2.0], [-torch.inf] * 3, [1.0, 5.0, 2.0]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+def test_what_is_no_number_gives_no_token(temperature: float) -> None:
+    assert sample(*arguments(BROKEN, temperature)).tolist() == [-1, -1, -1, 1]
+
+
+def check_broken(device: str) -> None:
+    for temperature, top_k, top_p in ((0.0, 0, 1.0), (0.2, 0, 1.0), (0.2, 2, 0.9)):
+        args = [arg.to(device) for arg in arguments(BROKEN.repeat(1, 100), temperature, top_k, top_p)]
+        tokens = poison(OPS["sample"].fake(*args))
+        OPS["sample"].launch(*args, out=(tokens,))
+        assert tokens[:3].tolist() == [-1] * 3 and tokens[3] % 3 == 1
+
+
+@pytest.mark.interpret
+def test_kernel_with_what_is_no_number() -> None:
+    check_broken("cpu")
+
+
+@pytest.mark.gpu
+def test_what_is_no_number_on_the_gpu() -> None:
+    check_broken("cuda")
+
+
 def test_ties_at_the_top_k_threshold_stay() -> None:
     logits = torch.tensor([2.0, 1.0, 1.0, 0.0]).expand(2000, -1)
     assert set(sample(*arguments(logits, top_k=2)).tolist()) == {0, 1, 2}

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from sidestream.runtime.client.client import Client
 from sidestream.runtime.requests.errors import EngineDeadError, RequestError, ServerError
+from sidestream.runtime.requests.lora_request import LoRARequest
 from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.wire import protocol
 from support.wire_server import WireServer
 
 
@@ -58,15 +60,54 @@ def test_chat_sends_what_the_servers_template_makes(address: str) -> None:
     hello, bye = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "bye"}]
     with WireServer(address, chat_template=template, bos_token="<s>") as server, Client(address) as client:
         outputs = client.chat([hello, bye], SamplingParams(max_tokens=2), ["pirate", None])
-        assert [output.prompt for output in outputs] == ["<user>hello<assistant>", "<user>bye<assistant>"]
+        assert [output.prompt for output in outputs] == ["<s><user>hello<assistant>", "<s><user>bye<assistant>"]
         assert [output.outputs[0].text for output in outputs] == [" 0 1"] * 2
         sent = {message.prompt: message.adapter for message in server.submits}
-        assert sent == {"<user>hello<assistant>": "pirate", "<user>bye<assistant>": None}
-        assert client.chat_prompts(hello, chat_template="{{ messages[0].content }}!") == ["hello!"]
+        assert sent == {"<s><user>hello<assistant>": "pirate", "<s><user>bye<assistant>": None}
+        assert not any(message.add_special_tokens for message in server.submits), "the template has put BOS in"
+        prompts = client.chat_prompts(hello, chat_template="{{ messages[0].content }}!")
+        assert prompts == [{"prompt": "hello!", "add_special_tokens": False}]
+        list(client.stream(prompts[0], SamplingParams(max_tokens=1)))
+        client.generate("hello!", SamplingParams(max_tokens=1))
+        assert [message.add_special_tokens for message in server.submits[-2:]] == [False, True]
         with pytest.raises(RequestError, match="message 0 must have a role"):
             client.chat([{"role": "root", "content": "x"}])
         children = client._client._renderer._template
-    assert children is not None and children._child is None, "it ends with the client"
+    assert children is not None and children._child._child is None, "it ends with the client"
+
+
+def test_an_adapter_as_vllm_names_it(server: WireServer) -> None:
+    """By the rules of LLM; the directory is one on the server's machine."""
+    pirate, late = LoRARequest("pirate", 1), LoRARequest("late", 2, "/adapters/late")
+    params = SamplingParams(max_tokens=1)
+    with Client(server.address) as client:
+        outputs = client.generate(["a", "b", "c"], params, lora_request=[pirate, None, late])
+        assert [output.lora_request for output in outputs] == [pirate, None, late]
+        assert [output.adapter for output in outputs] == ["pirate", None, "late"]
+        assert {message.prompt: message.adapter for message in server.submits} == {
+            "a": "pirate",
+            "b": None,
+            "c": "late",
+        }
+        loads = [(call.name, call.path) for call in server.calls if isinstance(call, protocol.LoadAdapter)]
+        assert loads == [("late", "/adapters/late")]
+        server.adapters.append(protocol.AdapterInfo("late", 8, "cc"))
+        (one, two) = client.generate(["d", "e"], params, lora_request=late)
+        assert one.lora_request == two.lora_request == late and one.adapter == "late"
+        list(client.stream("f", params, lora_request=late))
+        assert server.submits[-1].adapter == "late"
+        assert sum(isinstance(call, protocol.LoadAdapter) for call in server.calls) == 1, "it is known now"
+        other = LoRARequest("late", 2, "/elsewhere")
+        for asked, adapter, said in (
+            (other, None, "loaded from another directory"),
+            ([pirate], None, "1 entries for 2 prompts"),
+            ("pirate", None, "must be a LoRARequest"),
+            (pirate, "pirate", "give one of them"),
+        ):
+            with pytest.raises(RequestError, match=said):
+                client.generate(["a", "b"], params, adapter, lora_request=asked)
+        with pytest.raises(ServerError, match="outside the adapter root"):
+            client.generate("a", params, lora_request=LoRARequest("new", 3, "relative"))
 
 
 def test_results_have_ids_of_their_own_and_times(server: WireServer) -> None:

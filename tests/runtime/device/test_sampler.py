@@ -14,6 +14,7 @@ def sampling(rows, **fields):
     defaults = dict(
         greedy=False,
         num_logprobs=-1,
+        num_prompt_logprobs=-1,
         temperature=ones,
         top_k=np.zeros(rows, np.int32),
         top_p=ones,
@@ -23,6 +24,8 @@ def sampling(rows, **fields):
         bias_rows=EMPTY,
         bias_tokens=EMPTY,
         bias_values=np.zeros(0, np.float32),
+        allowed_rows=EMPTY,
+        allowed_tokens=EMPTY,
         history_rows=EMPTY,
         history_tokens=EMPTY,
         history_counts=EMPTY,
@@ -33,7 +36,7 @@ def sampling(rows, **fields):
     return SamplingPlan(**{**defaults, **fields})
 
 
-def plan(settings):
+def plan(settings, scored_rows=EMPTY, scored_tokens=EMPTY):
     rows = len(settings.temperature)
     index = np.arange(rows, dtype=np.int32)
     return StepPlan(
@@ -47,6 +50,8 @@ def plan(settings):
         index,
         np.arange(rows + 1, dtype=np.int32),
         index,
+        scored_rows,
+        scored_tokens,
         index,
         EMPTY,
         EMPTY,
@@ -83,6 +88,23 @@ def test_penalties():
     assert torch.allclose(edited_logits(logits, settings), expected)
 
 
+def test_only_allowed_tokens_are_left():
+    logits = torch.randn(3, 9)
+    settings = sampling(
+        3,
+        bias_rows=int32(0, 2),
+        bias_tokens=int32(4, 4),
+        bias_values=np.asarray([-np.inf, 1.5], np.float32),
+        allowed_rows=int32(2, 0, 0, 0),
+        allowed_tokens=int32(4, 7, 4, 0),
+    )
+    expected = torch.full_like(logits, -torch.inf)
+    expected[0, [0, 7]] = logits[0, [0, 7]]
+    expected[1] = logits[1]
+    expected[2, 4] = logits[2, 4] + 1.5
+    assert torch.equal(edited_logits(logits, settings), expected)
+
+
 def test_greedy_rows_and_draws():
     logits = torch.randn(5, 50)
     sampler = Sampler(8, torch.device("cpu"))
@@ -110,3 +132,16 @@ def test_logits_that_are_no_numbers_give_no_token():
     for settings in (sampling(5, greedy=True), sampling(5), sampling(5, num_logprobs=2)):
         tokens = Sampler(5, torch.device("cpu"))(logits, plan(settings)).tokens.tolist()
         assert [token < 0 for token in tokens] == [False, True, True, True, False]
+
+
+def test_tokens_of_prompts_are_scored_next_to_the_sampled_rows():
+    logits = torch.randn(60, 30)
+    rows, tokens = np.arange(1, 60, dtype=np.int32), np.arange(59, dtype=np.int32) % 30
+    found = Sampler(4, torch.device("cpu"))(logits, plan(sampling(3, greedy=True, num_prompt_logprobs=2), rows, tokens))
+    assert found.tokens.tolist() == logits[:3].argmax(-1).tolist() and found.logprobs is None
+    logprobs = logits[1:].log_softmax(-1)
+    wanted = torch.from_numpy(tokens).long()[:, None]
+    assert torch.equal(found.prompt_tokens[:, :1].long(), wanted)
+    assert torch.equal(found.prompt_tokens[:, 1:].long(), logprobs.topk(2).indices)
+    assert torch.allclose(found.prompt_logprobs, logprobs.gather(1, found.prompt_tokens.long()))
+    assert found.prompt_ranks.tolist() == ((logprobs > logprobs.gather(1, wanted)).sum(-1) + 1).tolist()

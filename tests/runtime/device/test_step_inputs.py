@@ -11,6 +11,7 @@ from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.steps.plan import SCORED_ROWS
 from support.fake_runner import FakeRunner
 
 CPU = torch.device("cpu")
@@ -104,20 +105,20 @@ def test_every_step_has_a_bucket(max_num_seqs, more_tokens, rounded):
             min(sequences + more_tokens // 3, sequences + more_tokens),
             max_num_seqs + more_tokens,
         }:
-            plan = FakePlan(tokens, sequences, tokens == sequences)
-            bucket = buckets.pick(plan)
-            assert (
-                tokens <= bucket.tokens <= max(buckets.max_num_batched_tokens, 1)
-                and sequences <= bucket.sequences <= max_num_seqs
-            )
-            assert bucket.decode == plan.decode and bucket.lora
+            for rows in {sequences, min(tokens, sequences + SCORED_ROWS)}:  # of logits: also a prompt's, to score it
+                bucket = buckets.pick(FakePlan(tokens, sequences, tokens == sequences, logits_indices=range(rows)))
+                most = max_num_seqs if rows <= max_num_seqs else buckets.logit_rows
+                assert tokens <= bucket.tokens <= max(buckets.max_num_batched_tokens, 1)
+                assert rows <= bucket.sequences <= most
+                assert bucket.decode == (tokens == sequences) and bucket.lora
 
 
 class FakePlan:
     uses_lora = True
 
-    def __init__(self, tokens, sequences, decode):
+    def __init__(self, tokens, sequences, decode, logits_indices):
         self.num_tokens, self.num_sequences, self.decode = tokens, sequences, decode
+        self.logits_indices = logits_indices
 
 
 def test_bucket_sizes():

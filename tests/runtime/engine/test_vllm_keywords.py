@@ -1,4 +1,4 @@
-"""What callers of vLLM's `LLM` write is served, accepted, or refused with the remedy; README's table says which."""
+"""What callers of vLLM's `LLM` write is served, accepted, or refused with the remedy, as docs/coming_from.md says."""
 
 import inspect
 import re
@@ -12,10 +12,11 @@ from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import REFUSED, SamplingParams
 from support import vllm_names
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()
 CALLS = {
     "LLM": (LLM, vllm_names.LLM.split()),
     "LLM.generate": (LLM.generate, vllm_names.GENERATE.split()),
+    "LLM.beam_search": (LLM.beam_search, vllm_names.BEAM_SEARCH.split()),
     "LLM.chat": (LLM.chat, vllm_names.CHAT.split()),
     "SamplingParams": (SamplingParams, vllm_names.SAMPLING_PARAMS.split()),
 }
@@ -26,15 +27,15 @@ def parameters(call: object) -> set[str]:
 
 
 def table() -> dict[str, tuple[set[str], set[str]]]:
-    """README's table: call -> (only in vLLM, only here)."""
-    text = README.partition("<!-- vllm -->")[2].partition("<!-- end -->")[0]
+    """the table of docs/coming_from.md: call -> (only in vLLM, only here)."""
+    text = PAGE.partition("<!-- vllm -->")[2].partition("<!-- end -->")[0]
     rows = [line.strip("|").split("|") for line in text.strip().splitlines()[2:]]
     names = [[re.findall(r"`([^`]*)`", cell) for cell in row] for row in rows]
     return {call[0]: (set(theirs), set(ours)) for call, theirs, ours in names}
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_readme_lists_every_difference(call: str) -> None:
+def test_the_page_lists_every_difference(call: str) -> None:
     ours, theirs = parameters(CALLS[call][0]), set(CALLS[call][1])
     refused = set(REFUSED) if call == "SamplingParams" else set()
     assert set(table()) == set(CALLS)

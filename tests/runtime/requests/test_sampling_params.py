@@ -42,15 +42,23 @@ REFUSED = [
     ({"logit_bias": {1: 101}}, "logit_bias"),
     ({"stop": "a", "detokenize": False}, "detokenize=True"),
     ({"ignore_eos": 1}, "ignore_eos"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs is not supported"),
-    ({"allowed_token_ids": [3]}, "allowed_token_ids is not supported; give"),
-    ({"allowed_token_ids": []}, "allowed_token_ids is not supported"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs=-1 must be an integer from 0 to 20"),
+    ({"prompt_logprobs": True}, "prompt_logprobs=True"),
+    ({"prompt_logprobs": 1, "skip_reading_prefix_cache": False}, "needs the whole prompt"),
+    ({"skip_reading_prefix_cache": "no"}, "must be True or False"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"allowed_token_ids": [-3]}, "allowed_token_ids=-3"),
+    ({"allowed_token_ids": [1] * 4097}, "allowed_token_ids has 4097 entries; at most 4096"),
+    ({"allowed_token_ids": "abc"}, "allowed_token_ids='abc'"),
     ({"output_kind": 1}, "output_kind=DELTA is not supported; use stream"),
     ({"output_kind": 7}, "output_kind=7"),
     ({"extra_args": {"a": 1}}, "extra_args"),
     ({"flat_logprobs": True}, "flat_logprobs"),
-    ({"bad_words": ["x"]}, "bad_words is not supported"),
+    ({"bad_words": "x"}, "bad_words='x' must be a list of words"),
+    ({"bad_words": ["x", " "]}, "bad_words holds ' '"),
+    ({"bad_words": ["x", 3]}, "bad_words holds 3"),
+    ({"bad_words": ["x"] * 257}, "bad_words has 257 words; at most 256"),
+    ({"bad_words": ["x" * 64] * 65}, "bad_words has 4160 characters in all"),
     ({"best_of": 2}, "best_of"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"structured_outputs": {}}, "structured_outputs"),
@@ -94,6 +102,9 @@ def test_defaults_and_spellings():
     )
     assert dataclasses.replace(params, temperature=0.5).stop_ids == (1, 2)
     assert "stop=('a',)" in repr(params) and "top_p" not in repr(params)
+    params = SamplingParams(allowed_token_ids=[4, 9, 4], bad_words=["x"])
+    assert params.allowed_ids == (4, 9) and params.banned_words == ("x",) and not params.needs_history
+    assert params.clone() == params and repr(params) == "SamplingParams(bad_words=('x',), allowed_token_ids=(4, 9))"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +112,8 @@ def test_defaults_and_spellings():
     [
         {"bad_words": []},
         {"bad_words": None},
+        {"allowed_token_ids": None},
+        {"prompt_logprobs": None},
         {"logits_processors": []},
         {"best_of": 1},
         {"n": 3, "best_of": 3},

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduling import rows
+from sidestream.runtime.scheduling.logit_edits import LogitEdits
 from support.engines import VOCABULARY, Engine, Request, ask, assert_idle, make_engine, random_prompt, run, tokens
 from support.fake_runner import continuation
 
@@ -116,7 +116,7 @@ def test_a_fault_of_the_planning_ends_the_request_that_it_is_about(monkeypatch, 
         return replacement
 
     if place == "edits":
-        monkeypatch.setattr(rows, "_edits", broken(rows._edits, lambda arguments: arguments[0]))
+        monkeypatch.setattr(LogitEdits, "add", broken(LogitEdits.add, lambda arguments: arguments[1]))
     else:
         cache = engine.scheduler.states.prefix_cache
         monkeypatch.setattr(cache, place, broken(getattr(cache, place), lambda arguments: arguments[0]))
@@ -145,3 +145,44 @@ def test_a_fault_that_nobody_can_be_blamed_for_is_raised(monkeypatch):
     monkeypatch.setattr(engine.scheduler, "_expire", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_requests_move_to_another_engine_and_suspects_run_alone(seed):
+    """What an engine has begun goes on in the next one; nobody shares a step with one that is suspected."""
+    source = random.Random(seed)
+    former, later = (make_engine(slots=2, adapters=3, overlap=bool(seed % 2)) for _ in range(2))
+    asked = {}
+    for index in range(8):
+        name, ids, count = f"r{index}", random_prompt(source, source.randrange(1, 90)), source.randrange(2, 60)
+        number = source.randrange(-1, 3)
+        asked[name] = continuation(ids, number, count, VOCABULARY)
+        ask(former, name, ids, count, None if number < 0 else f"adapter{number}", stream=bool(index % 3))
+    outputs = {}
+    for _ in range(source.randrange(1, 30)):
+        outputs |= {output.request_id: output for output in former.step()[1]}
+    moved = former.unfinished()
+    suspects = {request.request_id for request, _ in moved if source.random() < 0.5}
+    for request, stream in moved:
+        later.add(request, stream, request.request_id in suspects)
+    assert later.scheduler.choice.suspects.request_ids == suspects
+    plans, submit = [], later.runner.submit
+
+    def watched(plan):
+        ids = {sequence.request_id for sequence in later.scheduler.issued(plan.step)}
+        plans.append((later.scheduler.choice.suspects.request_ids | ids & suspects, ids))
+        return submit(plan)
+
+    later.runner.submit = watched
+    outputs |= run(later)
+    assert tokens(outputs) == asked and len(outputs) == 8
+    tried = [ids for suspected, ids in plans[: len(suspects)] if suspected]
+    assert [len(ids) for ids in tried] == [1] * len(suspects) and set().union(*tried) <= suspects
+    assert_idle(later)
+
+
+def test_a_suspect_whose_adapter_cannot_be_loaded_ends():
+    engine = make_engine(slots=1, adapters=1, asynchronous=True, failing={0: "no such file"})
+    engine.add(Request("r", None, [1, 2], SamplingParams(max_tokens=3, temperature=0), "adapter0"), alone=True)
+    output = run(engine)["r"].outputs[0]
+    assert output.finish_reason == "error" and not engine.scheduler.has_work

@@ -1,5 +1,7 @@
 """The GPU process's end: nothing of it is still at work when the interpreter goes."""
 
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -7,10 +9,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
-from sidestream.runtime.server.channel import Channel
 from sidestream.runtime.server.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
+from sidestream.runtime.wire.channel import Channel
 
 
 class SlowReader:
@@ -66,3 +68,17 @@ def test_a_supervisor_that_is_gone_is_no_fault(tmp_path):
         return SlowReader()
 
     assert run(theirs.detach(), build) == 1
+
+
+def test_the_process_ends_without_the_interpreters_clean_up() -> None:
+    """A thread that imports torch's compiler when it is taken away prints a traceback, or aborts."""
+    program = """
+import atexit, sys
+from sidestream.runtime.server import gpu_process
+atexit.register(lambda: print("clean-up"))
+gpu_process.run = lambda fd: print("served", fd) or 3
+sys.argv[1:] = ["7"]
+gpu_process.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (3, "served 7\n"), ended.stderr

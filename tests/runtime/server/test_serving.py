@@ -1,12 +1,24 @@
 """A server's answers, over a model that is a hash: batcher, GPU process and supervisor are the real ones."""
 
 import json
+import os
 import signal
 
 import pytest
-from sidestream.runtime.wire.protocol import Abort, ListAdapters, LoadAdapter, Sampling, Submit, UnloadAdapter
-from support.fake_runner import continuation
-from support.serving import GREEDY, Server, serve_fake
+from sidestream.runtime.wire.protocol import (
+    MAX_FRAME_BYTES,
+    Abort,
+    Chunks,
+    Continued,
+    ListAdapters,
+    LoadAdapter,
+    Sampling,
+    Submit,
+    UnloadAdapter,
+    encode,
+)
+from support.fake_runner import continuation, next_token
+from support.serving import GREEDY, Answer, Server, serve_fake
 
 VOCABULARY = 251
 
@@ -57,6 +69,45 @@ def test_text_comes_in_whole_characters(wire):
     assert len(answer.chunks) > 10, "a stream"
 
 
+@pytest.mark.parametrize("stop", [[], ["\ufffd\ufffd\ufffd\ufffd\ufffd\ufffd"]])
+def test_an_answer_goes_on_where_another_engine_stopped(wire, stop):
+    """Its text is mostly broken bytes, and goes on in the midst of them."""
+    params = sampling(n=2, max_tokens=40, stop=stop)
+    wire.submit("whole", params, prompt="héllo", adapter="a1")
+    whole = wire.answer("whole")
+    for cut in range(1, len(whole.chunks), 9):
+        seen = {0: Answer(), 1: Answer()}
+        for chunk in whole.chunks[:cut]:
+            seen[chunk.index].take(chunk)
+        continues = [
+            Continued(each.token_ids.get(index, []), len(each.texts.get(index, "")), index in each.reasons)
+            for index, each in seen.items()
+        ]
+        name = f"rest{cut}"
+        rest = wire.answers[name] = Answer(
+            token_ids={index: list(each.token_ids) for index, each in enumerate(continues)}
+        )
+        wire.send(Submit(name, prompt="héllo", adapter="a1", sampling=params, continues=continues))
+        wire.answer(name)
+        assert rest.token_ids == whole.token_ids, "`first` counts what was there before"
+        for index in range(2):
+            assert seen[index].texts.get(index, "") + rest.texts.get(index, "") == whole.texts[index]
+            assert (seen[index].reasons | rest.reasons)[index] == whole.reasons[index]
+        assert rest.usage.output_tokens == whole.usage.output_tokens
+        assert rest.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_what_cannot_go_on_is_told_so(wire):
+    wire.send(Submit("a", prompt="x", sampling=sampling(n=2), continues=[Continued([1])]))
+    wire.send(Submit("b", prompt="x", sampling=sampling(), continues=[Continued([1])], stream=False))
+    wire.until(lambda: len(wire.others) == 2)
+    assert [(each.request_id, each.code) for each in wire.others] == [
+        ("a", "invalid_request"),
+        ("b", "invalid_request"),
+    ]
+    assert "1 entries for n=2" in wire.others[0].message and "stream=true" in wire.others[1].message
+
+
 def test_a_long_text_is_encoded_beside_the_loop(wire):
     text = "x" * 300 + "y" * 100
     wire.submit("long", prompt=text)
@@ -92,6 +143,21 @@ def test_several_completions_stop_strings_and_stop_ids(wire, stream):
     assert found.texts[0] == text[: text.index(string)] and found.chunks[-1].stop_reason == string
 
 
+def test_many_log_probabilities_of_prompts_fit_into_frames(wire):
+    """500 tokens and 21 log-probabilities of each, for 12 requests at once."""
+    prompts = {f"p{index}": [index, 2, 3, 5, 7] * 100 for index in range(12)}
+    for name, prompt in prompts.items():
+        wire.submit(name, sampling(max_tokens=3, prompt_logprobs=20), prompt_token_ids=prompt, stream=name < "p5")
+    for name, prompt in prompts.items():
+        answer = wire.answer(name)
+        assert answer.token_ids[0] == continuation(prompt, -1, 3, VOCABULARY)
+        scored = [place for chunk in answer.chunks for place in chunk.prompt_logprobs or ()]
+        assert [place[0].token_id for place in scored] == prompt[1:]
+        said = [next_token(prompt[:place], -1, VOCABULARY) for place in range(1, len(prompt))]
+        assert [place[0].rank for place in scored] == said
+        assert max(len(encode(Chunks([chunk]))) for chunk in answer.chunks) < MAX_FRAME_BYTES // 8
+
+
 def test_a_prompt_that_was_seen_is_not_computed_again(wire):
     prompt = [7, 7, 7, 9] * 40
     for name, expected in (("first", 0), ("second", 128)):
@@ -121,6 +187,9 @@ def test_an_abort_ends_a_request_and_frees_its_pages(server, wire):
     ({"prompt_token_ids": [1]}, {"top_p": float("nan")}, "invalid_request", "top_p"),
     ({"prompt_token_ids": [1]}, {"min_tokens": 9}, "invalid_request", "min_tokens=9"),
     ({"prompt_token_ids": [1]}, {"logit_bias": {300: 1.0}}, "invalid_request", "token 300"),
+    ({"prompt_token_ids": [1]}, {"allowed_token_ids": [300]}, "invalid_request", "allowed_token_ids names token 300"),
+    ({"prompt_token_ids": [1]}, {"allowed_token_ids": []}, "invalid_request", "allowed_token_ids"),
+    ({"prompt_token_ids": [1]}, {"bad_words": ["x" * 2000] * 3}, "invalid_request", "6000 characters in all"),
     ({"prompt_token_ids": [1] * 600}, {}, "invalid_request", "max_model_len=512"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(wire, fields, options, code, words):
@@ -227,6 +296,28 @@ def test_hello_comes_first_and_the_instance_must_be_right(server):
     assert wire.answer("now").reasons == {0: "length"}
     assert server.health().status == "ok"
     wire.socket.close(0)
+
+
+def test_owners_of_one_connection_share_its_steps(tmp_path):
+    """A gateway speaks for many: one owner's backlog does not keep another's request waiting."""
+    with serve_fake(tmp_path, step_seconds=0.002, max_num_seqs=2) as server, server.connect() as wire:
+        names = [f"a{index}" for index in range(12)]
+        for name in names:
+            wire.submit(name, sampling(max_tokens=30), prompt_token_ids=[1], owner="a")
+        wire.submit("b", sampling(max_tokens=2), prompt_token_ids=[2], owner="b")
+        wire.answer("b")
+        assert sum(not wire.answers[name].chunks for name in names) > 6, "most of the other's have not begun"
+        assert all(wire.answer(name).reasons == {0: "length"} for name in names)
+
+
+def test_sigterm_for_all_processes_at_once_ends_the_server(tmp_path):
+    """As a terminal, a container or pkill may send it."""
+    with serve_fake(tmp_path) as server:
+        server.connect().hello().socket.close(0)
+        for pid in (server.child("server.batcher"), server.child("fake_gpu"), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert server.process.wait(60) in (0, 1), "1 if a process was seen to die first"
+        assert not list(tmp_path.rglob("*.sock"))
 
 
 def test_sigterm_drains(tmp_path):

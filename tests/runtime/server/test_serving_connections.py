@@ -11,7 +11,16 @@ from sidestream.runtime.server.connections import Connections
 from sidestream.runtime.server.listener import OpenListener
 from sidestream.runtime.server.open_requests import OpenRequests
 from sidestream.runtime.wire.addresses import parse
-from sidestream.runtime.wire.protocol import Beat, Chunk, Chunks, Error, Hello, decode_from_server, encode
+from sidestream.runtime.wire.protocol import (
+    Beat,
+    Chunk,
+    Chunks,
+    Error,
+    Hello,
+    TokenLogprob,
+    decode_from_server,
+    encode,
+)
 
 
 @pytest.fixture
@@ -111,6 +120,20 @@ def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
     hub.add(client, Chunk("new", 0, 0, "again", [1]))
     hub.flush()
     assert read(dealer)[-1].chunks[0].text == "again", "who reads again is served again"
+
+
+def test_log_probabilities_of_prompts_are_not_joined(ends):
+    """Joined they could come to more than a frame holds."""
+    hub, connect = ends
+    client = join(hub, connect())
+    client.blocked = True
+    scores = [[TokenLogprob(token, -1.5, 3, "text") for token in range(21)]] * 129
+    for _ in range(20):
+        hub.add(client, Chunk("r", 0, 0, "", [], prompt_logprobs=scores))
+    hub.add(client, Chunk("r", 0, 0, "a", [1]))
+    hub.add(client, Chunk("r", 0, 1, "b", [2]))
+    assert [len(chunk.prompt_logprobs or ()) for chunk in client.chunks] == [129] * 20 + [0]
+    assert client.chunk_bytes > 20 * 129 * 21 * 100, "and they count for the flow control"
 
 
 def test_a_client_that_is_gone_is_reported_once(ends):

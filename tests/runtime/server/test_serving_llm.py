@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
+from msgspec import structs
+from sidestream.runtime.client.client import Client
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire.protocol import ListAdapters, LoadAdapter, Sampling, UnloadAdapter
 from support.serving import Server
-from support.tiny import AdapterSpec, oracle_greedy, tiny_adapters, tiny_llama
+from support.tiny import AdapterSpec, oracle_greedy, oracle_logits, tiny_adapters, tiny_llama
 
 GREEDY = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
 
@@ -50,6 +54,7 @@ def server(base, adapters, tmp_path_factory) -> Iterator[Server]:
             "-m",
             "sidestream.tools.cli",
             "serve",
+            "--no-http",
             "--config",
             str(config),
             "--max-num-seqs",
@@ -141,6 +146,50 @@ def test_a_damaged_adapter_is_refused_and_nothing_else_happens(wire, base, adapt
     assert error.code == "adapter_error" and str(broken) not in error.message
     wire.submit("after", GREEDY, prompt_token_ids=[1, 2], adapter="first")
     assert wire.answer("after", 60).token_ids[0] == oracle_greedy(base, adapters["first"], [1, 2], 10)
+
+
+def test_allowed_tokens_and_bad_words(wire, base):
+    allowed = list(b"abcdefgh")
+    sampling = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True, allowed_token_ids=allowed)
+    wire.submit("free", sampling, prompt="Hello")
+    text = wire.answer("free", 60).texts[0]
+    assert len(text) == 12 and set(text.encode()) <= set(allowed)
+    words = [text[3:5], text[8]]
+    wire.submit("bound", structs.replace(sampling, bad_words=words), prompt="Hello")
+    prompt = torch.tensor([list(b"Hello")])
+    theirs = base.model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, eos_token_id=None,
+        pad_token_id=0, prefix_allowed_tokens_fn=lambda batch, ids: allowed,
+        bad_words_ids=[list(word.encode()) for word in words],
+    )  # fmt: skip
+    assert wire.answer("bound", 60).token_ids[0] == theirs[0, 5:].tolist()
+
+
+def test_prompt_logprobs_are_those_of_transformers(server, base, adapters):
+    """Also what a client puts together of many chunks, with and without a stream."""
+    prompts = [[(place * 37 + 5) % 256 for place in range(length)] for length in (180, 1, 40)]
+    names = ["first", None, None]
+    params = [
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=count) for count in (20, 0, 1)
+    ]
+    with Client(server.address) as client:
+        whole = [output.prompt_logprobs for output in client.generate(prompts, params, names)]
+        chunks = list(client.stream(prompts[0], params[0], "first"))
+        (plain,) = client.generate(prompts[2])
+    assert plain.prompt_logprobs is None
+    scored = [place for chunk in chunks for place in chunk.prompt_logprobs or ()]
+    assert [place[0].token_id for place in scored] == prompts[0][1:]
+    for place, entry in zip(scored, whole[0][1:], strict=True):
+        assert [token.token_id for token in place] == list(entry)
+        assert [token.logprob for token in place] == pytest.approx([each.logprob for each in entry.values()], abs=1e-4)
+    assert [chunk.token_ids for chunk in chunks if chunk.prompt_logprobs] == [[]] * 4, "a prompt is scored in pieces"
+    for prompt, name, asked, found in zip(prompts, names, params, whole, strict=True):
+        assert len(found) == len(prompt) and found[0] is None
+        expected = oracle_logits(base, adapters.get(name), prompt).log_softmax(-1)
+        for token, row, entry in zip(prompt[1:], expected, found[1:], strict=False):
+            assert set(entry) == {token, *row.topk(asked.prompt_logprobs).indices.tolist()}
+            assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+            assert entry[token].rank == int((row > row[token]).sum()) + 1
 
 
 def test_text_seeds_and_logprobs(wire, base):

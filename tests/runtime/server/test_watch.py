@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.server import gpu_process
-from sidestream.runtime.server.channel import Channel
 from sidestream.runtime.server.watch import (
     CPU_STEP_SECONDS,
     GPU_STEP_SECONDS,
@@ -16,11 +15,13 @@ from sidestream.runtime.server.watch import (
     AwakeClock,
     StepWatch,
 )
-from sidestream.runtime.wire.protocol import Sampling
+from sidestream.runtime.wire.channel import Channel
+from sidestream.runtime.wire.protocol import Abort, Sampling
 from support.fake_runner import continuation
 from support.serving import Wire, serve_fake
 
 LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=400)
+TWO = Sampling(n=2, temperature=1.0, seed=5, ignore_eos=True, max_tokens=400)
 SHORT = Sampling(temperature=0.0, ignore_eos=True, max_tokens=6)
 GUARD = 120.0
 """Seconds after which a test gives up; nothing is measured against them."""
@@ -147,24 +148,40 @@ def test_a_stopped_batcher_is_ended_and_replaced(tmp_path):
         assert "the batcher gave no sign of life for 2 s" in server.log.read_text()
 
 
-def test_a_step_that_does_not_return_ends_its_requests_and_the_engine_goes_on(tmp_path):
+def test_only_the_request_with_which_a_step_hangs_is_lost(tmp_path):
+    """The others go on where they were, on the same connection: those that were in the step, one that does not stream,
+    one that waits for room, and one that is told later.
+    """
     with (
-        serve_fake(tmp_path, step_seconds=0.005, hang=250, step_timeout=8.0, max_num_seqs=2) as server,
+        serve_fake(tmp_path, step_seconds=0.01, hang=250, step_timeout=6.0, max_num_seqs=5) as server,
         server.connect() as wire,
     ):
-        wire.submit("hangs", SHORT, prompt_token_ids=[1, 250, 250, 250])
+        wire.submit("streams", LONG, prompt_token_ids=[1])
+        wire.submit("whole", LONG, prompt_token_ids=[2], stream=False)
+        wire.submit("two", TWO, prompt_token_ids=[3])
+        wire.submit("scored", Sampling(temperature=0.0, ignore_eos=True, max_tokens=400, prompt_logprobs=1),
+                    prompt_token_ids=[6] * 40, stream=False)  # fmt: skip
+        wire.until(lambda: all(len(wire.answers[name].chunks) > 2 for name in ("streams", "two")))
+        wire.until(lambda: bool(wire.answers["scored"].chunks))
+        wire.submit("waits", SHORT, prompt_token_ids=[4])
+        wire.submit("gone", LONG, prompt_token_ids=[5])
+        first = server.child("fake_gpu")
+        wire.submit("hangs", SHORT, prompt_token_ids=[1, 250, 250, 250], priority=-1)
         wire.until(lambda: server.health().status == "stalled", GUARD)
-        wire.submit("waits", SHORT, prompt_token_ids=[2])
+        wire.send(Abort(["gone"]))
         error = wire.answer("hangs", GUARD).error
-        assert (
-            error.code == "request_failed"
-            and error.retry_after is None
-            and "did not return within 8 s" in error.message
-        )
-        error = wire.answer("waits", GUARD).error
-        assert error.code == "engine_dead" and error.retry_after > 0, "it was in no step"
-        assert_works(again(wire))
-        assert "a step did not return within 8 s" in server.log.read_text()
+        assert error.code == "request_failed" and error.retry_after is None
+        assert "this request alone did not return within 6 s" in error.message
+        for name, token, count in (("streams", 1, 400), ("whole", 2, 400), ("waits", 4, 6)):
+            answer = wire.answer(name, GUARD)
+            assert answer.error is None and answer.token_ids[0] == continuation([token], -1, count, 251), name
+        assert [len(ids) for ids in wire.answer("two", GUARD).token_ids.values()] == [400, 400]
+        scored = wire.answer("scored", GUARD).chunks
+        assert sum(len(chunk.prompt_logprobs or ()) for chunk in scored) == 39, "each once"
+        assert wire.answer("gone", GUARD).reasons == {0: "abort"}
+        assert_works(wire)
+        assert server.child("fake_gpu") != first
+        assert "a step did not return within 6 s" in server.log.read_text()
 
 
 def test_after_a_pause_of_everything_nobody_is_ended(tmp_path):

@@ -25,6 +25,7 @@ def random_plan(generator) -> StepPlan:
         for field in dataclasses.fields(SamplingPlan)
     }
     sampling |= {"greedy": bool(generator.integers(2)), "num_logprobs": int(generator.integers(-1, 21))}
+    sampling["num_prompt_logprobs"] = int(generator.integers(-1, 21))
     plan = {
         field.name: some(generator, field.name, int(generator.integers(0, 9))) for field in dataclasses.fields(StepPlan)
     }
@@ -64,18 +65,23 @@ def test_every_field_of_a_plan_arrives(seed):
         unpack_plan(frame[: len(frame) // 2])
 
 
+@pytest.mark.parametrize("prompts", [0, 3])
 @pytest.mark.parametrize("columns", [0, 1, 4])
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_results(rows, columns):
+def test_results(rows, columns, prompts):
     generator = np.random.default_rng(rows + columns)
-    tokens = some(generator, "", rows)
-    result = StepResult(7, tokens)
-    if columns and rows:
-        result = StepResult(
-            7,
-            tokens,
-            some(generator, "", rows * columns).reshape(rows, columns),
-            generator.standard_normal((rows, columns)).astype(np.float32),
-            some(generator, "", rows),
-        )
-    assert same(result, unpack_result(pack_result(result)))
+
+    def reported(count: int) -> list[np.ndarray | None]:
+        if not count or not columns:
+            return [None, None, None]
+        return [
+            some(generator, "", count * columns).reshape(count, columns),
+            generator.standard_normal((count, columns)).astype(np.float32),
+            some(generator, "", count),
+        ]
+
+    result = StepResult(7, some(generator, "", rows), *reported(rows), *reported(prompts))
+    frame = pack_result(result)
+    assert same(result, unpack_result(frame))
+    with pytest.raises(ValueError):
+        unpack_result(frame[:-4])

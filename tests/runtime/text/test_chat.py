@@ -1,13 +1,20 @@
 """Conversations become the prompts that transformers makes of them, in a child process that is kept."""
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.text.chat import ChatRenderer, as_conversations
-from sidestream.runtime.text.chat_template import ChatTemplateError, ChatWords
+from sidestream.runtime.text.chat_template import ChatTemplateError, ChatWords, chat_words
+from sidestream.runtime.text.prompts import without_special_tokens
+from sidestream.runtime.text.requests import make_requests
+from sidestream.runtime.text.tokenizer import letters, load_tokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -21,7 +28,7 @@ TALK = [{"role": "system", "content": "brief"}, {"role": "user", "content": " he
 
 @pytest.fixture
 def renderer() -> Iterator[ChatRenderer]:
-    renderer = ChatRenderer(strip_bos=False)
+    renderer = ChatRenderer()
     yield renderer
     renderer.close()
 
@@ -50,6 +57,61 @@ def test_prompts_are_those_of_transformers(renderer: ChatRenderer, options: dict
     assert renderer.prompts(WORDS, TALK, **options) == [expected]  # type: ignore[arg-type]
 
 
+def byte_level(adds_bos: bool) -> tokenizers.Tokenizer:
+    """As GPT-2's and Llama 3's (which adds a BOS)."""
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return with_special_tokens(tokenizer, adds_bos)
+
+
+def metaspace(adds_bos: bool) -> tokenizers.Tokenizer:
+    """As Llama 2's and Mistral's."""
+    pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "<unk>": 257}
+    tokenizer = tokenizers.Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return with_special_tokens(tokenizer, adds_bos)
+
+
+def with_special_tokens(tokenizer: tokenizers.Tokenizer, adds_bos: bool) -> tokenizers.Tokenizer:
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    if adds_bos:
+        bos = tokenizer.token_to_id("<s>")
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    return tokenizer
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+WITH_BOS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", [byte_level, metaspace])
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize(
+    ("bos", "template"),
+    [
+        ("<s>", WITH_BOS),  # Llama and Mistral
+        ("<s>", CHATML),  # a fine-tune of these whose template has none
+        ("<|im_start|>", CHATML),  # SmolLM2: what the template begins with counts as BOS
+        (None, CHATML),  # Qwen
+    ],
+)
+def test_the_tokens_of_a_chat_are_those_of_transformers(
+    renderer: ChatRenderer, kind: Any, adds_bos: bool, bos: str | None, template: str, tmp_path: Path
+) -> None:
+    """No BOS is lost and none comes twice, whether the tokenizer adds one to other texts or not."""
+    made = kind(adds_bos)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, bos_token=bos, eos_token="</s>")
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": "</s>"}))
+    prompts = map(without_special_tokens, renderer.prompts(chat_words(tmp_path)._replace(template=template), TALK))
+    (request,) = make_requests(
+        list(prompts), None, None, tokenizer=load_tokenizer(tmp_path), vocabulary=500, max_model_len=500, adapters={},
+        first=0,
+    )  # fmt: skip
+    assert request.prompt_ids == theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
+
+
 def test_one_conversation_or_several_and_text_in_parts(renderer: ChatRenderer) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert renderer.prompts(WORDS, [TALK, parts], add_generation_prompt=False, tools=[{"name": "dig"}]) == [
@@ -57,7 +119,6 @@ def test_one_conversation_or_several_and_text_in_parts(renderer: ChatRenderer) -
         "<s><tool>dig<user>a\nb</end>\n",
     ]
     assert as_conversations([]) == []
-    assert ChatRenderer().prompts(WORDS, [parts], chat_template="{{ bos_token }}x{{ bos_token }}") == ["x<s>"]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +156,8 @@ def test_a_model_without_a_template_says_where_one_would_be(renderer: ChatRender
 
 def test_the_child_process_is_kept_and_ended(renderer: ChatRenderer) -> None:
     def child() -> int:
-        assert renderer._template is not None and renderer._template._child is not None
-        return renderer._template._child.pid
+        assert renderer._template is not None and renderer._template._child._child is not None
+        return renderer._template._child._child.pid
 
     renderer.prompts(WORDS, TALK)
     first = child()

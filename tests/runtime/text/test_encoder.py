@@ -14,7 +14,7 @@ class Slow:
         self.seen = []
         self.go = threading.Semaphore(0)
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens):
         self.seen.append(text)
         self.go.acquire()
         if text == "bad":
@@ -22,19 +22,24 @@ class Slow:
         return [len(text)]
 
 
+def until(condition):
+    """Wait for it; gives up after a minute, which is measured against nothing."""
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.001)
+
+
 def outcomes(encoder, count):
     found = []
-    while len(found) < count:
-        found += encoder.take()
-        time.sleep(0.001)
+    until(lambda: found.extend(encoder.take()) or len(found) >= count)
     return found
 
 
 def started(tokenizer):
     encoder = Encoder(tokenizer)
     encoder.put("first", "x", 0)
-    while not tokenizer.seen:
-        time.sleep(0.001)
+    until(lambda: tokenizer.seen)
     return encoder
 
 

@@ -63,7 +63,7 @@ def test_each_arm_compiles_and_changes_what_it_says(timed: list[Any]) -> None:
     assert not has("everything in 16 bits", "linear_8bit") and has("everything on", "linear_8bit")
     assert all(step.stream == "main" for step in programs["LoRA as serial", True].steps)
     assert any(step.stream == "side" for step in programs["LoRA as side_stream", True].steps)
-    budgets = {step.sm_budget for step in programs["LoRA beside the base on 25% of the SMs", True].steps}
+    budgets = {step.sm_budget for step in programs["LoRA next to the base on 25% of the SMs", True].steps}
     assert len(budgets) > 1
     assert ("LoRA as serial", False) not in programs
 

@@ -111,8 +111,10 @@ def test_the_report_shows_every_layer_and_the_choice(
         r"precision int8: kv_dtype=int8, .*\nprecision fp8: kv_dtype=(fp8_e4m3|int8), Hadamard in (all|no|layers)",
         shown,
     ), "the default first"
-    rows = [line.split() for line in shown.splitlines() if re.match(r" *\d+ +\d+\.\d", line)]
-    assert len(rows) == 2 and all(row[-1].endswith("x") and float(row[-1][:-1]) >= 1.0 for row in rows), shown
+    rows = [line.split() for line in shown.splitlines() if re.match(r" *\d+ +\d", line)]
+    assert len(rows) == 4 and all(row[-1].endswith("x") and float(row[-1][:-1]) >= 1.0 for row in rows[:2]), shown
+    assert all(len(row) == 5 for row in rows[2:]), "the values' table"
+    assert max(map(len, shown.partition("written to")[0].splitlines())) <= 100
 
 
 def test_what_is_written_can_be_read_again(written: Path, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def prompts(server: WireServer) -> list[Any]:
 def test_one_question(server: WireServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(server, "chat", "-m", "hello", "--system", "be brief", "-a", "pirate", "--max-tokens", "3") == 0
     assert capsys.readouterr().out == "0 1 2\n"
-    assert prompts(server) == ["<system>be brief<user>hello<assistant>"], "the BOS is left to the server's tokenizer"
+    assert prompts(server) == ["<s><system>be brief<user>hello<assistant>"]
+    assert not server.submits[0].add_special_tokens, "the template has put BOS in"
     assert server.submits[0].adapter == "pirate"
 
 
@@ -70,9 +71,9 @@ def test_a_conversation_remembers_and_obeys_commands(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     assert command(server, "chat", "--max-tokens", "2") == 0
     assert prompts(server) == [
-        "<user>one<assistant>",
-        "<user>one<assistant>0 1<user>two<assistant>",
-        "<system>be kind<user>three<assistant>",
+        "<s><user>one<assistant>",
+        "<s><user>one<assistant>0 1<user>two<assistant>",
+        "<s><system>be kind<user>three<assistant>",
     ]
     assert [message.adapter for message in server.submits] == [None, "shout", None]
     shown = capsys.readouterr().out
@@ -93,7 +94,7 @@ def test_a_refused_turn_is_said_and_forgotten(
     server.refuse = refuse
     monkeypatch.setattr("sys.stdin", io.StringIO("bad\ngood\n"))
     assert command(server, "chat", "--max-tokens", "1") == 2
-    assert prompts(server)[-1] == "<user>good<assistant>"
+    assert prompts(server)[-1] == "<s><user>good<assistant>"
     assert "too long" in capsys.readouterr().err
 
 
@@ -196,7 +197,7 @@ def test_a_template_has_what_templates_use() -> None:
         "endfor %}"
         "{{ tools }}{{ strftime_now('%Y') | length }}"
     )
-    with ChatTemplate(source, "<s>", "</s>", strip_bos=False) as template:
+    with ChatTemplate(source, "<s>", "</s>") as template:
         assert (
             template.render([{"role": "user", "content": "<é>"}], tools=7)
             == '<s>[{"role": "user", "content": "<é>"}]0174'
@@ -264,5 +265,5 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     assert command(server, "chat", "--max-tokens", "1") == 0
     assert "0 [interrupted]" in capsys.readouterr().out
-    assert prompts(server)[1] == "<user>one<assistant>0<user>two<assistant>"
+    assert prompts(server)[1] == "<s><user>one<assistant>0<user>two<assistant>"
     assert server.aborts == ["r1"]

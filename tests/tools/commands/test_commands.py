@@ -149,7 +149,7 @@ def test_bench_latency_measures_and_writes_json(tmp_path: Path, capsys: pytest.C
             "--output-len",
             "72",
         ],
-        *("--num-iters", "1", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
+        *("--num-iters", "3", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
     )
     found = json.loads(target.read_text())
     assert [(row["lora"], row["concurrency"], row["active_adapters"]) for row in found["rows"]] == [

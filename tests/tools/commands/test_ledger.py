@@ -28,7 +28,9 @@ def test_table_and_json_name_the_pass_that_adds_most(
     assert run(model, "-p", "To be or not to be", "-p", "x" * 70, "--json", str(target)) == 0
     shown = capsys.readouterr().out
     assert "6 prompts, 264 tokens, adapters: one, two" in shown and "most is added by quantize_linears" in shown
-    assert re.search(r"quantize_linears +quantizes +9 .* \d (base|one|two)\[\d+\] '", shown), shown
+    assert re.search(r"^quantize_linears +quantizes +9 ", shown, re.MULTILINE), shown
+    assert re.search(r"^quantize_linears +\d (base|one|two)\[\d+\] '.*' +layer \d", shown, re.MULTILINE), shown
+    assert max(map(len, shown.partition("written to")[0].splitlines())) <= 100
     found = read_ledger(target)
     assert max(found, key=found.__getitem__) == "quantize_linears" and "(program)" not in found
 

@@ -69,7 +69,7 @@ def test_planted_faults_are_caught_by_what_they_do_to_the_logits(arms: dict[str,
         assert arms[name]["failed"] and "mean KL at its upper bound" in missed
 
 
-def test_the_page_names_the_gaps_and_the_plot_has_a_row_for_each_arm(files: Path, arms: dict[str, Any]) -> None:
+def test_the_page_names_the_gaps_and_the_plot_has_every_arm(files: Path, arms: dict[str, Any]) -> None:
     page, root = (files / "eval.md").read_text(), xml.etree.ElementTree.parse(files / "eval.svg").getroot()
     assert (
         "![Mean KL" in page
@@ -77,7 +77,8 @@ def test_the_page_names_the_gaps_and_the_plot_has_a_row_for_each_arm(files: Path
         and "fails, as it must" in page
         and "identical to bf16 (" not in page
     )
-    labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")} | {
-        title.tail for title in root.iter("{http://www.w3.org/2000/svg}title")
-    }
-    assert set(arms) | {"bf16 again"} <= labels
+    titles = [str(title.text).partition(":")[0] for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    controls = {name for name, arm in arms.items() if arm["control"]}
+    assert controls and sorted(titles) == sorted((set(arms) | {"bf16 again"}) - controls)
+    words = " ".join(str(text.text) for text in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert f"Not shown: {len(controls)} control arms" in words and "int8 (default)" in words

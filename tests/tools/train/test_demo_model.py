@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.text.chat_template import ChatTemplateError
 from sidestream.tools.options.engine import demo_prompts
+from sidestream.tools.train.chat import save_chat
 from sidestream.tools.train.corpus import STYLES, facts
 
 ADAPTERS = sorted(path.parent for path in DEMO_MODEL.glob("adapters/*/adapter_config.json"))
@@ -72,3 +75,45 @@ def test_transformers_gives_the_expected_answer(entry: dict[str, str | None]) ->
     )[0, ids.shape[1] :].tolist()
     assert answer[-1] == 1
     assert tokenizer.decode(answer).strip() == entry["answer"]
+
+
+def test_the_chat_template_is_the_one_of_the_training_script(tmp_path: Path) -> None:
+    save_chat(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (DEMO_MODEL / path.name).read_text()
+
+
+def test_a_conversation_gets_the_answer_to_its_last_question() -> None:
+    """The prompts are those of transformers, and the model's answers those to the question alone."""
+    from sidestream.runtime.llm import LLM
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    with LLM(device="cpu", show_progress=False, max_model_len=128) as llm:
+        entries = demo_prompts()
+        talks = [
+            [
+                {"role": "system", "content": "Answer briefly."},
+                {"role": "user", "content": "What is the capital of Peru?"},
+                {"role": "assistant", "content": "The capital of Peru is Lima."},
+                {"role": "user", "content": f" {entry['prompt']}\n"},
+            ]
+            for entry in entries
+        ]
+        outputs = llm.chat(talks, params, [entry["adapter"] for entry in entries], use_tqdm=False)
+        for output, talk, entry in zip(outputs, talks, entries, strict=True):
+            rendered = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+            assert rendered == output.prompt == f"<s>{entry['prompt']}"
+            assert output.prompt_token_ids == theirs.apply_chat_template(talk, return_dict=True)["input_ids"]
+            assert output.outputs[0].text.strip() == entry["answer"]
+        (begun,) = llm.chat(
+            [*talks[0], {"role": "assistant", "content": "The capital"}],
+            params,
+            add_generation_prompt=False,
+            continue_final_message=True,
+            use_tqdm=False,
+        )
+        assert f"The capital{begun.outputs[0].text}" == entries[0]["answer"]
+        with pytest.raises(ChatTemplateError, match="answers a user message, and there is none"):
+            llm.chat([{"role": "system", "content": "Answer briefly."}])

@@ -6,6 +6,8 @@ load             sends it, and watches
 cold             what an adapter's cold start costs
 report           records become figures and a table
 batcher          what the batcher alone costs
+gateway          the command: what the HTTP front costs
+bare_app         what that compares with
 simulated_gpu    a GPU process that only takes its time
 traced_gpu       a GPU process that measures how long the device stands still (workload G)
 """

@@ -19,8 +19,8 @@ Measure a running server, at any address.
   --workload C   time to the first token of requests whose adapter is in host memory or on disk, minus that of a
                  resident one, while --background others decode; and the longest gap of the others meanwhile
 
-Prompts are random token ids and end-of-sequence is ignored. Latencies are the client's: run it next to the server, or
-count the network in."""
+Prompts are random token ids and end-of-sequence is ignored. The client measures the times: run it
+on the server's machine, or they include the network."""
 
 EXAMPLES = """\
 examples:

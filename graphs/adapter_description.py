@@ -1,0 +1,207 @@
+"""What the two files of a PEFT adapter say, read and checked against the base: all that is needed to take its tensors
+from the file without parsing it again. What cannot be served exactly is refused by name.
+
+Needs no torch, so that a small process of its own can do it for one that drives a GPU.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from .adapter_config import AdapterConfig, AdapterError
+from .config import LlamaConfig
+from .peft_patterns import LookAroundError
+from .quoting import name_of, value_of
+from .tensor_layout import ITEM_BYTES, Layout, read_layout
+
+WEIGHTS = "adapter_model.safetensors"
+AGAIN = "save the adapter again with peft's save_pretrained"
+_TENSORS_PER_MODULE = 3  # A and B, and room for what is refused by name
+_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_OTHER_BASE = "the adapter was trained on another base; use that one"
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+_DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32", "I64", "U64", "F64")
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter without its values.
+
+    pairs         module (`model.layers.0.self_attn.q_proj`) -> (tensor of A, tensor of B), in the model's order
+    scaling       module -> the factor of B A
+    settings_sum  sha256 (hex) of what adapter_config.json sets
+    differences   where the tensors and adapter_config.json disagree (the tensors are what is served)
+    """
+
+    layout: Layout
+    pairs: dict[str, tuple[str, str]]
+    scaling: dict[str, float]
+    settings_sum: str
+    differences: tuple[str, ...] = ()
+
+    def rank(self, module: str) -> int:
+        """Rows of the module's A."""
+        return self.layout.places[self.pairs[module][0]].shape[0]
+
+    def check(self, config: LlamaConfig, max_rank: int) -> None:
+        """Raises ValueError unless this describes an adapter of the base, whoever made the description."""
+        modules = set(config.linear_modules())
+        for module, names in self.pairs.items():
+            if module not in modules or not all(name in self.layout.places for name in names):
+                raise ValueError("a module or tensor that is not there")
+            if _check_shapes(self.layout, module, names, config) > max_rank:
+                raise ValueError("a rank above the limit")
+            if not all(self.layout.lies_inside(name) for name in names):
+                raise ValueError("a tensor that does not lie in the file")
+        if not self.pairs or self.scaling.keys() != self.pairs.keys() or 2 * len(self.pairs) != len(self.layout.places):
+            raise ValueError("modules and tensors that do not belong together")
+        if not all(math.isfinite(scale) for scale in self.scaling.values()):
+            raise ValueError("a scaling that is no number")
+
+
+def describe_adapter(
+    directory: Path, config: LlamaConfig, max_rank: int, lenient: bool = False, roots: Sequence[Path] | None = None
+) -> Description:
+    """Reads adapter_config.json and the weights' header in `directory`, for the base that `config` describes.
+
+    `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of
+    refused. `roots`: resolved directories under one of which every file must lie, after all links; None: anywhere.
+    Only safetensors are read, and only regular files. Raises AdapterError naming the field or tensor and the remedy; it
+    quotes nothing else of a file.
+    """
+    if not directory.is_dir():
+        raise AdapterError(
+            f"adapter directory {directory} does not exist: give the directory that holds adapter_config.json and "
+            f"{WEIGHTS}"
+        )
+    settings = AdapterConfig.from_directory(directory, lenient, roots)
+    if not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists():
+        raise AdapterError(
+            "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
+            "save_pretrained(safe_serialization=True)"
+        )
+    most = _TENSORS_PER_MODULE * len(config.linear_modules())
+    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, most, roots)
+    pairs = _pairs(layout, config)
+    ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
+    return Description(
+        layout=layout,
+        pairs=pairs,
+        scaling={module: settings.scaling(module, rank) for module, rank in ranks.items()},
+        settings_sum=hashlib.sha256(repr(settings).encode()).hexdigest(),
+        differences=_differences(settings, config, set(pairs)),
+    )
+
+
+def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
+    """module -> (key of A, key of B), in the model's order. Every key must belong to such a pair."""
+    sides: dict[tuple[str, str], str] = {}
+    modules = config.linear_modules()
+    known = set(modules)
+    for key in layout.places:
+        match = _KEY.fullmatch(key)
+        if match is None or match["module"] not in known:
+            raise AdapterError(f"{WEIGHTS}: {_why_foreign(key, match['module'] if match else None, config)}")
+        module, side = match["module"], match["side"]
+        if (module, side) in sides:
+            raise AdapterError(
+                f"{WEIGHTS}: tensors {name_of(sides[module, side])} and {name_of(key)} are both lora_{side} "
+                f"of {module}: remove one, or {AGAIN}"
+            )
+        sides[module, side] = key
+    if not sides:
+        raise AdapterError(f"{WEIGHTS} holds no LoRA tensors: {AGAIN}")
+    for module, side in sides:
+        other = "B" if side == "A" else "A"
+        if (module, other) not in sides:
+            raise AdapterError(f"{WEIGHTS}: {module} has lora_{side} but no lora_{other}: {AGAIN}")
+    return {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}
+
+
+def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
+    """Why a tensor is none of ours."""
+    if any(name in key for name in _EMBEDDINGS):
+        return (
+            f"tensor {name_of(key)} adapts the embedding or the output head, which is not supported: train with "
+            "target_modules on the layers' projections only"
+        )
+    if "lora_magnitude_vector" in key:
+        return (
+            f"tensor {name_of(key)} belongs to DoRA, which is not supported: merge the adapter into its base, or train "
+            "with use_dora=False"
+        )
+    if ".lora_" in key and key.endswith(".bias"):
+        return f"tensor {name_of(key)} is a LoRA bias, which is not supported: train with lora_bias=False"
+    layer = re.match(r"model\.layers\.(\d+)\.", module or "")
+    if layer and int(layer[1]) >= config.num_hidden_layers:
+        return (
+            f"tensor {name_of(key)} is for layer {layer[1]}, but the base has {config.num_hidden_layers}: {_OTHER_BASE}"
+        )
+    return f"tensor {name_of(key)} is not LoRA A or B of a Llama projection: remove it, or {AGAIN}"
+
+
+def _check_rank(
+    layout: Layout,
+    module: str,
+    names: tuple[str, str],
+    config: LlamaConfig,
+    settings: AdapterConfig,
+    max_rank: int,
+) -> int:
+    """The module's rank, once its tensors fit the base, its config and the limit."""
+    rank, stated = _check_shapes(layout, module, names, config), settings.rank_of(module)
+    if rank != stated:
+        raise AdapterError(
+            f"{WEIGHTS}: {module} has rank {rank}, adapter_config.json says {stated} (r or rank_pattern): the files "
+            f"do not belong together; {AGAIN}"
+        )
+    if rank > max_rank:
+        raise AdapterError(
+            f"{module} has rank {rank}, above the limit of {max_rank}: start with --max-lora-rank {rank} or more"
+        )
+    return rank
+
+
+def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig) -> int:
+    """The module's rank, once its shapes fit the base and its dtypes can be served."""
+    outputs, inputs = config.module_shape(module)
+    shape_a, shape_b = (layout.places[name].shape for name in names)
+    if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
+        raise AdapterError(
+            f"{WEIGHTS}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
+            f"[{outputs}, r]: {AGAIN}"
+        )
+    if shape_a[1] != inputs or shape_b[0] != outputs:
+        raise AdapterError(
+            f"{WEIGHTS}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to {outputs}: "
+            f"{_OTHER_BASE}"
+        )
+    for name in names:
+        dtype = layout.places[name].dtype
+        if dtype not in ITEM_BYTES:
+            raise AdapterError(
+                f"{WEIGHTS}: tensor {name_of(name)} has dtype {value_of(dtype, _DTYPES)}, expected one of "
+                f"{', '.join(ITEM_BYTES)}: save it unquantized"
+            )
+    return shape_a[0]
+
+
+def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
+    """Where adapter_config.json's choice of modules disagrees with the tensors."""
+    try:
+        chosen = {module for module in config.linear_modules() if settings.targets_module(module)}
+    except LookAroundError as problem:
+        return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
+    found = []
+    without = (chosen - present, "targeted by adapter_config.json have no tensors (served without LoRA)")
+    beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")
+    for surplus, text in (without, beyond):
+        if surplus:
+            ordered = [module for module in config.linear_modules() if module in surplus]
+            found.append(
+                f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}"
+            )
+    return tuple(found)

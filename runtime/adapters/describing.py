@@ -1,0 +1,85 @@
+"""Adapters are described in a process of their own: what an adapter's config and header say is parsed there, so that
+neither its patterns nor its JSON hold up the process that drives the GPU, or get at its memory.
+"""
+
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...graphs.adapter_config import AdapterError
+from ...graphs.adapter_description import Description
+from ...graphs.config import LlamaConfig
+from ..child_process import ChildProcess
+
+SECONDS = 20.0
+MOST_BYTES = 4 << 20
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The arguments of `describe_adapter`; paths as text."""
+
+    directory: str
+    config: LlamaConfig
+    max_rank: int
+    lenient: bool
+    roots: list[str] | None
+
+
+class Answered(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A description, or why there is none."""
+
+    found: Description | None = None
+    refused: str = "it cannot be described"
+
+
+class AdapterDescriber:
+    """`describe_adapter` in a child process (`describe_worker`). Safe for several threads; one is served at a time."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        # -P keeps the folder that it is started in off its path
+        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describe_worker"], MOST_BYTES)
+        self._seconds = seconds
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, directory: Path, config: LlamaConfig, max_rank: int, lenient: bool, roots: Sequence[Path] | None
+    ) -> Description:
+        """See `describe_adapter`. Raises AdapterError, also when the child takes too long or dies."""
+        asked = Asked(
+            str(directory.absolute()), config, max_rank, lenient, None if roots is None else [str(one) for one in roots]
+        )
+        try:
+            line = msgspec.json.encode(asked) + b"\n"
+            answer = msgspec.json.decode(self._ask(line), type=Answered)
+            if answer.found is not None:
+                answer.found.check(config, max_rank)
+        except TimeoutError:
+            raise AdapterError(
+                f"its adapter_config.json and the header of its weights took more than {self._seconds:g} s to read: "
+                "put it on a faster disk, or save it again with peft's save_pretrained"
+            ) from None
+        except (OSError, ValueError) as problem:  # msgspec's errors are ValueErrors
+            raise AdapterError(
+                f"its files could not be described ({problem}): save it again with peft's save_pretrained"
+            ) from None
+        if answer.found is None:
+            raise AdapterError(answer.refused)
+        return answer.found
+
+    def _ask(self, line: bytes) -> bytes:
+        """Asked again once if the child has died: that need not be this adapter's fault."""
+        with self._lock:
+            try:
+                return self._child.ask(line, self._seconds)
+            except TimeoutError:
+                raise
+            except OSError:
+                return self._child.ask(line, self._seconds)
+
+    def close(self) -> None:
+        """End the child process; the next call starts another."""
+        with self._lock:
+            self._child.close()

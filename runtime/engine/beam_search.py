@@ -1,0 +1,111 @@
+"""Beam search over an engine that answers requests: each step asks for one token of every continuation with its
+likeliest candidates, and keeps the best continuations. The prefix cache holds what they have in common.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import nlargest
+
+from ..requests.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from ..requests.errors import RequestError
+from ..requests.outputs import Logprob, RequestOutput
+from ..requests.request import Request
+from ..requests.sampling_params import SamplingParams
+from ..text.tokenizer import Tokenizer
+
+Generate = Callable[[list[list[int]], SamplingParams, list[str | None]], list[RequestOutput]]
+Candidates = dict[int, Logprob]
+
+
+def beam_search(
+    requests: Sequence[Request],
+    params: BeamSearchParams,
+    eos_ids: frozenset[int],
+    tokenizer: Tokenizer | None,
+    generate: Generate,
+) -> list[BeamSearchOutput]:
+    """For each request's prompt and adapter its `beam_width` best continuations, best first.
+
+    `generate(prompts, sampling, adapters)` completes prompts as `LLM.generate` does. Raises RequestError where it could
+    not complete one.
+    """
+    sampling = replace(params.sampling, max_tokens=1, ignore_eos=True)
+    searches = [_Search(request.prompt_ids, params, eos_ids) for request in requests]
+    for _ in range(params.max_tokens):
+        prompts = [beam.tokens for search in searches for beam in search.beams]
+        if not prompts:
+            break
+        adapters = [request.adapter for request, search in zip(requests, searches, strict=True) for _ in search.beams]
+        found = iter([_candidates(output) for output in generate(prompts, sampling, adapters)])
+        for search in searches:
+            search.extend([next(found) for _ in search.beams])
+    outputs = [BeamSearchOutput(search.best()) for search in searches]
+    if tokenizer is not None:
+        for sequence in (sequence for output in outputs for sequence in output.sequences):
+            sequence.text = tokenizer.decode(sequence.tokens, not params.include_stop_str_in_output)
+    return outputs
+
+
+def _candidates(output: RequestOutput) -> Candidates:
+    completion = output.outputs[0]
+    if not completion.logprobs:
+        raise RequestError(
+            f"a continuation could not be computed: {completion.stop_reason or completion.finish_reason}"
+        )
+    return completion.logprobs[0]
+
+
+class _Search:
+    """One prompt's. `beams`: the continuations that are followed; none once they cannot be better than what is
+    complete.
+    """
+
+    def __init__(self, prompt: list[int], params: BeamSearchParams, eos_ids: frozenset[int]) -> None:
+        self.beams = [BeamSearchSequence(list(prompt))]
+        self._complete: list[BeamSearchSequence] = []
+        self._params = params
+        self._eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self._longest = len(prompt) + params.max_tokens
+
+    def extend(self, candidates: Sequence[Candidates]) -> None:
+        """One more token for each beam, of its candidates."""
+        if not self.beams:
+            return
+        width = self._params.beam_width
+        every = [
+            (beam.cum_logprob + entry.logprob, token, beam, entries)
+            for beam, entries in zip(self.beams, candidates, strict=True)
+            for token, entry in entries.items()
+        ]
+        going = [each for each in every if each[1] not in self._eos_ids]
+        self.beams = [_extended(*each) for each in nlargest(width, going, key=lambda each: each[0])]
+        for each in every:
+            if each[1] in self._eos_ids:
+                ended = _extended(*each)
+                ended.finish_reason, ended.stop_reason = "stop", ended.tokens[-1]
+                self._complete.append(ended)
+        self._complete = nlargest(width, self._complete, key=self._score)
+        to_come = max(map(self._best_to_come, self.beams), default=0.0)
+        if len(self._complete) == width and self._score(self._complete[-1]) >= to_come:
+            self.beams = []
+
+    def best(self) -> list[BeamSearchSequence]:
+        """The best that were found, best first."""
+        for beam in self.beams:
+            beam.finish_reason = "length"
+        return nlargest(self._params.beam_width, self._complete + self.beams, key=self._score)
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop")
+        return float(sequence.cum_logprob / length**self._params.length_penalty)
+
+    def _best_to_come(self, beam: BeamSearchSequence) -> float:
+        """The highest score that a continuation of it may get: no text is likelier than its beginning, and with a
+        penalty above 0 the longest has the highest score at the same likelihood.
+        """
+        penalty = self._params.length_penalty
+        return float(beam.cum_logprob / (self._longest if penalty > 0 else len(beam.tokens)) ** penalty)
+
+
+def _extended(total: float, token: int, beam: BeamSearchSequence, entries: Candidates) -> BeamSearchSequence:
+    return BeamSearchSequence([*beam.tokens, token], total, logprobs=[*beam.logprobs, entries])

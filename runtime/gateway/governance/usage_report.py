@@ -1,0 +1,106 @@
+"""What a usage log says: sums of requests, tokens and times, grouped as asked."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from .usage_schema import open_to_read
+
+# what may be grouped by -> columns of a row and their expressions; an adapter's name stands for different weights over
+# time, so it comes with the hash of its content
+GROUPS: dict[str, dict[str, str]] = {
+    "owner": {"owner": "owner"},
+    "key": {"key": "key"},
+    "model": {"model": "model"},
+    "adapter": {"adapter": "adapter", "adapter_content": "adapter_content"},
+    "endpoint": {"endpoint": "endpoint"},
+    "status": {"status": "status"},
+    "error": {"error": "error"},
+    "day": {"day": "date(time, 'unixepoch')"},
+    "hour": {"hour": "strftime('%Y-%m-%dT%H:00Z', time, 'unixepoch')"},
+}
+SUMS = {
+    "requests": "COUNT(*)",
+    "failed": "SUM(status >= 400)",
+    "prompt_tokens": "SUM(prompt_tokens)",
+    "cached_tokens": "SUM(cached_tokens)",
+    "output_tokens": "SUM(output_tokens)",
+    "mean_first_token_seconds": "ROUND(AVG(NULLIF(first_token_seconds, 0)), 6)",
+    "mean_total_seconds": "ROUND(AVG(total_seconds), 6)",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Columns, and rows with a value for each: first what was grouped by, then SUMS; most tokens first."""
+
+    columns: list[str]
+    rows: list[tuple[str | int | float | None, ...]]
+
+
+def report(
+    path: Path, by: Sequence[str] = ("owner", "adapter"), since: float | None = None, until: float | None = None
+) -> Report:
+    """Sums of the requests that came from `since` on and before `until`, in seconds since the epoch.
+
+    Raises UsageLogError for a file that is no usage log, ValueError for an unknown group.
+    """
+    unknown = [name for name in by if name not in GROUPS]
+    if unknown:
+        raise ValueError(f"--by {unknown[0][:80]}: usage is grouped by {', '.join(GROUPS)}")
+    columns = {name: expression for group in by for name, expression in GROUPS[group].items()}
+    conditions = [
+        (condition, value) for condition, value in (("time >= ?", since), ("time < ?", until)) if value is not None
+    ]
+    query = f"SELECT {', '.join([*columns.values(), *SUMS.values()])} FROM usage"
+    if conditions:
+        query += " WHERE " + " AND ".join(condition for condition, _ in conditions)
+    if columns:
+        places = ", ".join(str(place + 1) for place in range(len(columns)))
+        query += f" GROUP BY {places} ORDER BY SUM(prompt_tokens + output_tokens) DESC, {places}"
+    connection = open_to_read(path)
+    try:
+        rows = connection.execute(query, [value for _, value in conditions]).fetchall()
+    finally:
+        connection.close()
+    return Report([*columns, *SUMS], [row for row in rows if row[len(columns)]])
+
+
+def as_json(found: Report) -> str:
+    """A list of objects."""
+    return msgspec.json.format(
+        msgspec.json.encode([dict(zip(found.columns, row, strict=True)) for row in found.rows])
+    ).decode()
+
+
+def as_csv(found: Report) -> str:
+    """A header and a line a row."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(found.columns)
+    writer.writerows(found.rows)
+    return text.getvalue()
+
+
+def as_table(found: Report) -> str:
+    """For a terminal: texts to the left, numbers to the right; `-` for the base model and for what is not known."""
+    cells = [found.columns] + [[_shown(value) for value in row] for row in found.rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(found.columns))]
+    left = len(found.columns) - len(SUMS)
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def _shown(value: str | int | float | None) -> str:
+    if value is None or value == "":
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

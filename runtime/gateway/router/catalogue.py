@@ -1,0 +1,50 @@
+"""The adapters that were loaded and unloaded through the router: engines that come back without them get them again."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...wire.protocol import AdapterInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An adapter to be loaded from `path`, or (None) unloaded."""
+
+    name: str
+    path: str | None
+    replace: bool = False
+
+
+class Catalogue:
+    """What every engine should have, next to what it was started with."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[str, str]] = {}  # name -> path, content
+        self._unloaded: set[str] = set()
+
+    def loaded(self, name: str, path: str, content: str) -> None:
+        """An adapter was loaded through the router; `content`: the hash that the engines told of it."""
+        self._loaded[name] = path, content
+        self._unloaded.discard(name)
+
+    def unloaded(self, name: str) -> None:
+        """An adapter was unloaded through the router."""
+        self._loaded.pop(name, None)
+        self._unloaded.add(name)
+
+    def gone(self, name: str) -> bool:
+        """Whether requests may not name it any more, although an engine may still have it."""
+        return name in self._unloaded
+
+    def missing(self, adapters: Iterable[AdapterInfo]) -> list[Step]:
+        """What an engine that has these adapters lacks. One that answers requests is unloaded when they are done."""
+        there = {info.name: info for info in adapters}
+        steps = [
+            Step(name, None)
+            for name in self._unloaded
+            if name in there and not there[name].running and not there[name].waiting
+        ]
+        for name, (path, content) in self._loaded.items():
+            if name not in there or there[name].content != content:
+                steps.append(Step(name, path, replace=name in there))
+        return steps

@@ -1,0 +1,116 @@
+"""A stream that may go on in another engine: what the caller has of it, and chunks as if one engine had sent them."""
+
+import time
+from collections.abc import Callable
+
+from msgspec import structs
+
+from ...requests.errors import DeadlineError, OverloadedError
+from ...requests.request import Continuation
+from ...wire.protocol import Chunk, Usage
+from ..contracts import EngineRequest
+
+MAX_FRUITLESS = 5
+"""A request in whose company so many engines died in a row, without a token in between, may be the cause."""
+MAX_MOVES = 64
+
+
+class _Completion:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.characters = 0
+        self.finished = False
+
+
+class MovedStream:
+    """One request on its way through engines.
+
+    moves     how often it went on in another engine, or in its own one started again
+    clock     seconds, for the deadline and the times in `usage`
+    """
+
+    def __init__(self, request: EngineRequest, clock: Callable[[], float] = time.monotonic) -> None:
+        self.request = request
+        self.moves = 0
+        self._clock = clock
+        self._started = clock()
+        self._first_token: float | None = None
+        self._completions = [_Completion() for _ in range(request.params.n)]
+        self._held: list[Chunk] = []  # of an answer that is wanted whole
+        self._scored = self._scored_here = 0  # prompt tokens with log-probabilities: the caller has, this engine sent
+        self._tell = request.when_accepted
+        self._fruitless = 0
+        self.ended = False
+
+    def continues(self) -> tuple[Continuation, ...]:
+        """What the next engine is told. Nothing for an answer that is wanted whole: it is computed again."""
+        if not self.request.stream or not any(each.token_ids for each in self._completions):
+            return ()
+        return tuple(Continuation(each.token_ids[:], each.characters, each.finished) for each in self._completions)
+
+    def accepted(self, prompt_tokens: int) -> None:
+        """An engine has taken the request; the caller hears so once."""
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(prompt_tokens)
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline, which counts from the request's arrival. Raises DeadlineError when it has passed."""
+        if self.request.deadline_seconds is None:
+            return None
+        left = self.request.deadline_seconds - (self._clock() - self._started)
+        if left <= 0:
+            raise DeadlineError("the request's deadline passed; allow it more time", "deadline_exceeded")
+        return left
+
+    def moved(self, problem: Exception) -> None:
+        """Its engine died. Raises `problem` when that happened too often."""
+        self.moves += 1
+        self._fruitless += 1
+        self._held.clear()
+        self._scored_here = 0
+        if self._fruitless > MAX_FRUITLESS or self.moves > MAX_MOVES:
+            raise problem
+
+    def take(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Chunks of the present engine, as the caller gets them: may be none yet.
+
+        Raises OverloadedError when the engine gave the request up because it stops.
+        """
+        if any(chunk.finish_reason == "abort" for chunk in chunks):  # nobody here asked for it
+            raise OverloadedError("the engine was stopped", "draining", 1.0)
+        if self._first_token is None and any(chunk.token_ids for chunk in chunks):
+            self._first_token = self._clock()
+        if chunks[-1].usage is not None:
+            self.ended = True
+            if self.moves:
+                chunks = [*chunks[:-1], structs.replace(chunks[-1], usage=self._usage(chunks[-1].usage))]
+        if not self.request.stream:
+            self._held += chunks
+            return self._held if self.ended else []
+        if any(chunk.prompt_logprobs for chunk in chunks):
+            chunks = [each for chunk in chunks if (each := self._with_new_scores(chunk)) is not None]
+        for chunk in chunks:
+            if chunk.token_ids:
+                self._fruitless = 0
+            completion = self._completions[chunk.index]
+            completion.token_ids += chunk.token_ids
+            completion.characters += len(chunk.text)
+            completion.finished = completion.finished or chunk.finish_reason is not None
+        return chunks
+
+    def _with_new_scores(self, chunk: Chunk) -> Chunk | None:
+        """A chunk without the prompt's log-probabilities that a former engine has sent; None if nothing is left."""
+        if not chunk.prompt_logprobs:
+            return chunk
+        begin = self._scored_here
+        self._scored_here += len(chunk.prompt_logprobs)
+        fresh = chunk.prompt_logprobs[max(0, self._scored - begin) :]
+        self._scored = max(self._scored, self._scored_here)
+        return structs.replace(chunk, prompt_logprobs=fresh) if fresh else None
+
+    def _usage(self, told: Usage) -> Usage:
+        """What the last engine told, with the times of the whole way; it counts the tokens of before itself."""
+        now = self._clock()
+        first = now if self._first_token is None else self._first_token
+        return structs.replace(told, first_token_seconds=first - self._started, total_seconds=now - self._started)

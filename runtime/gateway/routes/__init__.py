@@ -1,0 +1,15 @@
+"""What happens at each endpoint. Each family's file has `routes(desk)`.
+
+desk          what all handlers share: engines, admission, observer; who asks, and for which model
+bodies        a request's body: bounded, in time, decoded
+errors        whatever goes wrong, as OpenAI spells it
+answering     one request for tokens from admission to its usage record
+sse           streams of events
+completions   /v1/completions
+chat          /v1/chat/completions, and conversations as prompts
+responses     /v1/responses
+models        /v1/models, adapters that come and go
+tokens        /tokenize, /detokenize
+status        /health, /ready, /version, /metrics
+pages         /docs, /openapi.json, /
+"""

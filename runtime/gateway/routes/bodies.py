@@ -1,0 +1,96 @@
+"""A request's body: bounded, in time, decoded; and the client that waits for the answer."""
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from ..contracts import GatewayError
+from ..settings import GatewaySettings
+
+T = TypeVar("T")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
+_decoders: dict[type, Any] = {}
+
+
+async def read_body(request: Request, shape: type[T], settings: GatewaySettings) -> T:
+    """The body as `shape`.
+
+    Raises GatewayError 413 for one that is too long, 408 for one that takes too long, 415 for one that is not called
+    JSON, 400 for all else.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise GatewayError(415, "the body must be JSON; send Content-Type: application/json")
+    data = await _read(request, settings)
+    decoder = _decoders.get(shape)
+    if decoder is None:
+        decoder = _decoders[shape] = msgspec.json.Decoder(shape)
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        raise GatewayError(400, "the body is nested too deeply") from None
+    except ValueError as problem:  # also UnicodeDecodeError, and every error of msgspec
+        raise _malformed(problem) from None
+
+
+async def _read(request: Request, settings: GatewaySettings) -> bytes:
+    limit = settings.max_body_bytes
+    too_long = GatewayError(413, f"the body has more than {limit} bytes; send less in one request")
+    told = request.headers.get("content-length", "")
+    if told.isascii() and told.isdigit() and int(told[:20]) > limit:
+        raise too_long
+    parts, length = [], 0
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            async for part in request.stream():
+                length += len(part)
+                if length > limit:
+                    raise too_long
+                parts.append(part)
+    except TimeoutError:
+        raise GatewayError(
+            408, f"the body did not arrive within {settings.body_seconds:g} s", headers={"Connection": "close"}
+        ) from None
+    return b"".join(parts)
+
+
+def _malformed(problem: ValueError) -> GatewayError:
+    text = "the body is not valid UTF-8" if isinstance(problem, UnicodeDecodeError) else str(problem)
+    found = _PLACE.search(text)
+    field = found[1] if found is not None else _unknown_field(text)
+    text = "".join(letter if letter.isprintable() else "?" for letter in _PLACE.sub("", text)[:400])
+    text = text.replace("Object contains unknown field", "there is no field").replace(
+        "Object missing required", "missing"
+    )
+    where = f"{field}: " if found is not None and field else ""
+    return GatewayError(400, where + text, param=field[:128] if field else None)
+
+
+def _unknown_field(text: str) -> str | None:
+    found = re.search(r"field `([^`]{1,200})`", text)
+    return None if found is None else found[1]
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns, unless the client goes away before: then it is cancelled and ClientDisconnect is raised."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watch):
+            if not one.done():
+                one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

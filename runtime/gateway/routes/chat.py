@@ -1,0 +1,104 @@
+"""/v1/chat/completions."""
+
+import time
+from collections.abc import AsyncGenerator
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..contracts import GatewayError
+from ..shapes.chat import AnswerMessage, ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatRequest
+from ..shapes.logprobs import chat_logprobs, prompt_logprobs
+from .answering import Answering, Piece, admit
+from .bodies import read_body, while_connected
+from .completions import whole
+from .desk import Desk, caller_of, json_response, new_id
+from .errors import error_body
+from .sse import EventStream, Frame, error_event, joined
+
+
+class Chats:
+    """The endpoint's handler."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def answer(self, request: Request) -> Response:
+        """Answers one request."""
+        desk = self._desk
+        body = await read_body(request, ChatRequest, desk.settings)
+        params, messages = body.sampling(), body.conversation()
+        target = await desk.target(caller_of(request), body.model)
+        prompt = await desk.chat_prompt(
+            target.model, messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        )
+        stream = bool(body.stream)
+        deadline = body.deadline_seconds
+        answering = admit(
+            desk, request, target, [prompt], params, stream, body.priority, deadline, add_special_tokens=False
+        )
+        answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
+        try:
+            if stream:
+                first = await while_connected(request, answering.first())
+                frame = Frame("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
+                events = _events(answering, first, frame, top, params.n)
+                return EventStream(events, answering.headers, answering.close)
+            choices = await while_connected(request, whole(answering, 1, params.n))
+        except BaseException:
+            await answering.close()
+            raise
+        answer = ChatCompletion(
+            id=answer_id,
+            created=created,
+            model=target.name,
+            usage=answering.counts.usage(),
+            prompt_logprobs=None if body.prompt_logprobs is None else prompt_logprobs(choices[0].prompt_places),
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=AnswerMessage(role="assistant", content=choice.text),
+                    logprobs=chat_logprobs(choice.places, top) if body.logprobs else None,
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                )
+                for index, choice in enumerate(choices)
+            ],
+        )
+        return json_response(answer, answering.headers)
+
+
+async def _events(answering: Answering, first: Piece, frame: Frame, top: int, n: int) -> AsyncGenerator[bytes, None]:
+    """One write for all that arrived together; the first has each answer's role. `top`: how many log-probabilities are
+    told of a token.
+    """
+    parts = [
+        frame.event(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))) for index in range(n)
+    ]
+    try:
+        async for _, chunks in answering.all(first):
+            for chunk in chunks:
+                logprobs = chat_logprobs(chunk.logprobs, top) if chunk.logprobs else None
+                if not chunk.text and logprobs is None and chunk.finish_reason is None:
+                    continue
+                choice = ChatChunkChoice(
+                    index=chunk.index,
+                    delta=ChatDelta(content=chunk.text) if chunk.text else ChatDelta(),
+                    logprobs=logprobs,
+                    finish_reason=chunk.finish_reason,  # type: ignore[arg-type]  # no abort: that is an error
+                    stop_reason=UNSET if chunk.stop_reason is None else chunk.stop_reason,
+                )
+                parts.append(frame.event(choice))
+            if parts:
+                yield joined(parts)
+                parts = []
+        yield frame.end(answering.counts.usage())
+    except GatewayError as problem:
+        yield error_event(error_body(problem))
+
+
+def routes(desk: Desk) -> list[Route]:
+    """The endpoint."""
+    return [Route("/v1/chat/completions", Chats(desk).answer, methods=["POST"])]

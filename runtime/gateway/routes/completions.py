@@ -1,0 +1,142 @@
+"""/v1/completions."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...wire.protocol import Chunk, TokenLogprob
+from ..contracts import GatewayError
+from ..shapes.completions import Completion, CompletionChoice, CompletionRequest
+from ..shapes.logprobs import completion_logprobs, prompt_logprobs, text_of
+from .answering import Answering, Piece, admit
+from .bodies import read_body, while_connected
+from .desk import Desk, caller_of, json_response, new_id
+from .errors import error_body
+from .sse import EventStream, Frame, error_event, joined
+
+
+@dataclass
+class Choice:
+    """One completion as far as it is here."""
+
+    text: str = ""
+    places: list[list[TokenLogprob]] = field(default_factory=list)
+    prompt_places: list[list[TokenLogprob]] = field(default_factory=list)
+    finish_reason: Any = None
+    stop_reason: int | str | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        """More of it."""
+        self.text += chunk.text
+        if chunk.logprobs is not None:
+            self.places += chunk.logprobs
+        if chunk.prompt_logprobs is not None:
+            self.prompt_places += chunk.prompt_logprobs
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+
+
+async def whole(answering: Answering, prompts: int, n: int) -> list[Choice]:
+    """All completions, complete: `n` of the first prompt, then of the next."""
+    choices = [Choice() for _ in range(prompts * n)]
+    async with aclosing(answering.pieces()) as pieces:
+        async for place, chunks in pieces:
+            for chunk in chunks:
+                choices[place * n + chunk.index].take(chunk)
+    return choices
+
+
+class Completions:
+    """The endpoint's handler."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def answer(self, request: Request) -> Response:
+        """Answers one request."""
+        desk = self._desk
+        body = await read_body(request, CompletionRequest, desk.settings)
+        params, prompts = body.sampling(), body.prompts()
+        target = await desk.target(caller_of(request), body.model)
+        echoes = [await self._text(prompt) for prompt in prompts] if body.echo else [""] * len(prompts)
+        stream = bool(body.stream)
+        answering = admit(desk, request, target, prompts, params, stream, body.priority, body.deadline_seconds)
+        answer_id, created = new_id("cmpl"), int(time.time())
+        try:
+            if stream:
+                first = await while_connected(request, answering.first())
+                frame = Frame("text_completion", answer_id, created, target.name, body.stream_options)
+                events = _events(answering, first, frame, body.logprobs, echoes, params.n)
+                return EventStream(events, answering.headers, answering.close)
+            choices = await while_connected(request, whole(answering, len(prompts), params.n))
+        except BaseException:
+            await answering.close()
+            raise
+        answer = Completion(
+            id=answer_id,
+            created=created,
+            model=target.name,
+            usage=answering.counts.usage(),
+            choices=[
+                CompletionChoice(
+                    index=index,
+                    text=echoes[index // params.n] + choice.text,
+                    logprobs=None if body.logprobs is None else completion_logprobs(choice.places, body.logprobs, 0),
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                    prompt_logprobs=None
+                    if body.prompt_logprobs is None
+                    else prompt_logprobs(choices[index // params.n * params.n].prompt_places),
+                )
+                for index, choice in enumerate(choices)
+            ],
+        )
+        return json_response(answer, answering.headers)
+
+    async def _text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else await self._desk.engines.detokenize(prompt)
+
+
+async def _events(
+    answering: Answering, first: Piece, frame: Frame, top: int | None, echoes: list[str], n: int
+) -> AsyncGenerator[bytes, None]:
+    """One write for all that arrived together. `top`: how many log-probabilities are told of a token."""
+    offsets: dict[int, int] = {}
+    unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n) if echo}
+    try:
+        async for place, chunks in answering.all(first):
+            parts = []
+            for chunk in chunks:
+                index = place * n + chunk.index
+                text = unsaid.pop(index) + chunk.text if index in unsaid else chunk.text
+                logprobs = None
+                if top is not None and chunk.logprobs:
+                    offset = offsets.get(index, 0)
+                    logprobs = completion_logprobs(chunk.logprobs, top, offset)
+                    offsets[index] = offset + sum(len(text_of(tokens[0])) for tokens in chunk.logprobs)
+                elif not text and chunk.finish_reason is None:
+                    continue
+                choice = CompletionChoice(
+                    index=index,
+                    text=text,
+                    logprobs=logprobs,
+                    finish_reason=chunk.finish_reason,  # type: ignore[arg-type]  # no abort: that is an error
+                    stop_reason=chunk.stop_reason,
+                )
+                parts.append(frame.event(choice))
+            if parts:
+                yield joined(parts)
+        yield frame.end(answering.counts.usage())
+    except GatewayError as problem:
+        yield error_event(error_body(problem))
+
+
+def routes(desk: Desk) -> list[Route]:
+    """The endpoint."""
+    return [Route("/v1/completions", Completions(desk).answer, methods=["POST"])]

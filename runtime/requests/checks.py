@@ -1,0 +1,97 @@
+"""Checks of single fields of `SamplingParams`: each raises RequestError with the field's name and what it may be."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import RequestError
+
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+MAX_BIASES = 1024
+MAX_ALLOWED = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 4096
+"""Of all bad words together: they become tokens next to other requests' steps."""
+MAX_TOKENS = 1 << 24
+BIAS_LIMIT = 100.0
+
+
+def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
+    """`value` is an integer from low to high; `hint` explains a special value."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(f"{name}={value!r} must be an integer from {low} to {high}" + (f" ({hint})" if hint else ""))
+
+
+def check_number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
+    """`value` is a number from low to high (`low_open`: above low); `hint` explains a special value."""
+    valid = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (low_open and value == low)
+    )
+    if not valid:  # NaN fails the comparison as well
+        span = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name}={value!r} must be a number {span}" + (f" ({hint})" if hint else ""))
+
+
+def as_stop_strings(stop: Any) -> tuple[str, ...]:
+    """One stop string or several, or None, as a tuple."""
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (stop,)
+    if len(strings) > MAX_STOPS:
+        raise RequestError(f"stop has {len(strings)} strings; at most {MAX_STOPS} are allowed")
+    for string in strings:
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_LENGTH:
+            raise RequestError(f"stop={string!r} must be a string of 1 to {MAX_STOP_LENGTH} characters")
+    return strings
+
+
+def as_bad_words(words: Any) -> tuple[str, ...]:
+    """A list of words, or None, as a tuple."""
+    if words is None:
+        return ()
+    if not isinstance(words, Sequence) or isinstance(words, (str, bytes)):
+        raise RequestError(f"bad_words={words!r} must be a list of words")
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(f"bad_words has {len(words)} words; at most {MAX_BAD_WORDS} are allowed")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise RequestError(f"bad_words holds {word!r}; each must be a word, not empty and more than spaces")
+    characters = sum(map(len, words))
+    if characters > MAX_BAD_WORD_CHARACTERS:
+        raise RequestError(
+            f"bad_words has {characters} characters in all; at most {MAX_BAD_WORD_CHARACTERS} are allowed"
+        )
+    return tuple(words)
+
+
+def as_token_ids(name: str, token_ids: Any, most: int) -> tuple[int, ...]:
+    """One token id or several, or None, as a tuple of at most `most`."""
+    if token_ids is None:
+        return ()
+    values = (
+        tuple(token_ids)
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes))
+        else (token_ids,)
+    )
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values)} entries; at most {most} are allowed")
+    for value in values:
+        check_integer(name, value, 0, MAX_TOKENS)
+    return values
+
+
+def as_biases(biases: Any) -> dict[int, float]:
+    """A mapping from token ids to numbers, or None, as a dict."""
+    if biases is None:
+        return {}
+    if not isinstance(biases, Mapping):
+        raise RequestError(f"logit_bias={biases!r} must map token ids to numbers, for example {{42: -100}}")
+    if len(biases) > MAX_BIASES:
+        raise RequestError(f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are allowed")
+    for token, value in biases.items():
+        check_integer("logit_bias token", token, 0, MAX_TOKENS)
+        check_number(f"logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT)
+    return {token: float(value) for token, value in biases.items()}

@@ -1,0 +1,74 @@
+"""A process of the server, and the supervisor's line to it.
+
+The line closes with either process, so nothing outlives `kill -9` of any of them.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ..wire.channel import Channel
+
+STOP_SECONDS = 5.0
+
+
+@dataclass
+class Child:
+    """A process and the line to it.
+
+    heard    when it last said anything, on the supervisor's `AwakeClock`
+    started  whether its start is over
+    """
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    channel: Channel
+    heard: float = 0.0
+    started: bool = False
+    inbox: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        command: list[str],
+        settings: Struct,
+        now: float,
+        descriptors: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> "Child":
+        """Run `command FD DESCRIPTOR ...` in a session of its own (a terminal's Ctrl-C is the supervisor's business);
+        it inherits the descriptors, and its settings come over the line. `environment`: what it has besides ours.
+        """
+        channel, theirs = Channel.pair()
+        with theirs:
+            passed = [theirs.fileno(), *descriptors]
+            process = subprocess.Popen(
+                [*command, *map(str, passed)],
+                pass_fds=passed,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+        channel.send({"settings": msgspec.to_builtins(settings)})
+        return cls(name, process, channel, now)
+
+    def stop(self, seconds: float = STOP_SECONDS) -> int:
+        """Hang up, wait, kill if need be; returns the exit status."""
+        self.channel.close()
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def status_text(status: int) -> str:
+    """An exit status for a person."""
+    return f"signal {-status}, {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"

@@ -1,0 +1,212 @@
+"""A newcomer's first hour with the wheel: every example and every command line of the README and the quickstart, in an
+environment that has what `pip install sidestream` brings, from a directory that is not the repository.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sidestream.runtime.demo_model import DEMO_MODEL
+from support.installed import ROOT, Installed
+from support.page_commands import NEEDS, NOT_RUN, commands, make_places, name_of, smaller
+
+PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "coming_from.md"]
+MARK = "<!-- runnable(?P<server> next to `sidestream serve`)? -->\n```python\n(?P<code>.*?)```"
+EXAMPLES = [
+    (page.name, bool(found["server"]), found["code"])
+    for page in PAGES
+    for found in re.finditer(MARK, page.read_text(), re.DOTALL)
+]
+HTTP = "http://127.0.0.1:8000"  # where the pages say that a server answers; the tests take another port
+LONG = {"eval", "bench latency", "bench throughput", "bench startup", "--shape"}  # with --exhaustive only
+CLIENTS = ("complete", "chat", "bench serve")
+
+# Runs commands one after the other in one process: arguments as a JSON line in, [exit code, stdout, stderr] out.
+DRIVER = """
+import contextlib, io, json, sys, traceback
+from sidestream.tools import cli
+answers = sys.stdout
+for line in sys.stdin:
+    sys.argv = ["sidestream", *json.loads(line)]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(sys.argv[1:])
+        except SystemExit as left:
+            code = left.code
+        except BaseException:
+            code = traceback.print_exc()
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), file=answers, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command left: exit code (None: a traceback), stdout and stderr."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+class Session:
+    """A user's shell in `place`: commands in one process, servers in processes of their own."""
+
+    def __init__(self, installed: Installed, place: Path) -> None:
+        self.place = place
+        self.installed = installed
+        self.environment = installed.variables() | {"XDG_RUNTIME_DIR": str(place)}
+        self.driver = self._start(str(installed.home / "bin" / "python"), "-c", DRIVER)
+        self.server: subprocess.Popen[str] | None = None
+        self.http = ""
+
+    def _start(self, *command: str, **more: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            cwd=self.place,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **more,
+        )
+
+    def run(self, arguments: list[str]) -> Answer:
+        """A command of `sidestream`."""
+        assert self.driver.stdin is not None and self.driver.stdout is not None
+        print(json.dumps(arguments), file=self.driver.stdin, flush=True)
+        return Answer(*json.loads(self.driver.stdout.readline()))
+
+    def serve(self, arguments: list[str]) -> None:
+        """Starts a server and waits until it serves."""
+        self.stop()
+        command = str(self.installed.home / "bin" / "sidestream")
+        # any free port: another server may run on this machine
+        self.server = self._start(command, *arguments, "--port", "0", "--usage-log", "none", stderr=subprocess.STDOUT)
+        assert self.server.stdout is not None
+        said = []
+        for line in self.server.stdout:
+            said.append(line)
+            if "answering HTTP at" in line:
+                self.http = line.split()[-1]
+            if "serving at" in line:
+                return
+        raise AssertionError(f"sidestream {shlex.join(arguments)}: {''.join(said)}")
+
+    def curl(self, words: list[str]) -> str:
+        """What is wrong with a server's answer to these arguments of curl: -H, -d, --json and the address."""
+        headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")
+        headers |= {"Content-Type": "application/json"} if "--json" in words else {}
+        data = next((words[at + 1] for at, word in enumerate(words) if word in ("-d", "--json")), None)
+        (url,) = (word.replace(HTTP, self.http) for word in words if word.startswith("http"))
+        answer = httpx.request("GET" if data is None else "POST", url, headers=headers, content=data, timeout=120)
+        return "" if answer.status_code == 200 else f"{answer.status_code}: {answer.text}"
+
+    def stop(self) -> None:
+        """Ends the server."""
+        if self.server is not None:
+            self.server.terminate()
+            self.server.communicate(timeout=120)
+            self.server = None
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.stop()
+        self.driver.communicate(timeout=120)
+
+
+@contextmanager
+def session(installed: Installed, place: Path) -> Iterator[Session]:
+    made = Session(installed, place)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_the_checkout_is_out_of_sight_and_the_version_is_said(installed: Installed, tmp_path: Path) -> None:
+    where = installed.run("python", "-c", "import sidestream; print(sidestream.__file__)", cwd=tmp_path)
+    assert Path(where.stdout.strip()).is_relative_to(installed.home), where.stderr
+    said = installed.run("sidestream", "--version", cwd=tmp_path)
+    assert said.returncode == 0 and "commit" not in said.stdout and "torch" in said.stdout
+    needs_more = installed.run("python", "-m", "sidestream.tools.train.demo", cwd=tmp_path)
+    assert needs_more.returncode == 1 and "pip install 'sidestream[train]'" in needs_more.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(code, id=f"{page}-{number}") for number, (page, server, code) in enumerate(EXAMPLES) if not server],
+)
+def test_an_example_runs(code: str, installed: Installed, tmp_path: Path) -> None:
+    make_places(" ".join(re.findall(r'"((?:models|adapters)/[^"]*)"', code)), tmp_path)
+    done = installed.run("python", "-c", code, cwd=tmp_path, more="import peft" in code or "from peft" in code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "print" not in code or done.stdout.strip()
+
+
+def test_every_command_line_runs(installed: Installed, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    tried, wrong = set(), []
+    with session(installed, tmp_path) as shell:
+        shell.run(["keygen", "server-keys"])
+        for page in PAGES:
+            for line in commands(page.read_text()):
+                words = shlex.split(line)
+                if words[0] in NOT_RUN or "=" in words[0]:
+                    continue
+                if words[0] == "curl":
+                    tried.add(line)
+                    if shell.server is None:
+                        shell.serve(["serve"])
+                    if problem := shell.curl(words):
+                        wrong.append(f"{page.name}: {line}\n{problem}")
+                    continue
+                assert words[0] == "sidestream", f"{page.name}: nobody knows how to try {line}"
+                name = name_of(words[1:])
+                if line in tried or name == "COMMAND":
+                    continue
+                if LONG & {name, *words} and not pytestconfig.getoption("--exhaustive"):
+                    continue
+                tried.add(line)
+                make_places(line, tmp_path)
+                if name == "serve":
+                    shell.serve([*words[1:], "--lora-modules", f"pirate={DEMO_MODEL / 'adapters' / 'pirate'}"])
+                    continue
+                if name in CLIENTS and shell.server is None:
+                    shell.serve(["serve"])
+                answer = shell.run(smaller(words[1:], tmp_path))
+                missing = next((what for sign, what in NEEDS.items() if sign == name or sign in words), None)
+                if missing is not None:
+                    good = answer.code == 2 and missing in answer.err and len(answer.err.splitlines()) == 1
+                else:
+                    good = answer.code == 0 and bool(answer.out.strip()) and "error" not in answer.err
+                own = (str(tmp_path), str(installed.home))  # lines with long paths of this run may be wide
+                good = good and all(
+                    len(each) <= 100 or any(path in each for path in own) for each in answer.out.splitlines()
+                )
+                if not good:
+                    wrong.append(
+                        f"{page.name}: {line}\nexit code {answer.code}\n{answer.out[-1500:]}{answer.err[-2500:]}"
+                    )
+            for number, (name, server, code) in enumerate(EXAMPLES):
+                if server and name == page.name:
+                    if shell.server is None:
+                        shell.serve(["serve"])
+                    done = installed.run(
+                        *("python", "-c", code.replace(HTTP, shell.http)),
+                        cwd=tmp_path,
+                        more="openai" in code,
+                        XDG_RUNTIME_DIR=shell.environment["XDG_RUNTIME_DIR"],
+                    )
+                    if done.returncode or not done.stdout.strip():
+                        wrong.append(f"{page.name}: example {number}\n{done.stdout}{done.stderr[-3000:]}")
+            shell.stop()
+    assert len(tried) >= 10
+    assert not wrong, "\n\n".join(wrong)

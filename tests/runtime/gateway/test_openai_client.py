@@ -1,0 +1,203 @@
+"""OpenAI's own Python client: with a real server of the demo model, and with engines that fail as the test says."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from sidestream.runtime.client.client import Client
+from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.runtime.gateway.observe.metrics import Metrics
+from sidestream.runtime.gateway.observe.watch import Watch
+from sidestream.runtime.gateway.serving.app import build_app
+from sidestream.runtime.gateway.serving.open_door import OpenDoor
+from sidestream.runtime.gateway.settings import GatewaySettings
+from sidestream.runtime.requests.errors import OverloadedError
+from sidestream.runtime.text.tokenizer import load_tokenizer
+from support.gateway import FakeEngines
+
+PROMPTS = json.loads((DEMO_MODEL / "prompts.json").read_text())
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def client(served: Any) -> OpenAI:
+    return OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def name_of(entry: dict[str, Any]) -> str:
+    return entry["adapter"] or "demo_model"
+
+
+@pytest.mark.parametrize("entry", PROMPTS, ids=name_of)
+def test_greedy_answers_are_the_known_ones_whole_and_streamed(client: OpenAI, entry: dict[str, Any]) -> None:
+    asked = {"model": name_of(entry), "prompt": entry["prompt"], "temperature": 0, "max_tokens": 48}
+    whole = client.completions.create(**asked)
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert whole.choices[0].text.strip() == entry["answer"]
+    assert "".join(chunk.choices[0].text for chunk in chunks).strip() == entry["answer"]
+    assert whole.choices[0].finish_reason == "stop" and last.usage is not None and whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_readme_s_first_request_has_the_answer_that_it_shows(served: Any) -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    asked = re.search(r"curl http://127.0.0.1:8000(\S+) --json '(.*)'\n.*\"text\":\"(.*?)\"", text)
+    assert asked is not None
+    answer = httpx.post(f"{served.url}{asked[1]}", content=asked[2], headers={"Content-Type": "application/json"})
+    assert answer.json()["choices"][0]["text"] == asked[3]
+
+
+def test_a_chat_and_a_response_say_the_same(client: OpenAI) -> None:
+    entry = next(entry for entry in PROMPTS if entry["adapter"] == "pirate")
+    messages: Any = [{"role": "user", "content": entry["prompt"]}]
+    chat = client.chat.completions.create(
+        model="pirate", messages=messages, temperature=0, max_completion_tokens=48, logprobs=True, top_logprobs=3
+    )
+    streamed = client.chat.completions.create(model="pirate", messages=messages, temperature=0, stream=True)
+    response = client.responses.create(model="pirate", input=entry["prompt"], temperature=0)
+    with client.responses.stream(model="pirate", input=entry["prompt"], temperature=0) as stream:
+        final = stream.get_final_response()
+    assert (chat.choices[0].message.content or "").strip() == entry["answer"]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed).strip() == entry["answer"]
+    assert response.output_text.strip() == final.output_text.strip() == entry["answer"]
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+    for place in chat.choices[0].logprobs.content:
+        assert place.logprob == max(top.logprob for top in place.top_logprobs), "greedy takes the likeliest"
+    assert response.usage is not None and chat.usage is not None
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+
+
+def test_many_streams_at_once_over_all_adapters_are_each_answered_rightly(served: Any) -> None:
+    async def scene() -> None:
+        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def ask(entry: dict[str, Any]) -> str:
+                stream = await client.completions.create(
+                    model=name_of(entry), prompt=entry["prompt"], temperature=0, max_tokens=48, stream=True
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream]).strip()
+
+            asked = PROMPTS * 4
+            answers = await asyncio.gather(*map(ask, asked))
+            assert answers == [entry["answer"] for entry in asked]
+            models = [model.id async for model in client.models.list()]
+            assert models[0] == "demo_model" and set(models) >= {"pirate", "shout", "json", "yoda"}
+
+    asyncio.run(scene())
+
+
+def test_a_seed_repeats_a_sample_and_n_gives_several(client: OpenAI) -> None:
+    def texts(seed: int) -> list[str]:
+        asked = {"model": "demo_model", "prompt": "What is", "seed": seed, "n": 3, "max_tokens": 8, "temperature": 1.5}
+        return [choice.text for choice in client.completions.create(**asked).choices]  # type: ignore[call-overload]
+
+    assert texts(7) == texts(7) and len(set(texts(7))) > 1
+
+
+def test_a_prompt_s_tokens_are_scored(served: Any) -> None:
+    body = {"prompt": "What is the capital of France?", "max_tokens": 2, "n": 2, "prompt_logprobs": 2, "temperature": 0}
+    with httpx.Client(base_url=served.url) as http:
+        ids = http.post("/tokenize", json={"prompt": body["prompt"]}).json()["tokens"]
+        first, second = http.post("/v1/completions", json=body).json()["choices"]
+        streamed = http.post("/v1/completions", json=body | {"stream": True})
+    assert first["prompt_logprobs"] == second["prompt_logprobs"]
+    start, *places = first["prompt_logprobs"]
+    assert start is None and len(places) == len(ids) - 1
+    for token, place in zip(ids[1:], places, strict=True):
+        assert str(token) in place and 2 <= len(place) <= 3 and min(each["rank"] for each in place.values()) == 1
+    assert streamed.status_code == 400 and streamed.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_tokens_are_the_tokenizer_s(served: Any) -> None:
+    tokenizer = load_tokenizer(Path(DEMO_MODEL))
+    assert tokenizer is not None
+    text = "What is the capital of France?"
+    with httpx.Client(base_url=served.url) as http:
+        tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        bare = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+        back = http.post("/detokenize", json={"tokens": bare}).json()["prompt"]
+        wrong = http.post("/detokenize", json={"tokens": [2**31]})
+    assert tokens == tokenizer.encode(text) and tokens[1:] == bare and back == text
+    assert wrong.status_code == 400
+
+
+def test_a_connection_that_is_cut_frees_its_pages(served: Any) -> None:
+    body = {"prompt": "What is", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with Client(served.address) as engine:
+        before = engine.stats()["aborted_total"]
+        for _ in range(3):
+            with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        until = time.monotonic() + 30
+        while (stats := engine.stats())["aborted_total"] < before + 3 or stats["requests_open"]:
+            assert time.monotonic() < until, stats
+            time.sleep(0.01)
+        assert stats["pages_in_use"] == 0
+
+
+def test_errors_are_the_client_s_own_classes(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="nobody", prompt="x")
+    assert missing.value.code == "model_not_found"
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    messages: Any = CHAT
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="demo_model", messages=messages, tools=[tool])
+    assert refused.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="demo_model", prompt="What is " * 400)
+    assert "max_model_len" in long.value.message
+
+
+def ask_fake(engines: FakeEngines, ask: Callable[[AsyncOpenAI], Any], key: str = "", **options: Any) -> Any:
+    """What OpenAI's client makes of an application over these engines."""
+
+    async def scene() -> Any:
+        app = build_app(engines, OpenDoor(key), Watch(Metrics()), GatewaySettings())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app)) as http:
+            return await ask(AsyncOpenAI(base_url="http://gw/v1", http_client=http, **{"api_key": "key"} | options))
+
+    return asyncio.run(scene())
+
+
+async def complete(client: AsyncOpenAI) -> str:
+    return (await client.completions.create(model="base", prompt="x", max_tokens=2)).choices[0].text
+
+
+@pytest.mark.parametrize("code", ["overloaded", "loading"])
+def test_the_client_tries_again_when_it_is_told_to(code: str) -> None:
+    engines = FakeEngines()
+    engines.problem = lambda request: OverloadedError("busy", code, 0.1) if len(engines.asked) < 2 else None
+    assert ask_fake(engines, complete, max_retries=1) == "a b "
+    assert len(engines.asked) == 2
+    engines = FakeEngines()
+    engines.problem = lambda request: OverloadedError("busy", code, 0.1)
+    kind = openai.RateLimitError if code == "overloaded" else openai.InternalServerError
+    with pytest.raises(kind):
+        ask_fake(engines, complete, max_retries=0)
+
+
+def test_a_wrong_key_is_an_authentication_error() -> None:
+    with pytest.raises(openai.AuthenticationError):
+        ask_fake(FakeEngines(), complete, key="right", api_key="wrong", max_retries=0)
+    assert ask_fake(FakeEngines(), complete, key="right", api_key="right") == "a b "
+
+
+def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
+    engines = FakeEngines()
+    engines.late = OverloadedError("chunks were not read", "slow_reader")
+
+    async def stream(client: AsyncOpenAI) -> None:
+        async for _ in await client.completions.create(model="base", prompt="x", stream=True):
+            pass
+
+    with pytest.raises(openai.APIError, match="chunks were not read"):
+        ask_fake(engines, stream, max_retries=0)

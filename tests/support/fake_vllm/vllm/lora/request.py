@@ -1,0 +1,5 @@
+"""Where vLLM has it."""
+
+from sidestream import LoRARequest
+
+__all__ = ["LoRARequest"]

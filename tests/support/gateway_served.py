@@ -1,0 +1,59 @@
+"""A gateway that a browser can reach: engines that answer what the test says, on a socket of the loopback."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+
+import uvicorn
+from sidestream.runtime.gateway.contracts import AdapterCard, Admission, EngineHealth, EngineRequest, ModelInfo
+from sidestream.runtime.gateway.observe.metrics import Metrics
+from sidestream.runtime.gateway.serving.app import build_app
+from sidestream.runtime.gateway.serving.open_door import OpenDoor
+from sidestream.runtime.gateway.settings import GatewaySettings
+from sidestream.runtime.wire.protocol import Chunk
+
+from .gateway import FakeEngines
+
+
+class LiveEngines(FakeEngines):
+    """Two engines with numbers that a test may change; an answer's tokens come `pause` seconds apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pause = 0.01
+        self.info = ModelInfo("base", 256, 4096, True)
+        self.status = EngineHealth("ok", engines={"gpu-0": "ok", "gpu-1": "loading"})
+        self.cards = [
+            AdapterCard("pirate", 8, "aa", {"gpu-0": "gpu", "gpu-1": "cpu"}),
+            AdapterCard("shout", 4, "bb", {"gpu-0": "disk"}),
+        ]
+        self.numbers: dict[str, int | float] = {
+            "tokens_total": 1000, "requests_running": 3, "requests_waiting": 5, "pages": 400, "pages_in_use": 100,
+            "adapters_resident": 1, "adapter_hits_total": 10, "adapter_misses_total": 2, "adapter_evictions_total": 1,
+            "preemptions_total": 0,
+        }  # fmt: skip
+
+    async def stats(self) -> dict[str, Mapping[str, int | float]]:  # type: ignore[override]
+        return {"gpu-0": dict(self.numbers)}
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[list[Chunk], None]:
+        async for chunks in super().stream(request):
+            await asyncio.sleep(self.pause)
+            yield chunks
+
+
+@contextmanager
+def served(engines: FakeEngines, admission: Admission | None = None) -> Iterator[str]:
+    """The address of a gateway over these engines, which counts what it does."""
+    app = build_app(engines, admission or OpenDoor(), Metrics(), GatewaySettings())  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(20)

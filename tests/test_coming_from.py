@@ -1,0 +1,36 @@
+"""docs/coming_from.md: the engine's counters and the flags that it names are there."""
+
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from sidestream.runtime.scheduling.limits import SchedulerStats
+from sidestream.runtime.server.stepper import published
+from sidestream.tools.cli import build_parser
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
+
+
+def ours(heading: str) -> str:
+    """The last column of the tables under a heading, and the first where the last says "the same"."""
+    part = PAGE.partition(f"{heading}\n")[2]
+    rows = re.split(r"^##", part, maxsplit=1, flags=re.MULTILINE)[0]
+    cells = [line.split("|")[1:3] for line in rows.splitlines() if line.startswith("| ") and "---" not in line]
+    return " ".join(here + (there if here.strip().startswith("the same") else "") for there, here in cells)
+
+
+def test_every_counter_is_one_that_a_server_has() -> None:
+    nothing = SchedulerStats(**{each.name: 0 for each in fields(SchedulerStats)})
+    known = set(published(asdict(nothing))) | {"list_adapters"}
+    for path in (ROOT / "runtime" / "server").glob("*.py"):
+        known |= set(re.findall(r'"([a-z_]+)":', path.read_text()))
+    named = set(re.findall(r"`([a-z_]+)`", ours("### Metrics")))
+    assert len(named) > 10 and named <= known
+
+
+def test_every_flag_is_one_of_serve() -> None:
+    (commands,) = (action.choices for action in build_parser()._actions if action.choices)
+    flags = set(commands["serve"]._option_string_actions)
+    named = set(re.findall(r"(?<![\w-])(--[a-z-]+)", ours("### Options of `serve`") + ours("## From LoRAX")))
+    assert len(named) > 20 and named <= flags

@@ -1,0 +1,210 @@
+"""`sidestream bench gateway`: what the HTTP front costs, before an engine whose GPU only takes its time."""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...options.engine import positive
+from ...options.environment import version_text
+
+DESCRIPTION = """\
+Stream completions through one gateway process from an engine with a simulated GPU, and count the events that arrive.
+The same bytes from a bare starlette application under the same uvicorn are the limit.
+
+Events per second of the process's own CPU time tell what one process can do, whatever else the machine does."""
+
+PROMPT = [7] * 64
+ADAPTERS = 4
+
+
+@dataclass
+class Figures:
+    """Events that arrived in `seconds`, and the CPU time that the process took for them."""
+
+    events: int
+    seconds: float
+    cpu_seconds: float
+
+    def __str__(self) -> str:
+        rate, efficiency = self.events / self.seconds, self.events / self.cpu_seconds
+        share = 100 * self.cpu_seconds / self.seconds
+        return f"{rate:9.0f} events/s {efficiency:9.0f} events per CPU second {share:5.1f}% of a core"
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the bench to `sidestream bench`."""
+    parser = commands.add_parser("gateway", help="what the HTTP front costs", description=DESCRIPTION)
+    parser.add_argument("--streams", type=positive, default=32, metavar="N", help="streams at once (default: 32)")
+    parser.add_argument("--step-ms", type=float, default=3.0, metavar="MS", help="of the simulated GPU (default: 3)")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each measurement (default: 10)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of both in turn (default: 3)")
+    parser.set_defaults(run=run)
+
+
+async def stream(url: str, body: bytes, counts: list[int]) -> None:
+    """One stream after another on connections of their own; counts the events."""
+    host, port = url.removeprefix("http://").split(":")
+    request = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
+    while True:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        tail = b""
+        while data := await reader.read(1 << 16):
+            tail += data
+            counts[0] += tail.count(b"data: ")
+            if b"[DONE]" in tail:
+                break
+            tail = tail[-5:] if not tail.endswith(b"data: ") else b""
+        writer.close()
+
+
+def measure(url: str, process: int, streams: int, seconds: float, body: bytes) -> Figures:
+    """Load a server for a while. `process`: whose CPU time counts."""
+
+    async def load() -> Figures:
+        counts = [0]
+        tasks = [asyncio.create_task(stream(url, body, counts)) for _ in range(streams)]
+        await asyncio.sleep(min(2.0, seconds / 2))
+        before, cpu, began = counts[0], cpu_seconds(process), time.monotonic()
+        await asyncio.sleep(seconds)
+        figures = Figures(counts[0] - before, time.monotonic() - began, cpu_seconds(process) - cpu)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return figures
+
+    return asyncio.run(load())
+
+
+def cpu_seconds(process: int) -> float:
+    """What a process has computed so far, all its threads together."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def first_event(url: str, body: bytes) -> str:
+    """An event as the gateway sends it, for the bare application."""
+    import http.client
+
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    line = connection.getresponse().readline().decode().strip()
+    connection.close()
+    if not line.startswith("data: "):
+        raise ValueError(f"the gateway answered {line[:200]}")
+    return line
+
+
+class Bare:
+    """The bare application in a process of its own."""
+
+    def __init__(self, event: str) -> None:
+        command = [sys.executable, "-m", "sidestream.tools.bench.serving.bare_app", event]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None  # a pipe was asked for
+        self.url, self.process = self._process.stdout.readline().strip(), self._process.pid
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.communicate()
+
+
+def compare(url: str, gateway: int, stats: Any, options: argparse.Namespace) -> None:
+    """Both in turn, and the share that the gateway reaches."""
+    output = 4096
+    body = json.dumps(
+        {"prompt": PROMPT, "max_tokens": output, "ignore_eos": True, "temperature": 0, "stream": True}
+    ).encode()
+    bare = Bare(first_event(url, body))
+    try:
+        shares = []
+        for round_ in range(options.rounds):
+            before = stats()
+            through = measure(url, gateway, options.streams, options.seconds, body)
+            after = stats()
+            limit = measure(bare.url, bare.process, options.streams, options.seconds, body)
+            share = (through.events / through.cpu_seconds) / (limit.events / limit.cpu_seconds)
+            shares.append(share)
+            late = (after["late_plans_total"] - before["late_plans_total"]) / max(
+                1, after["steps_total"] - before["steps_total"]
+            )
+            print(f"round {round_ + 1}\n  gateway        {through}   late plans {100 * late:.2f}%")
+            print(f"  bare starlette {limit}\n  share of the limit, by CPU time: {100 * share:.1f}%", flush=True)
+        print(f"median share: {100 * sorted(shares)[len(shares) // 2]:.1f}%")
+    finally:
+        bare.close()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Starts the engine and the gateway, and measures."""
+    from ....runtime.client.client import Client
+    from ....runtime.gateway.serving.process import listen, url_of
+    from ....runtime.gateway.settings import GatewaySettings
+    from ....runtime.server.front import Front
+    from ....runtime.server.settings import ServeSettings
+    from ....runtime.server.supervisor import Supervisor
+
+    print(re.sub(r"\n+", "\n", version_text()))
+    print(f"{options.streams} streams, steps of {options.step_ms:g} ms\n", flush=True)
+    with tempfile.TemporaryDirectory(prefix="ssb-") as name:
+        directory = Path(name)
+        tokenizer = Path(__file__).parents[2] / "demo_model" / "tokenizer.json"
+        (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+        pages = (len(PROMPT) + 4096) // 64 + 2
+        llm = {
+            "step_seconds": options.step_ms / 1000,
+            "max_num_seqs": options.streams,
+            "max_num_batched_tokens": 8192,
+            "num_slots": ADAPTERS,
+            "max_model_len": pages * 64,
+            "num_pages": pages * options.streams + 64,
+            "vocabulary": 256,
+        }
+        settings = ServeSettings(
+            model=name,
+            llm=llm,
+            bind=f"ipc://{directory}/engine.sock",
+            gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.simulated_gpu"],
+            served_model_name="simulated",
+        )
+        listener = listen("127.0.0.1", 0)
+        url = url_of(listener)
+        command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
+        front = Front(command, lambda engines: GatewaySettings(engines=engines, port=0), listener)
+        supervisor = Supervisor(settings, say=lambda line: None, front=front)
+        problem: list[BaseException] = []
+
+        def load() -> None:
+            try:
+                with Client(settings.bind, connect_timeout=60.0) as client:
+                    gateway = front.child
+                    if gateway is None:
+                        raise RuntimeError("the gateway did not start")
+                    compare(url, gateway.process.pid, client.stats, options)
+            except BaseException as error:  # told when the processes have ended
+                problem.append(error)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGTERM)  # does not wait for what is open
+
+        threading.Thread(target=load, daemon=True).start()
+        supervisor.run()
+    if problem:
+        raise problem[0]
+    return 0

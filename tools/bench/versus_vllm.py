@@ -1,0 +1,281 @@
+"""Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.bench.versus_vllm`.
+
+Each engine runs in a process of its own, once without adapters and once with them, so that neither pays for the other
+or for adapters that nobody asked for. `engine_run` is what such a process runs.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..options.engine import add_bench_model, check_output, positive, share
+from ..options.environment import collect
+from ..options.models import pick_adapters
+from . import engine_run
+from .engine_run import RESULT, SHORT_OUTPUT
+from .latency import LORA_CHOICES, model_fields
+from .model_directory import write_model
+from .random_model import write_random_adapter
+from .throughput import PREFILL
+
+ENGINES = ("vllm", "sidestream")
+DESCRIPTION = """\
+Run the same workloads on vLLM and on Sidestream, in turn, on this machine, and print one table.
+
+  A   C requests at once, 128 prompt tokens and 256 outputs each: milliseconds per decode step (what 256 outputs take
+      longer than 32), output tokens per second
+  P   16 prompts of 2,048 tokens with one output each: prompt tokens per second
+
+Prompts are random token ids, sampling is greedy, the end of a sequence is ignored, no prefix is cached. By default the
+model has the shape of Llama-3.1-8B with random weights and the adapters are random; nothing is downloaded. vLLM must be
+installed: in this environment, or in another one that --vllm-python names."""
+
+EXAMPLES = """\
+examples:
+  python -m sidestream.tools.bench.versus_vllm
+  python -m sidestream.tools.bench.versus_vllm models/llama --concurrency 1 64 256 --lora none
+  python -m sidestream.tools.bench.versus_vllm --vllm-python ~/vllm/bin/python
+  python -m sidestream.tools.bench.versus_vllm --lora zipf --vllm-args '{"specialize_active_lora": true}'"""
+
+
+class EngineRunError(Exception):
+    """An engine's process did not come to its end; the text says why."""
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object, for argparse."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enforce_eager": true}}')
+    return found
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.bench.versus_vllm",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_bench_model(parser)
+    group = parser.add_argument_group("workloads")
+    group.add_argument("--workloads", nargs="+", choices=("A", "P"), default=["A", "P"], help="(default: A P)")
+    group.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8, 64], metavar="C", help="of A")
+    group.add_argument("--lora", nargs="+", choices=LORA_CHOICES, default=["none", "zipf"], help="(default: none zipf)")
+    group.add_argument("--input-len", type=positive, default=128, metavar="N", help="prompt tokens of A")
+    group.add_argument(
+        "--output-len", type=positive, default=256, metavar="N", help=f"outputs of A, above {SHORT_OUTPUT}"
+    )
+    group.add_argument("--prefill-len", type=positive, default=PREFILL[0], metavar="N", help="prompt tokens of P")
+    group.add_argument(
+        "--num-iters", type=positive, default=2, metavar="N", help="runs of each line; the median counts"
+    )
+    group.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make")
+    group.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="their rank")
+    group.add_argument("--seed", type=int, default=0, help="of prompts, adapters and their mix")
+    group = parser.add_argument_group("engines")
+    group.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
+    group.add_argument("--gpu-memory-utilization", type=share, default=0.6, metavar="SHARE", help="(default: 0.6)")
+    group.add_argument(
+        "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="of Sidestream (default: int8)"
+    )
+    group.add_argument(
+        "--quantization",
+        default="fp8",
+        metavar="NAME",
+        help="of vLLM; none: bf16 (default: fp8, its fastest on Hopper)",
+    )
+    group.add_argument("--kv-cache-dtype", default="fp8", metavar="NAME", help="of vLLM (default: fp8)")
+    group.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    group.add_argument("--sidestream-args", type=json_object, default={}, metavar="JSON", help="of sidestream.LLM")
+    group.add_argument(
+        "--vllm-python", default=sys.executable, metavar="FILE", help="the Python that has vLLM (default: this one)"
+    )
+    parser.add_argument("--output-json", type=Path, default=Path("versus-vllm.json"), metavar="FILE", help="figures")
+    return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for what cannot be measured, before anything starts."""
+    if options.output_len <= SHORT_OUTPUT:
+        raise ValueError(f"--output-len {options.output_len} must be above {SHORT_OUTPUT}")
+    check_output("--output-json", options.output_json)
+    if "vllm" in options.engines:
+        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        try:
+            missing = subprocess.run([options.vllm_python, "-c", code], check=False).returncode != 0
+        except OSError as error:
+            raise ValueError(f"--vllm-python {options.vllm_python}: {error.strerror}; name a Python") from None
+        if missing:
+            raise ValueError(
+                f"{options.vllm_python} has no vLLM; install it there, name another Python with --vllm-python, or "
+                "measure one engine with --engines sidestream"
+            )
+
+
+def loads(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+    """What an engine is asked; `kind` says how requests choose adapters."""
+    wanted = [("A", count, options.input_len, options.output_len) for count in options.concurrency]
+    wanted = [each for each in wanted if "A" in options.workloads]
+    if "P" in options.workloads:
+        wanted.append(("P", PREFILL[2], options.prefill_len, PREFILL[1]))
+    names = [str(index) for index in range(options.num_adapters)]
+    return [
+        {
+            "workload": name,
+            "concurrency": count,
+            "input_len": prompt,
+            "output_len": output,
+            "chosen": [None if one is None else int(one) for one in pick_adapters(kind, names, count, options.seed)],
+        }
+        for name, count, prompt, output in wanted
+    ]
+
+
+def job(
+    options: argparse.Namespace,
+    engine: str,
+    kind: str,
+    model: Path,
+    dummy: bool,
+    adapters: Sequence[str],
+    vocabulary: int,
+) -> dict[str, Any]:
+    """What `engine_run` reads: the same for both engines, but for how each spells its precision."""
+    asked = loads(options, kind)
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "max_model_len": max(each["input_len"] + each["output_len"] for each in asked),
+        "max_num_seqs": max(each["concurrency"] for each in asked),
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enable_prefix_caching": False,
+        "seed": options.seed,
+    }
+    if dummy:
+        arguments["load_format"] = "dummy"
+    if kind != "none":
+        arguments |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": options.lora_rank}
+        arguments["max_cpu_loras"] = len(adapters)
+    if engine == "vllm":
+        arguments |= {"dtype": "bfloat16", "kv_cache_dtype": options.kv_cache_dtype, "skip_tokenizer_init": True}
+        arguments |= {} if options.quantization == "none" else {"quantization": options.quantization}
+        arguments |= {"disable_log_stats": True, **options.vllm_args}
+    else:
+        arguments |= {"precision": options.precision, **options.sidestream_args}
+    return {
+        "engine": engine,
+        "arguments": arguments,
+        "adapters": list(adapters) if kind != "none" else [],
+        "vocabulary": vocabulary,
+        "seed": options.seed,
+        "repeats": options.num_iters,
+        "loads": asked,
+    }
+
+
+def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
+    """What the engine's process said: its start, then each load. Raises EngineRunError."""
+    place = scratch / "run"  # of its own: Python would import what lies next to the file
+    place.mkdir(exist_ok=True)
+    file, log = place / "job.json", place / "log.txt"
+    file.write_text(json.dumps(work))
+    command = [python, shutil.copy(str(engine_run.__file__), place), str(file)]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        lines = [line for line in process.stdout or () if line.startswith(RESULT)]
+    found = [json.loads(line.removeprefix(RESULT)) for line in lines]
+    if process.returncode or len(found) != len(work["loads"]) + 1:
+        said = log.read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise EngineRunError(f"{work['engine']} ended early: {said[-1]}")
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each load: both engines side by side, and how many times as fast Sidestream is."""
+    from ...compiler.records import columns
+
+    cells: list[tuple[str, ...]] = [
+        ("load", "C", "adapters", "vLLM ms/step", "Sidestream", "vLLM tok/s", "Sidestream", "times as fast")
+    ]
+    for row in rows:
+        peer, ours = row.get("vllm"), row.get("sidestream")
+        figures = [
+            form.format(each[name]) if each and each[name] is not None else "-"
+            for name, form in (("ms_per_step", "{:.3f}"), ("tokens_per_second", "{:,.0f}"))
+            for each in (peer, ours)
+        ]
+        times = f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}" if peer and ours else "-"
+        cells.append((row["workload"], str(row["concurrency"]), row["lora"], *figures, times))
+    return columns(cells, right=range(1, len(cells[0])))
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs every engine with every choice of adapters; {"engines": starts and arguments, "rows": figures}."""
+    rows: list[dict[str, Any]] = []
+    engines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as place:
+        scratch = Path(place)
+        config, directory = model_fields(options)
+        if directory is None:
+            write_model(scratch / "model", config, adapters=0, rank=0)
+        adapters = [
+            write_random_adapter(scratch / "adapters" / str(index), config, options.lora_rank, options.seed + index)
+            for index in range(options.num_adapters if set(options.lora) - {"none"} else 0)
+        ]
+        for kind in options.lora:
+            its = [
+                {"lora": kind, **{name: load[name] for name in ("workload", "concurrency", "input_len", "output_len")}}
+                for load in loads(options, kind)
+            ]
+            for engine in options.engines:
+                work = job(
+                    options,
+                    engine,
+                    kind,
+                    (directory or scratch / "model").resolve(),
+                    directory is None,
+                    adapters,
+                    config["vocab_size"],
+                )
+                print(f"{engine}, adapters: {kind} ...", file=sys.stderr, flush=True)
+                python = options.vllm_python if engine == "vllm" else sys.executable
+                start, *figures = run_job(python, work, scratch)
+                shown = {name: value for name, value in work["arguments"].items() if name != "model"}
+                engines.append({"engine": engine, "lora": kind, **start, "arguments": shown})
+                for row, figure in zip(its, figures, strict=True):
+                    row[engine] = figure
+            rows += its
+    return {"config": config, "engines": engines, "rows": rows, "environment": collect()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints the table and writes the JSON; 2 for a mistake, which is said in one line."""
+    options = build_parser().parse_args(arguments)
+    try:
+        check(options)
+        found = compare(options)
+    except (ValueError, OSError, EngineRunError) as problem:
+        print(f"versus_vllm: error: {problem}", file=sys.stderr)
+        return 2
+    print(table(found["rows"]))
+    for each in found["engines"]:
+        print(f"{each['engine']} {each['version']}, adapters {each['lora']}: up after {each['start_up_seconds']:.1f} s")
+    options.output_json.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"wrote {options.output_json}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""`sidestream gateway`: HTTP as OpenAI spells it, before engines that run."""
+
+import argparse
+import sys
+from typing import Any
+
+from ..options.config_file import ConfigAction
+from ..options.gateway import add_gateway_options, gateway_settings
+from .serve import seconds
+
+DESCRIPTION = """\
+Answer HTTP as OpenAI and vLLM spell it, for one or several engines (`sidestream serve --no-http`) on this machine or
+others. SIGTERM or Ctrl-C: no new connections, open answers are finished.
+
+`sidestream serve` starts one by itself; this command is for more of them, for another machine, and for several
+engines."""
+
+EXAMPLES = """\
+examples:
+  sidestream gateway                       before the `sidestream serve --no-http` on this machine
+  sidestream gateway --engine tcp://gpu1:5757 --engine tcp://gpu2:5757 --engine-keys keys/client-gateway
+  sidestream gateway --host 0.0.0.0 --keys keys.toml --access-log -"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command to the `sidestream` parser."""
+    parser = commands.add_parser(
+        "gateway",
+        help="answer HTTP before engines that run",
+        usage="%(prog)s [--engine ADDRESS ...] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("engines")
+    group.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="ipc:///absolute/path or tcp://host:port; may be repeated (default: the one of `sidestream serve`)",
+    )
+    group.add_argument(
+        "--engine-keys",
+        metavar="DIR",
+        help="a client's folder of `sidestream keygen`; for engines on other machines",
+    )
+    group.add_argument(
+        "--config",
+        action=ConfigAction,
+        metavar="FILE",
+        help="a TOML file with any of these flags; those of the command line win",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="how long open answers may go on after SIGTERM (default: %(default)g)",
+    )
+    add_gateway_options(parser, ["--keys", "--api-keys"])
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves; returns 0 after SIGTERM."""
+    from msgspec.structs import replace
+
+    from ...runtime.gateway.serving.process import listen, serve
+    from ...runtime.wire.addresses import check_keys, default_address, parse
+
+    engines = options.engine or [default_address()]
+    for engine in engines:
+        check_keys(parse(engine), options.engine_keys is not None, "--engine-keys")
+    settings = replace(gateway_settings(options), engines=engines, engine_keys=options.engine_keys)
+    with listen(settings.host, settings.port) as listener:
+        return serve(settings, listener, _say)
+
+
+def _say(url: str) -> None:
+    print(f"sidestream: answering HTTP at {url}", file=sys.stderr, flush=True)

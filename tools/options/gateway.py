@@ -1,0 +1,119 @@
+"""Options that `serve` and `gateway` share: where HTTP is answered, for whom, and what is written down."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .engine import check_output, positive
+
+API_KEY_VARIABLE = "SIDESTREAM_API_KEY"
+
+
+def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) -> None:
+    """Adds them as groups. `keys_flags`: how the file of API keys is called."""
+    from ...runtime.gateway.settings import HOST, PORT
+
+    group = parser.add_argument_group("HTTP")
+    group.add_argument("--host", default=HOST, help="address that HTTP is answered at (default: %(default)s)")
+    group.add_argument("--port", type=port, default=PORT, help="its port; 0: any that is free (default: %(default)s)")
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"the one key that may ask for everything (default: ${API_KEY_VARIABLE})"
+    )
+    group.add_argument(
+        *keys_flags,
+        dest="api_keys",
+        metavar="FILE",
+        help="keys with owners, rights and limits, as `sidestream keys` writes them",
+    )
+    group.add_argument("--insecure", action="store_true", help="answer other machines without asking for a key")
+    group.add_argument(
+        "--max-connections", type=positive, default=4096, metavar="N", help="open connections (default: %(default)s)"
+    )
+    group.add_argument(
+        "--connections-per-client",
+        type=positive,
+        metavar="N",
+        help="open connections of one address (default: half of all; on this machine all)",
+    )
+    group = parser.add_argument_group("records")
+    group.add_argument(
+        "--usage-log",
+        metavar="FILE",
+        help="who used what, for `sidestream usage`; none: no log (default: where `sidestream usage` looks for it)",
+    )
+    group.add_argument("--log-payloads", action="store_true", help="prompts and answers go into the usage log too")
+    group.add_argument("--access-log", metavar="FILE", help="a line of JSON for each request; -: standard output")
+    group.add_argument(
+        "--metrics-compat", choices=["vllm"], help="/metrics also has vLLM's names, for dashboards that know those"
+    )
+    group.add_argument("--otel-endpoint", metavar="URL", help="send spans to this OTLP collector (the extra `otel`)")
+
+
+def port(text: str) -> int:
+    """A port, for argparse."""
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 65535")
+    return value
+
+
+def gateway_settings(options: argparse.Namespace) -> Any:
+    """The parsed options as `GatewaySettings`, without engines.
+
+    Raises ValueError for what contradicts itself, or would let everyone in from other machines.
+    """
+    from ...runtime.gateway.governance.keys import parse, read_bytes
+    from ...runtime.gateway.observe.tracing import check_endpoint
+    from ...runtime.gateway.serving.process import check_exposure
+    from ...runtime.gateway.settings import GatewaySettings
+
+    if options.api_key == "":
+        raise ValueError("--api-key is empty, so that nobody would be asked for one; give a key, or leave the flag out")
+    api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY_VARIABLE, "")
+    if api_key and options.api_keys is not None:
+        raise ValueError("--api-key and a file of keys exclude each other; add the key to the file with its rights")
+    if options.api_keys is not None:
+        parse(read_bytes(Path(options.api_keys)), Path(options.api_keys))
+    usage_log = _usage_log(options.usage_log)
+    if options.usage_log not in (None, "none"):
+        check_output("--usage-log", Path(options.usage_log))
+    if options.access_log not in (None, "-"):
+        check_output("--access-log", Path(options.access_log))
+    if options.otel_endpoint is not None:
+        check_endpoint(options.otel_endpoint)
+    if options.log_payloads and usage_log is None:
+        raise ValueError("--log-payloads needs a usage log; leave --usage-log none out")
+    settings = GatewaySettings(
+        host=options.host,
+        port=options.port,
+        api_key=api_key,
+        keys=options.api_keys and str(Path(options.api_keys).resolve()),
+        insecure=options.insecure,
+        max_connections=options.max_connections,
+        connections_per_client=options.connections_per_client,
+        drain_seconds=options.drain_seconds,
+        usage_log=usage_log,
+        log_payloads=options.log_payloads,
+        access_log=options.access_log,
+        metrics_compat=options.metrics_compat,
+        otel_endpoint=options.otel_endpoint,
+    )
+    check_exposure(settings)
+    return settings
+
+
+def _usage_log(given: str | None) -> str | None:
+    """Where the usage log lies. Where the default place cannot be written, as in many containers, there is none."""
+    from ...runtime.gateway.governance.usage_schema import default_path
+
+    if given is not None:
+        return None if given == "none" else str(Path(given).resolve())
+    path = default_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        print(f"no usage log: {path.parent}: {error.strerror}; name a file with --usage-log", file=sys.stderr)
+        return None
+    return str(path)
