@@ -19,7 +19,15 @@ from ..options.engine import (
     compile_arguments,
     model_directory,
 )
-from ..options.models import DEFAULT_BUCKETS, SHAPES, as_bucket, bucket, lora_shape, shape_config
+from ..options.models import (
+    DEFAULT_BUCKETS,
+    add_shape,
+    as_bucket,
+    bucket,
+    check_one_model,
+    lora_shape,
+    shape_config,
+)
 
 DESCRIPTION = """\
 Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what
@@ -60,11 +68,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument(
-        "--shape",
-        metavar="NAME|FILE",
-        help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json, which is all that is read",
-    )
+    add_shape(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -114,8 +118,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compiles on the meta device and writes the dump."""
-    if options.shape and options.model:
-        raise ValueError("MODEL and --shape name two models; give one")
+    check_one_model(options)
     directory = None if options.shape else model_directory(options)
     check_output_directory("--output", options.output)
     from ...compiler.api import compile_model

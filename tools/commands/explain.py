@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from ..options.engine import (
@@ -17,7 +16,15 @@ from ..options.engine import (
     model_directory,
     positive,
 )
-from ..options.models import DEFAULT_BUCKETS, LLAMA_8B, as_bucket, bucket, lora_shape
+from ..options.models import (
+    DEFAULT_BUCKETS,
+    add_shape,
+    as_bucket,
+    bucket,
+    check_one_model,
+    lora_shape,
+    shape_config,
+)
 
 DESCRIPTION = """\
 Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step
@@ -28,11 +35,10 @@ error is published in docs/measurements."""
 EXAMPLES = """\
 examples:
   sidestream explain                                                      the demo model and its adapters
-  sidestream explain --model-shape-only models/llama-8b --max-loras 8 --max-lora-rank 32 --bucket decode:64
+  sidestream explain --shape models/llama-8b/config.json --max-loras 8 --max-lora-rank 32 --bucket decode:64
   sidestream explain --shape llama-3.1-8b --max-loras 8 --max-lora-rank 32 --bucket decode:1 decode:64 --context 1024
   sidestream explain --json | jq '.programs[].estimated_us'"""
 
-SHAPES = ("llama-3.1-8b",)
 CUTS = (1, 2)  # models with more layers are recompiled with so many for the table of changes: each layer adds the same
 
 
@@ -47,14 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument(
-        "--model-shape-only",
-        dest="shape_only",
-        type=Path,
-        metavar="DIR",
-        help="instead of MODEL: a directory with nothing but a config.json",
-    )
-    parser.add_argument("--shape", choices=SHAPES, help="instead of MODEL: a shape that needs no files")
+    add_shape(parser)
     parser.add_argument(
         "--bucket",
         nargs="+",
@@ -169,23 +168,11 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
 
 
 def _config(options: argparse.Namespace) -> Any:
-    """The model's config from whichever of the three ways it was named."""
+    """The config of MODEL or of --shape."""
     from ...graphs.config import LlamaConfig
 
-    named = [
-        name
-        for name, value in (
-            ("MODEL", options.model),
-            ("--model-shape-only", options.shape_only),
-            ("--shape", options.shape),
-        )
-        if value
-    ]
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} name two models; give one")
+    check_one_model(options)
     if options.shape:
         options.model = options.shape  # the demo model's adapters are not this one's
-        return LlamaConfig.from_dict(LLAMA_8B)
-    if options.shape_only:
-        options.model = str(options.shape_only)
+        return shape_config(options.shape)
     return LlamaConfig.from_directory(model_directory(options))

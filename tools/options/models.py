@@ -79,6 +79,21 @@ def as_bucket(kind: str, count: int, lora: bool) -> Any:
     )
 
 
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Adds --shape: a model of which only the config is needed."""
+    parser.add_argument(
+        "--shape",
+        metavar="NAME|FILE",
+        help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json, which is all that is read",
+    )
+
+
+def check_one_model(options: argparse.Namespace) -> None:
+    """Raises ValueError when both MODEL and --shape are given."""
+    if options.shape and options.model:
+        raise ValueError("MODEL and --shape name two models; give one")
+
+
 def shape_config(shape: str) -> Any:
     """The config of --shape: a name of SHAPES, a config.json, or a directory that holds one.
 

@@ -37,7 +37,7 @@ def test_explain_needs_a_config_and_nothing_else(tmp_path: Path, capsys: pytest.
     assert (
         run(
             "explain",
-            "--model-shape-only",
+            "--shape",
             str(model),
             "--max-loras",
             "2",
@@ -94,7 +94,7 @@ def test_a_longer_context_takes_longer(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--shape", "llama-3.1-8b", "--model-shape-only", "x"], "name two models"), (["no/such/place"], "no config.json"),
+    (["x", "--shape", "llama-3.1-8b"], "name two models"), (["no/such/place"], "no config.json"),
     (["--gpu", "A100"], "no figures for 'A100'"),
 ])  # fmt: skip
 def test_explain_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
