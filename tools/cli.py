@@ -15,6 +15,7 @@ from .bench import latency as bench_latency
 from .bench import startup as bench_startup
 from .bench import throughput as bench_throughput
 from .bench.serving import gateway as bench_gateway
+from .bench.serving import http as bench_http
 from .bench.serving import serve as bench_serve
 from .commands import (
     calibrate,
@@ -128,7 +129,15 @@ def build_parser() -> argparse.ArgumentParser:
         "bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more."
     )
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
-    for module in (bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve, bench_gateway):
+    for module in (
+        bench_latency,
+        bench_throughput,
+        bench_kernels,
+        bench_startup,
+        bench_serve,
+        bench_gateway,
+        bench_http,
+    ):
         module.add_parser(benches)
     return parser
 

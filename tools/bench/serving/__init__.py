@@ -8,6 +8,9 @@ report           records become figures and a table
 batcher          what the batcher alone costs
 gateway          the command: what the HTTP front costs
 bare_app         what that compares with
+http             the command: what clients get over HTTP, next to ZeroMQ
+closed_loop      its clients, one process of them
+cores            cores for clients and others for the server
 simulated_gpu    a GPU process that only takes its time
 traced_gpu       a GPU process that measures how long the device stands still (workload G)
 """

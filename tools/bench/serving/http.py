@@ -1,0 +1,294 @@
+"""`sidestream bench http`: what clients get over HTTP, next to the same over ZeroMQ."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...options.engine import add_bench_model, at_least, check_output, positive
+from ...options.environment import collect
+from .batcher import compare
+from .closed_loop import Load, Seen
+from .cores import on_cores, split_cores
+from .gateway import cpu_seconds
+from .http_report import HEAD, line, row, summary, summary_lines
+
+DESCRIPTION = """\
+Measure what the HTTP front costs its clients: the same closed loop of streams over ZeroMQ, as `sidestream bench serve`
+sends them, and over HTTP, in turn, first to the base model and then to adapters in turn.
+
+Without --engine and --http a server is started for it. Its clients are several processes. Where the machine has cores
+enough, the clients get some of their own, which the server does not use. Each measurement has other random prompts, so
+that no prompt is found in the prefix cache."""
+
+EXAMPLES = """\
+examples:
+  sidestream bench http                                              Llama-3.1-8B's shape with random weights
+  sidestream bench http demo --concurrency 8 --output-len 64         the demo model
+  sidestream bench http --engine ipc:///run/engine.sock --http http://127.0.0.1:8000"""
+
+START_SECONDS = 1800.0
+SETTLE_SECONDS, WARM_UP_SECONDS = 2.0, 5.0
+"""Streams run for so long before what they do counts; the first round, which is not told, takes so long."""
+ARMS = ("ZeroMQ", "HTTP")
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the bench to `sidestream bench`."""
+    parser = commands.add_parser(
+        "http",
+        help="what clients get over HTTP, next to ZeroMQ",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_bench_model(parser)
+    parser.add_argument("--engine", metavar="ADDRESS", help="a server that runs, of which HTTP is answered at --http")
+    parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
+    parser.add_argument(
+        "--concurrency", type=positive, default=64, metavar="C", help="streams at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-len", type=positive, default=256, metavar="N", help="output tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-adapters",
+        type=at_least(0),
+        default=8,
+        metavar="N",
+        help="adapters that requests take in turn; 0: only the base model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lora-rank", type=positive, default=32, metavar="R", help="of random adapters (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, metavar="S", help="of each measurement (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=3, metavar="N", help="of both in turn (default: %(default)s)"
+    )
+    parser.add_argument("--processes", type=positive, default=4, metavar="N", help="of clients (default: %(default)s)")
+    parser.add_argument(
+        "--output-json", type=Path, default=Path("bench-http.json"), metavar="FILE", help="where the figures go"
+    )
+    parser.set_defaults(run=run)
+
+
+class Server(NamedTuple):
+    """A server that runs: its engine's address, its HTTP front's URL, and that front's process, if it is known."""
+
+    address: str
+    url: str
+    gateway: int | None = None
+
+
+@contextmanager
+def server(options: argparse.Namespace, directory: Path) -> Iterator[Server]:
+    """A server of the model that was asked for.
+
+    Raises ValueError with what it said when it does not start.
+    """
+    address, log = f"ipc://{directory}/engine.sock", directory / "log"
+    command = [sys.executable, "-m", "sidestream.tools.cli", "serve", *model_arguments(options, directory)]
+    command += ["--bind", address, "--port", "0", "--max-num-seqs", str(options.concurrency)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        until = time.monotonic() + START_SECONDS
+        while "serving at" not in (said := log.read_text()) or "answering HTTP at" not in said:
+            if process.poll() is not None or time.monotonic() > until:
+                raise ValueError(f"the server did not start: {said[-2000:]}")
+            time.sleep(0.2)
+        url = next(line.split()[-1] for line in said.splitlines() if "answering HTTP at" in line)
+        yield Server(address, url, gateway_of(process.pid))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def gateway_of(server: int) -> int | None:
+    """The gateway's process among the children of a server."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # one that has ended meanwhile
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == server and "gateway.serving.process" in (process / "cmdline").read_text():
+                return int(process.name)
+    return None
+
+
+def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
+    """Of `sidestream serve`; random adapters, and a directory for the shape of Llama-3.1-8B, are written for it."""
+    from ..latency import model_fields
+    from ..model_directory import write_model
+    from ..random_model import write_random_adapter
+
+    config, model = model_fields(options)
+    count = options.num_adapters
+    if options.model == "demo":
+        return []
+    if model is not None:
+        folder = directory / "adapters"
+        adapters = {
+            f"random-{index}": write_random_adapter(folder / f"random-{index}", config, options.lora_rank, index)
+            for index in range(count)
+        }
+        arguments = [str(model)]
+    else:
+        adapters = write_model(directory / "llama-3.1-8b-shape", config, count, options.lora_rank)
+        arguments = [str(directory / "llama-3.1-8b-shape"), "--load-format", "dummy"]
+    if adapters:
+        arguments += ["--max-loras", str(count), "--lora-modules"]
+        arguments += [f"{name}={path}" for name, path in adapters.items()]
+    return [*arguments, "--max-model-len", str(options.input_len + options.output_len + 64)]
+
+
+class Clients:
+    """Processes that load a server together."""
+
+    def __init__(self, count: int) -> None:
+        command = [sys.executable, "-m", "sidestream.tools.bench.serving.closed_loop"]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)
+        ]
+        for process in self._processes:
+            self._line(process)
+
+    def run(self, load: Load, counters: Callable[[], dict[str, float]]) -> tuple[list[Seen], list[dict[str, float]]]:
+        """What each of them saw, and the counters at the begin and the end. Raises ValueError for a request that
+        failed.
+        """
+        count = len(self._processes)
+        for index, process in enumerate(self._processes):
+            first, last = (load.all_streams * edge // count for edge in (index, index + 1))
+            share = msgspec.structs.replace(load, streams=last - first, place=first)
+            assert process.stdin is not None  # a pipe was asked for
+            process.stdin.write(msgspec.json.encode(share) + b"\n")
+            process.stdin.flush()
+        counted = []
+        for moment in (load.begin, load.end):
+            time.sleep(max(0.0, moment - time.monotonic()))
+            counted.append(counters())
+        seen = [msgspec.json.decode(self._line(process), type=Seen) for process in self._processes]
+        problems = [problem for each in seen for problem in each.problems]
+        if problems:
+            raise ValueError(f"{len(problems)} streams failed at {load.url}; the first: {problems[0]}")
+        return seen, counted
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.terminate()
+            process.communicate()
+
+    @staticmethod
+    def _line(process: "subprocess.Popen[bytes]") -> bytes:
+        assert process.stdout is not None  # a pipe was asked for
+        line = process.stdout.readline()
+        if not line:
+            raise ValueError("a client process ended; what it said is above")
+        return line
+
+
+def measure(options: argparse.Namespace, target: Server, clients: Clients) -> dict[str, Any]:
+    """Both in turn, for each workload; prints the tables. The first round of each is not told."""
+    from ....runtime.client.client import Client
+
+    result: dict[str, Any] = {}
+    with Client(target.address, name="bench http") as client:
+        names = [adapter.name for adapter in client.list_adapters()][: options.num_adapters]
+        workloads: dict[str, list[str]] = {"base": []} | ({f"{len(names)} adapters": names} if names else {})
+        print(HEAD)
+        for workload, adapters in workloads.items():
+            pairs = []
+            for round_ in range(options.rounds + 1):
+                seconds = options.seconds if round_ else min(WARM_UP_SECONDS, options.seconds)
+                rows = [
+                    once(options, client, clients, url, target.gateway, adapters, seconds)
+                    for url in (target.address, target.url)
+                ]
+                if round_:
+                    pairs.append((rows[0], rows[1]))
+                    for arm, figures in zip(ARMS, rows, strict=True):
+                        print(line(workload, arm, figures), flush=True)
+            result[workload] = {"pairs": pairs, **summary(pairs)}
+    for workload in workloads:
+        print("\n".join(summary_lines(workload, result[workload])))
+    return result
+
+
+def once(
+    options: argparse.Namespace,
+    client: Any,
+    clients: Clients,
+    url: str,
+    gateway: int | None,
+    adapters: list[str],
+    seconds: float,
+) -> dict[str, float]:
+    """One measurement: streams run until they are mixed, then `seconds` count."""
+
+    def counters() -> dict[str, float]:
+        return client.stats() | ({} if gateway is None else {"gateway": cpu_seconds(gateway)})
+
+    info = client.connect()
+    begin = time.monotonic() + min(SETTLE_SECONDS, seconds)
+    load = Load(
+        url=url,
+        streams=0,
+        place=0,
+        all_streams=options.concurrency,
+        prompt_len=options.input_len,
+        output_len=options.output_len,
+        vocabulary=info.vocabulary,
+        model=info.model,
+        adapters=adapters,
+        seed=time.monotonic_ns(),
+        begin=begin,
+        end=begin + seconds,
+    )
+    seen, (before, after) = clients.run(load, counters)
+    used = None if gateway is None else after["gateway"] - before["gateway"]
+    return row(seen, compare(before, after), seconds, used)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Starts a server, unless one was named, measures, prints the table and writes the JSON."""
+    check_output("--output-json", options.output_json)
+    if (options.engine is None) != (options.http is None):
+        raise ValueError("--engine and --http go together; give both, or none to have a server started")
+    cores = split_cores(options.processes)
+    told = "clients and server share all cores" if cores is None else f"clients on cores {cores.clients}"
+    print(
+        f"{options.concurrency} streams of {options.input_len} prompt and {options.output_len} output tokens, "
+        f"{options.processes} client processes; {told}"
+    )
+    with tempfile.TemporaryDirectory(prefix="ssb-") as name, ExitStack() as stack:
+        with on_cores(None if cores is None else cores.clients):
+            clients = Clients(options.processes)
+        stack.callback(clients.close)
+        if options.engine is not None:
+            target = Server(options.engine, options.http.rstrip("/"))
+        else:
+            with on_cores(None if cores is None else cores.server):
+                target = stack.enter_context(server(options, Path(name)))
+        result = measure(options, target, clients)
+    content = {
+        "options": {key: value for key, value in vars(options).items() if isinstance(value, (int, float))},
+        "workloads": result,
+        "environment": collect(),
+    }
+    options.output_json.write_text(json.dumps(content, indent=2) + "\n")
+    print("times in ms; late plans and GPU idle as the engine counts; client: CPU share of the busiest process")
+    print(f"wrote {options.output_json}")
+    return 0
