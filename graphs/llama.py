@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
-from ..ops.core.kv_layout import kv_cache_shape  # importing the package registers torch.ops.sidestream.*
+from ..ops import all_ops as _all_ops  # noqa: F401  (registers torch.ops.sidestream.*)
+from ..ops.core.kv_layout import kv_cache_shape
 from .config import LlamaConfig
 from .lora import LoRALinear, LoraShape
 from .rotary import apply_rotary, inverse_frequencies

@@ -89,6 +89,13 @@ def test_import_brings_the_standard_library_only() -> None:
     assert "sidestream" in brought and not brought - {"sidestream"} - sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("module", ["tools.cli", "runtime.server.batcher", "runtime.gateway.serving.process"])
+def test_processes_that_compute_nothing_start_without_torch(module: str) -> None:
+    code = f"import sys, sidestream.{module}; print(*sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_every_subpackage_is_listed() -> None:
     present = {
         "sidestream",

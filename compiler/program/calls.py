@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ... import ops as _ops  # noqa: F401  (registers every op)
+from ...ops import all_ops as _all_ops  # noqa: F401  (registers every op)
 from ...ops.core.registry import NAMESPACE, OPS, Op, Traits
 from .buffers import ProgramError, View, views_in
 from .program import Step

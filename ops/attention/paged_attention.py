@@ -18,7 +18,8 @@ from typing import Optional
 
 import torch
 
-from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from ..core.eight_bits import QUANTIZED_MAX
+from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
 from ..core.triton_support import cdiv
 from ..core.workspace import workspace

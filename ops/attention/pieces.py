@@ -8,7 +8,7 @@ fp16's ends (V's scales between 2^-16 and 2^8), and the last division takes it o
 import torch
 import triton.language as tl
 
-from ..core.kv_layout import QUANTIZED_MAX
+from ..core.eight_bits import QUANTIZED_MAX
 from ..core.workspace import workspace
 
 LOG2_E = 1.4426950408889634

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.kv_layout import KEY, PAGE_SIZE, QUANTIZED_MAX, VALUE
+from ..core.eight_bits import QUANTIZED_MAX
+from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 from ..rows.hadamard import fht_halves

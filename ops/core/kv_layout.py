@@ -6,11 +6,8 @@ scales  [page][kv head][K | V][token]              fp32, with e4m3 and int8 cach
 A slot is `page * PAGE_SIZE + offset`; slot -1 stands for a padding token and is never written.
 """
 
-import torch
-
 PAGE_SIZE = 64
 KEY, VALUE = 0, 1
-QUANTIZED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 def pages_for(tokens: int) -> int:

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
-from ..core.kv_layout import QUANTIZED_MAX
+from ..core.eight_bits import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import INTERPRETED, next_power_of_2
 from ..core.workspace import workspace

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ..core.device import multiprocessors
+from ..core.eight_bits import QUANTIZED_MAX
 from ..core.int8_product import int8_product
-from ..core.kv_layout import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
 from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales

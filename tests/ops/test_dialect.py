@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 
 import pytest
-import sidestream.ops  # noqa: F401  registers the ops
+import sidestream.ops.all_ops  # noqa: F401  registers the ops
 from sidestream.ops.core.registry import OPS, Op
 
 PARTS = ("reference", "fake", "launch")

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-import sidestream.ops  # noqa: F401  registers the ops
+import sidestream.ops.all_ops  # noqa: F401  registers the ops
 import torch
 from sidestream.ops.core.registry import OPS
 from support.samples import SAMPLES

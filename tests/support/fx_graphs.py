@@ -12,6 +12,7 @@ Dimensions named "T", "B", "B+1", "P", "NP" become symbols (or, with dynamic=Fal
 import operator
 from typing import Any
 
+import sidestream.ops.all_ops  # noqa: F401  registers the ops
 import torch
 from sidestream.compiler.graph.recipe import param
 from sidestream.compiler.program.sizes import Spec, placeholders
