@@ -4,7 +4,7 @@ wrong that only it can see.
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,13 @@ Outcome = tuple[int, list[str]]
 
 @dataclass(frozen=True)
 class Target:
-    """What is attacked: the server, and an honest adapter's directory that hostile ones are made of."""
+    """What is attacked: the server, with an honest adapter's directory that hostile ones are made of, and the processes
+    that may be killed.
+    """
 
     served: ServedDemo
     honest_adapter: Path
+    victims: Sequence[str] = kills.CHILDREN
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def full_disk(target: Target, source: random.Random) -> Outcome:
 def damaged_cache(target: Target, source: random.Random) -> Outcome:
     """Half of the cache's files change; then the GPU process starts again from what is left."""
     damaged = caches.damage(target.served.cache, source)
-    kills.kill_one(target.served, source)
+    kills.kill_one(target.served, source, target.victims)
     return damaged, []
 
 
@@ -93,6 +96,10 @@ ATTACKS = (
     Attack("loads and unloads", loads_and_unloads),
     Attack("full disk", full_disk),
     Attack("frozen process", lambda target, source: (kills.freeze_one(target.served, source), [])),
-    Attack("killed process", lambda target, source: (kills.kill_one(target.served, source), []), kills=True),
+    Attack(
+        "killed process",
+        lambda target, source: (kills.kill_one(target.served, source, target.victims), []),
+        kills=True,
+    ),
     Attack("damaged cache", damaged_cache, kills=True),
 )

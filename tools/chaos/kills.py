@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 
 from .served import ServedDemo
 
@@ -12,9 +13,9 @@ RESTART_SECONDS = 60.0
 CHILDREN = ("batcher", "GPU process")
 
 
-def kill_one(served: ServedDemo, source: random.Random) -> int:
+def kill_one(served: ServedDemo, source: random.Random, roles: Sequence[str] = CHILDREN) -> int:
     """SIGKILL for one of the children, and wait until another one answers in its place."""
-    role = source.choice(CHILDREN)
+    role = source.choice(roles)
     victim = served.processes().get(role)
     if victim is None:
         return 0

@@ -1,4 +1,4 @@
-"""The server under attack: `sidestream serve` with the demo model in a child process, and what its processes hold."""
+"""The server under attack: `sidestream serve` in a child process, and what its processes hold."""
 
 import os
 import resource
@@ -39,9 +39,11 @@ class Holdings:
 
 
 class ServedDemo:
-    """The demo model, served below `folder` (socket, cache, adapters' root, log)."""
+    """A server below `folder` (socket, cache, adapters' root, log): of the demo model, unless `arguments` of
+    `sidestream serve` name another one.
+    """
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
         self.cache = folder / "cache"
         self.adapters = folder / "adapters"
@@ -55,12 +57,15 @@ class ServedDemo:
         for made in (self.cache, self.adapters):
             made.mkdir(mode=0o700, parents=True)
         command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--no-http", "--bind", self.address]
-        command += ["--adapter-root", str(self.adapters), "--allow-adapter-loading", *flags]
-        environment = os.environ | {
-            "SIDESTREAM_CACHE": str(self.cache),
-            "OMP_NUM_THREADS": "1",
-            "XDG_RUNTIME_DIR": str(folder),
-        }
+        command += ["--adapter-root", str(self.adapters), "--allow-adapter-loading", *arguments]
+        environment = (
+            {"OMP_NUM_THREADS": "1"}
+            | os.environ
+            | {
+                "SIDESTREAM_CACHE": str(self.cache),
+                "XDG_RUNTIME_DIR": str(folder),
+            }
+        )
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -76,6 +81,11 @@ class ServedDemo:
     def alive(self) -> bool:
         """Whether the supervisor runs."""
         return self._process.poll() is None
+
+    @property
+    def undisturbed(self) -> float:
+        """Seconds since the last kill, or since the start."""
+        return time.monotonic() - (self.killed_at or self.begun)
 
     def processes(self) -> dict[str, int]:
         """Role -> process id: the supervisor, and those of its children that run."""
@@ -121,6 +131,11 @@ class ServedDemo:
     def tail(self, lines: int = 8) -> str:
         """The end of the server's log."""
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def said(self, words: str) -> str:
+        """The last line of the server's log with `words` in it; empty if there is none."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if words in line), "")
 
     def tracebacks(self) -> list[str]:
         """The tracebacks that the server has printed, on one line each."""

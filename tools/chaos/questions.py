@@ -1,0 +1,86 @@
+"""Questions whose answers are known before the attacks begin.
+
+The demo model's are those of its `prompts.json`: what the model was trained to say, not what this server said earlier.
+A random model's answers, and those of random adapters, are measured on the server before anything attacks it. There two
+tokens can be as good as equally likely, and on a GPU it depends on the rest of the batch which of them wins: an answer
+may leave the measured one at such a place, and what follows is not judged.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...runtime.client.client import Client
+from ...runtime.requests.outputs import CompletionOutput
+from ...runtime.requests.sampling_params import SamplingParams
+
+MEASURED_TOKENS = 48
+TIE = 0.25
+"""Difference of two log-probabilities below which the rounding of another batch may choose either token."""
+LIKELIEST = 20
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt for an adapter (None: the base model) and its answer: `text`, or the measured `tokens` with, for each of
+    them, the log-probabilities of the likeliest ones.
+    """
+
+    prompt: str | tuple[int, ...]
+    adapter: str | None
+    text: str | None = None
+    tokens: tuple[int, ...] = ()
+    likeliest: tuple[Mapping[int, float], ...] = ()
+
+    @property
+    def asked(self) -> str | list[int]:
+        """The prompt as clients take it."""
+        return self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Greedy."""
+        if self.text is not None:
+            return SamplingParams(temperature=0.0, max_tokens=48)
+        return SamplingParams(temperature=0.0, max_tokens=MEASURED_TOKENS, ignore_eos=True)
+
+    def judge(self, answer: CompletionOutput) -> str:
+        """`right`, `wrong`, or `tied`: right up to a place where two tokens were as good as equally likely."""
+        if self.text is not None:
+            return "right" if answer.text.strip() == self.text else "wrong"
+        said = answer.token_ids
+        if len(said) != len(self.tokens):
+            return "wrong"
+        for token, expected, likely in zip(said, self.tokens, self.likeliest, strict=True):
+            if token != expected:
+                return "tied" if likely.get(token, float("-inf")) > max(likely.values()) - TIE else "wrong"
+        return "right"
+
+
+def known(prompts: Path) -> list[Question]:
+    """The questions of a demo model's prompts.json."""
+    entries = json.loads(prompts.read_text(encoding="utf-8"))
+    return [Question(entry["prompt"], entry["adapter"], text=entry["answer"]) for entry in entries]
+
+
+def measured(client: Client, adapters: Sequence[str | None], source: random.Random) -> list[Question]:
+    """The same two prompts for each adapter, with what the undisturbed server answers. Raises what the client
+    raises.
+    """
+    prompts = [tuple(source.randrange(3, 250) for _ in range(length)) for length in (24, 90)]
+    asked = [(prompt, adapter) for adapter in adapters for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=MEASURED_TOKENS, ignore_eos=True, logprobs=LIKELIEST)
+    outputs = client.generate([list(prompt) for prompt, _ in asked], params, [adapter for _, adapter in asked])
+    return [
+        Question(
+            prompt,
+            adapter,
+            tokens=tuple(output.outputs[0].token_ids),
+            likeliest=tuple(
+                {token: each.logprob for token, each in place.items()} for place in output.outputs[0].logprobs or ()
+            ),
+        )
+        for (prompt, adapter), output in zip(asked, outputs, strict=True)
+    ]
