@@ -58,6 +58,26 @@ def latency(name: str = "bench_latency_h200") -> str:
     )
 
 
+def versus() -> str:
+    """The same loads on vLLM and on Sidestream: milliseconds a step of decode, tokens per second of prompts."""
+    lines = []
+    for row in raw("versus_vllm_h200")["rows"]:
+        peer, ours = row["vllm"], row["sidestream"]
+        decodes = row["workload"] == "A"
+        lines.append(
+            [
+                f"{row['concurrency']} that decode, ms a step" if decodes else "prompts alone, tokens/s",
+                "none" if row["lora"] == "none" else f"8, {row['lora'].capitalize()}",
+                *(
+                    f"{each['ms_per_step']:.2f}" if decodes else f"{each['tokens_per_second']:,.0f}"
+                    for each in (peer, ours)
+                ),
+                f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}",
+            ]
+        )
+    return table(["requests at once", "adapters", "vLLM 0.26", "Sidestream", "times as fast"], lines)
+
+
 def prefill() -> str:
     """Workload P, prompts alone."""
     lines = []
@@ -210,6 +230,7 @@ def kernels() -> str:
 
 
 TABLES: Excerpts = {
+    "next to vLLM": versus,
     "latency": latency,
     "latency in e4m3": fp8_latency,
     "layer": layer,
