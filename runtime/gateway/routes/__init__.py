@@ -6,6 +6,7 @@ errors        whatever goes wrong, as OpenAI spells it
 answering     one request for tokens from admission to its usage record
 sse           streams of events
 completions   /v1/completions
+echo          prompts that their answers begin with
 chat          /v1/chat/completions, and conversations as prompts
 responses     /v1/responses
 models        /v1/models, adapters that come and go

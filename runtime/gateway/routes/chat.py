@@ -55,7 +55,9 @@ class Chats:
             created=created,
             model=target.name,
             usage=answering.counts.usage(),
-            prompt_logprobs=None if body.prompt_logprobs is None else prompt_logprobs(choices[0].prompt_places),
+            prompt_logprobs=None
+            if body.prompt_logprobs is None
+            else prompt_logprobs(choices[0].prompt_places, body.prompt_logprobs),
             choices=[
                 ChatChoice(
                     index=index,

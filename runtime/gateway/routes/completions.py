@@ -13,10 +13,11 @@ from starlette.routing import Route
 from ...wire.protocol import Chunk, TokenLogprob
 from ..contracts import GatewayError
 from ..shapes.completions import Completion, CompletionChoice, CompletionRequest
-from ..shapes.logprobs import completion_logprobs, prompt_logprobs, text_of
+from ..shapes.logprobs import characters, completion_logprobs, prompt_logprobs
 from .answering import Answering, Piece, admit
 from .bodies import read_body, while_connected
 from .desk import Desk, caller_of, json_response, new_id
+from .echo import Echo, echo_of
 from .errors import error_body
 from .sse import EventStream, Frame, error_event, joined
 
@@ -64,7 +65,9 @@ class Completions:
         body = await read_body(request, CompletionRequest, desk.settings)
         params, prompts = body.sampling(), body.prompts()
         target = await desk.target(caller_of(request), body.model)
-        echoes = [await self._text(prompt) for prompt in prompts] if body.echo else [""] * len(prompts)
+        echoes = (
+            [await echo_of(desk.engines, prompt, body.logprobs is not None) for prompt in prompts] if body.echo else []
+        )
         stream = bool(body.stream)
         answering = admit(desk, request, target, prompts, params, stream, body.priority, body.deadline_seconds)
         answer_id, created = new_id("cmpl"), int(time.time())
@@ -75,6 +78,8 @@ class Completions:
                 events = _events(answering, first, frame, body.logprobs, echoes, params.n)
                 return EventStream(events, answering.headers, answering.close)
             choices = await while_connected(request, whole(answering, len(prompts), params.n))
+            for echo, scored in zip(echoes, choices[:: params.n], strict=False):
+                echo.score(scored.prompt_places)
         except BaseException:
             await answering.close()
             raise
@@ -86,40 +91,42 @@ class Completions:
             choices=[
                 CompletionChoice(
                     index=index,
-                    text=echoes[index // params.n] + choice.text,
-                    logprobs=None if body.logprobs is None else completion_logprobs(choice.places, body.logprobs, 0),
+                    text=echoes[index // params.n].text + choice.text if echoes else choice.text,
+                    logprobs=None
+                    if body.logprobs is None
+                    else echoes[index // params.n].logprobs(choice.places, body.logprobs)
+                    if echoes
+                    else completion_logprobs(choice.places, body.logprobs, 0),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     prompt_logprobs=None
                     if body.prompt_logprobs is None
-                    else prompt_logprobs(choices[index // params.n * params.n].prompt_places),
+                    else prompt_logprobs(choices[index // params.n * params.n].prompt_places, body.prompt_logprobs),
                 )
                 for index, choice in enumerate(choices)
             ],
         )
         return json_response(answer, answering.headers)
 
-    async def _text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else await self._desk.engines.detokenize(prompt)
-
 
 async def _events(
-    answering: Answering, first: Piece, frame: Frame, top: int | None, echoes: list[str], n: int
+    answering: Answering, first: Piece, frame: Frame, top: int | None, echoes: list[Echo], n: int
 ) -> AsyncGenerator[bytes, None]:
     """One write for all that arrived together. `top`: how many log-probabilities are told of a token."""
     offsets: dict[int, int] = {}
-    unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n) if echo}
+    unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n)}
     try:
         async for place, chunks in answering.all(first):
             parts = []
-            for chunk in chunks:
+            for chunk in echoes[place].take(chunks) if echoes else chunks:
                 index = place * n + chunk.index
-                text = unsaid.pop(index) + chunk.text if index in unsaid else chunk.text
+                echo = unsaid.pop(index, None)
+                text = chunk.text if echo is None else echo.text + chunk.text
                 logprobs = None
-                if top is not None and chunk.logprobs:
-                    offset = offsets.get(index, 0)
-                    logprobs = completion_logprobs(chunk.logprobs, top, offset)
-                    offsets[index] = offset + sum(len(text_of(tokens[0])) for tokens in chunk.logprobs)
+                if top is not None and (chunk.logprobs or echo is not None):
+                    places, offset = chunk.logprobs or [], offsets.get(index, 0)
+                    logprobs = completion_logprobs(places, top, offset) if echo is None else echo.logprobs(places, top)
+                    offsets[index] = characters(places) + (offset if echo is None else echo.characters)
                 elif not text and chunk.finish_reason is None:
                     continue
                 choice = CompletionChoice(

@@ -1,5 +1,6 @@
 """/v1/completions."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -55,9 +56,10 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
             raise GatewayError(
                 400, "add_special_tokens=false is not supported; send token ids as prompt", param="add_special_tokens"
             )
+        params = sampling_params(self, self.max_tokens or DEFAULT_MAX_TOKENS, self.logprobs)
         if self.echo and self.logprobs is not None:
-            raise GatewayError(400, "echo with logprobs is not supported; leave one of them out", param="echo")
-        return sampling_params(self, self.max_tokens or DEFAULT_MAX_TOKENS, self.logprobs)
+            params = replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        return params
 
 
 class CompletionChoice(Answer, frozen=True, kw_only=True):

@@ -1,17 +1,20 @@
 """Log-probabilities of an answer's tokens, as the two families of endpoints spell them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...wire.protocol import TokenLogprob
 from .common import Answer
 
 
 class CompletionLogprobs(Answer, frozen=True, kw_only=True):
-    """/v1/completions: lists of one entry a token. `text_offset`: where the token's text begins, in characters."""
+    """/v1/completions: lists of one entry a token. `text_offset`: where the token's text begins, in characters. A
+    prompt's first token, which `echo` tells too, has no log-probability: null.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -57,16 +60,35 @@ def text_of(token: TokenLogprob) -> str:
     return f"token_id:{token.token_id}" if token.text is None else token.text
 
 
-def completion_logprobs(places: Places, top: int, offset: int) -> CompletionLogprobs:
-    """Of tokens whose text begins at character `offset`; `top`: how many of the likeliest are told."""
-    offsets = []
+def characters(places: Places) -> int:
+    """How much text these tokens make."""
+    return sum(len(text_of(place[0])) for place in places)
+
+
+class FirstToken(NamedTuple):
+    """A prompt's first token: its text, and how many characters of the prompt it takes."""
+
+    text: str
+    width: int
+
+
+def completion_logprobs(places: Places, top: int, offset: int, first: FirstToken | None = None) -> CompletionLogprobs:
+    """Of tokens whose text begins at character `offset`; `top`: how many of the likeliest are told; `first`: a token
+    before them that has no log-probability.
+    """
+    before = [] if first is None else [first]
+    offsets = [offset for _ in before]
+    offset += sum(token.width for token in before)
     for place in places:
         offsets.append(offset)
         offset += len(text_of(place[0]))
     return CompletionLogprobs(
-        tokens=[text_of(place[0]) for place in places],
-        token_logprobs=[_finite(place[0].logprob) for place in places],
-        top_logprobs=[{text_of(token): _finite(token.logprob) for token in _likeliest(place, top)} for place in places],
+        tokens=[*(token.text for token in before), *(text_of(place[0]) for place in places)],
+        token_logprobs=[*(None for _ in before), *(_finite(place[0].logprob) for place in places)],
+        top_logprobs=[
+            *(None for _ in before),
+            *({text_of(token): _finite(token.logprob) for token in _likeliest(place, top)} for place in places),
+        ],
         text_offset=offsets,
     )
 
@@ -91,14 +113,15 @@ def chat_logprobs(places: Places, top: int) -> ChatLogprobs:
     )
 
 
-def prompt_logprobs(places: Places) -> PromptLogprobs:
-    """Of a prompt's tokens from its second on."""
+def prompt_logprobs(places: Places, top: int) -> PromptLogprobs:
+    """Of a prompt's tokens from its second on; `top`: how many of the likeliest are told next to its own."""
     told: PromptLogprobs = [
         {
             str(token.token_id): PromptLogprob(
                 logprob=_finite(token.logprob), rank=token.rank, decoded_token=token.text
             )
             for token in place
+            if token is place[0] or token.rank <= top
         }
         for place in places
     ]

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI, OpenAI
-from sidestream.runtime.client.client import Client
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.gateway.observe.metrics import Metrics
 from sidestream.runtime.gateway.observe.watch import Watch
@@ -22,6 +21,7 @@ from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.runtime.requests.errors import OverloadedError
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.gateway import FakeEngines
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = json.loads((DEMO_MODEL / "prompts.json").read_text())
 CHAT = [{"role": "user", "content": "hi"}]
@@ -129,18 +129,36 @@ def test_tokens_are_the_tokenizer_s(served: Any) -> None:
     assert wrong.status_code == 400
 
 
-def test_a_connection_that_is_cut_frees_its_pages(served: Any) -> None:
-    body = {"prompt": "What is", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with Client(served.address) as engine:
-        before = engine.stats()["aborted_total"]
-        for _ in range(3):
-            with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as answer:
-                next(answer.iter_lines())
-        until = time.monotonic() + 30
-        while (stats := engine.stats())["aborted_total"] < before + 3 or stats["requests_open"]:
-            assert time.monotonic() < until, stats
-            time.sleep(0.01)
-        assert stats["pages_in_use"] == 0
+def test_an_echo_has_the_log_probabilities_that_transformers_computes(client: OpenAI) -> None:
+    prompt = "What is the capital of France?"
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    ids = tokenizer(prompt).input_ids
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    asked: Any = {"model": "demo_model", "temperature": 0, "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2}
+    whole = client.completions.create(prompt=prompt, **asked)
+    grown: dict[int, list[Any]] = {0: [], 1: []}
+    for event in client.completions.create(prompt=prompt, **asked, stream=True):
+        grown[event.choices[0].index].append(event.choices[0])
+    for choice in whole.choices:
+        told = choice.logprobs
+        assert told is not None and told.tokens and told.token_logprobs and told.text_offset and told.top_logprobs
+        assert choice.text.startswith(prompt) and len(told.tokens) == len(ids) + 4
+        first, *rest = told.token_logprobs
+        assert first is None and told.top_logprobs[0] is None and rest[: len(expected)] == pytest.approx(expected, 1e-3)
+        assert [len(top) for top in told.top_logprobs[1:]] == [2] * (len(ids) + 3)
+        assert told.top_logprobs[-1].keys() >= {told.tokens[-1]}, "greedy: the likeliest token was drawn"
+        for token, offset in list(zip(told.tokens, told.text_offset, strict=True))[1:]:
+            assert choice.text[offset : offset + len(token)] == token
+        parts = grown[choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        for name in ("tokens", "text_offset"):
+            assert [each for part in parts for each in getattr(part.logprobs, name)] == getattr(told, name)
+    by_ids = client.completions.create(prompt=ids, **asked | {"n": 1}).choices[0]
+    assert by_ids.text == tokenizer.decode(ids) + whole.choices[0].text.removeprefix(prompt)
+    assert by_ids.logprobs is not None and by_ids.logprobs.tokens == whole.choices[0].logprobs.tokens  # type: ignore[union-attr]
 
 
 def test_errors_are_the_client_s_own_classes(client: OpenAI) -> None:

@@ -86,7 +86,6 @@ def test_fields_reach_the_engine_as_sampling_parameters() -> None:
         ("/v1/completions", {"prompt": [1, "a"]}, "prompt"),
         ("/v1/completions", {"best_of": 3}, "best_of"),
         ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("/v1/completions", {"echo": True, "logprobs": 1}, "echo"),
         ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools"),
         ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice"),
         ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),

@@ -77,3 +77,37 @@ def test_who_waits_for_its_last_token_gets_one_in_two_steps() -> None:
     answers, _, steps = serve([[1, 2, 3], [5]], 120, penalised=1)
     assert answers == [continuation([1, 2, 3], -1, 20, 97), continuation([5], -1, 120, 97)]
     assert 20 <= steps[0] <= 2 * 20 + 2 and 120 <= steps[1] <= 120 + AHEAD
+
+
+def test_an_abort_frees_pages_within_two_steps() -> None:
+    """Also while the device computes steps that hold the request; another one gets its pages, and its own tokens."""
+    link = Link()
+    stepper = Stepper(Ready(97, 12, PAGE_SIZE, 640, 4, 4096, 0, [], []), link, None)  # type: ignore[arg-type]
+
+    def add(name: str, prompt: list[int], tokens: int) -> None:
+        stepper.add(
+            Request(name, None, prompt, SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)), stream=False
+        )
+
+    def step() -> dict[str, list[int]]:
+        _, finished = stepper.take(link.runner.collect(link.results.popleft()), Timing(1, 2, 3))
+        return {output.request_id: output.outputs[0].token_ids for output in finished}
+
+    add("stays", [5], 40)
+    add("gone", [1] * 9 * PAGE_SIZE, 50)
+    stepper.pump()
+    for _ in range(4):
+        step()
+    assert stepper.in_flight == AHEAD and stepper.stats()["pages_in_use"] == 1 + 10
+    stepper.engine.abort("gone")
+    steps = 0
+    while stepper.stats()["pages_in_use"] > 1:
+        step()
+        steps += 1
+    assert steps <= 2
+    add("next", [3] * 9 * PAGE_SIZE, 20)
+    stepper.pump()
+    answers: dict[str, list[int]] = {}
+    while link.results:
+        answers |= step()
+    assert answers == {"stays": continuation([5], -1, 40, 97), "next": continuation([3] * 9 * PAGE_SIZE, -1, 20, 97)}

@@ -1,0 +1,84 @@
+"""A gateway before an engine whose processes are as in production: what its clients do to the engine, and what they see
+when there is none.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidestream.runtime.client.client import Client
+from sidestream.runtime.gateway.router.router import Router
+from support.gateway import listening
+from support.serving import Server, serve_fake
+
+STEP_SECONDS = 0.25
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    sizes: dict[str, Any] = {"num_pages": 64, "max_num_seqs": 8, "max_model_len": 640, "step_seconds": STEP_SECONDS}
+    with serve_fake(tmp_path_factory.mktemp("engine"), **sizes) as server:
+        server.connect().hello().socket.close(0)
+        yield server
+
+
+def ask(place: tuple[str, int], prompt: list[int], **fields: Any) -> tuple[socket.socket, HTTPResponse]:
+    """A request's connection, and its answer as far as its headers."""
+    body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 0} | fields
+    connection = HTTPConnection(*place, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    return connection.sock, connection.getresponse()
+
+
+def streamed(place: tuple[str, int], prompt: list[int]) -> tuple[socket.socket, HTTPResponse]:
+    """A stream, of which the first token has come."""
+    connection, answer = ask(place, prompt, stream=True)
+    assert answer.readline().startswith(b"data: ")
+    return connection, answer
+
+
+def test_cut_connections_free_their_pages_within_two_steps(engine: Server) -> None:
+    with Client(engine.address) as client, listening(Router([engine.address])) as place:  # type: ignore[arg-type]
+        stays, _ = streamed(place, [1])
+        alone = client.stats()["pages_in_use"]
+        cut = [streamed(place, [number] * 130) for number in range(3)]
+        before = client.stats()
+        aborted_at = before["steps_total"]
+        assert before["pages_in_use"] == alone + 3 * 3
+        for connection, _ in cut:
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        while (stats := client.stats())["aborted_total"] < before["aborted_total"] + 3:
+            aborted_at = stats["steps_total"]
+            time.sleep(0.002)
+        while (stats := client.stats())["pages_in_use"] > alone:
+            time.sleep(0.002)
+        assert stats["steps_total"] - aborted_at <= 2, "counted from the engine's last look before the abort"
+        stays.close()
+
+
+def test_with_all_engines_down_requests_wait_and_are_then_told_to_come_back(engine: Server, tmp_path: Path) -> None:
+    patience = 3.0
+    router = Router([engine.address, f"ipc://{tmp_path}/nobody.sock"], patience_seconds=patience, poll_seconds=0.05)
+    with listening(router) as place:  # type: ignore[arg-type]
+        _, open_answer = streamed(place, [1])
+        killed = time.monotonic()
+        engine.process.kill()
+        engine.process.wait()
+        assert b"engine_dead" in open_answer.read(), "a stream that has begun ends with an error, not in silence"
+        assert time.monotonic() - killed >= patience, "it waits for an engine first"
+        for fields in ({}, {"stream": True}):
+            _, refused = ask(place, [2], **fields)
+            told = json.loads(refused.read())["error"]
+            assert (refused.status, told["code"]) == (503, "engine_dead"), told
+            assert int(refused.headers["Retry-After"]) >= 1
+
+    fresh = Router([f"ipc://{tmp_path}/nobody.sock", f"ipc://{tmp_path}/none.sock"], patience_seconds=patience)
+    with listening(fresh) as place:  # type: ignore[arg-type]
+        _, refused = ask(place, [2])
+        assert refused.status == 503 and refused.headers["Retry-After"] is not None, "also before any engine was there"
