@@ -151,13 +151,16 @@ class AsyncClient:
         request_id: str | None = None,
         stream: bool = True,
         continues: Sequence[Continuation] = (),
-        when_accepted: Callable[[int], None] | None = None,
+        when_accepted: Callable[[int, str], None] | None = None,
         owner: str = "",
+        adapter_content: str = "",
     ) -> AsyncGenerator[list[Chunk], None]:
         """As `stream`, with the chunks that have arrived together as one list, which is never empty.
 
-        `when_accepted` is called with the number of the prompt's tokens when the server has taken the request. `owner`:
-        for whom the request is, where a client asks for several; the server's steps are shared fairly between them.
+        `when_accepted` is called when the server has taken the request, with the number of the prompt's tokens and the
+        version of the adapter that answers. `owner`: for whom the request is, where a client asks for several; the
+        server's steps are shared fairly between them. `adapter_content`: the version that the adapter has to be;
+        another one is a RequestError with the code `adapter_changed`.
         """
         message = submission(
             request_id or f"r{next(self._requests_made)}",
@@ -169,6 +172,7 @@ class AsyncClient:
             deadline_seconds=deadline_seconds,
             continues=[continued(so_far) for so_far in continues],
             owner=owner,
+            adapter_content=adapter_content,
         )
         for attempt in range(2):
             await self.connect()

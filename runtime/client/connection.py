@@ -78,7 +78,7 @@ class Connection:
                 self._send(protocol.Abort(request_ids=list(self._open)[: protocol.MAX_OPEN_REQUESTS]))
         self._lose(EngineDeadError("the client was closed", "engine_dead"), linger=True)
 
-    def submit(self, message: protocol.Submit, when_accepted: Callable[[int], None] | None = None) -> OpenRequest:
+    def submit(self, message: protocol.Submit, when_accepted: Callable[[int, str], None] | None = None) -> OpenRequest:
         """Send a request. Raises RequestError if its id is open or it is too long."""
         if message.request_id in self._open:
             raise RequestError(f"request_id={message.request_id!r} is in use; choose another")
@@ -261,7 +261,7 @@ class Connection:
                             self._send(protocol.Abort(request_ids=[chunk.request_id]))
         elif isinstance(message, protocol.Accepted):
             if (request := self._open.get(message.request_id)) is not None:
-                request.accept(message.prompt_tokens)
+                request.accept(message.prompt_tokens, message.adapter_content)
         elif not isinstance(message, protocol.Beat):
             self._answer(message.call, message)
 

@@ -29,7 +29,7 @@ _LISTS = {
     "allowed_token_ids": "allowed_ids",
     "bad_words": "banned_words",
 }
-_OURS = frozenset({"invalid_request", "unknown_adapter", "duplicate_id", "bad_frame"})
+_OURS = frozenset({"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame"})
 _GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})
 _LATER = frozenset({"loading", "draining", "overloaded", "too_many_requests", "slow_reader"})
 
@@ -84,13 +84,15 @@ def exception_of(error: Error) -> Exception:
 
 
 class OpenRequest:
-    """What has arrived for one request and was not taken yet. `when_accepted` is told the prompt's tokens."""
+    """What has arrived for one request and was not taken yet. `when_accepted` is told the prompt's tokens and the
+    adapter's version.
+    """
 
     def __init__(
         self,
         request_id: str,
         continues: Sequence[Continued] = (),
-        when_accepted: Callable[[int], None] | None = None,
+        when_accepted: Callable[[int, str], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self._when_accepted = when_accepted
@@ -99,11 +101,11 @@ class OpenRequest:
         self._received = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
         self._queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
 
-    def accept(self, prompt_tokens: int) -> None:
+    def accept(self, prompt_tokens: int, adapter_content: str) -> None:
         """The server has taken it."""
         self.accepted = True
         if self._when_accepted is not None:
-            self._when_accepted(prompt_tokens)
+            self._when_accepted(prompt_tokens, adapter_content)
 
     def put(self, chunk: Chunk) -> None:
         """A chunk has arrived."""

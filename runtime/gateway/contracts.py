@@ -103,8 +103,8 @@ class EngineRequest:
     add_special_tokens  a text gets the special tokens that the model expects at the start; one that a chat template
                     made has them
     owner           whose it is
-    when_accepted   called with the number of the prompt's tokens when an engine has taken the request, and again when
-                    another one goes on with it
+    when_accepted   called when an engine has taken the request, and again when another one goes on with it: with the
+                    number of the prompt's tokens, and the hash of the adapter's content ("" for the base)
     """
 
     request_id: str
@@ -115,7 +115,7 @@ class EngineRequest:
     priority: int = 0
     deadline_seconds: float | None = None
     stream: bool = True
-    when_accepted: Callable[[int], None] | None = None
+    when_accepted: Callable[[int, str], None] | None = None
     add_special_tokens: bool = True
 
 

@@ -37,7 +37,7 @@ from .retries import Retries
 from .settings import ServeSettings
 from .state import ServerState
 from .stepper import Stepper
-from .submissions import Submissions
+from .submissions import Submissions, missing_adapter
 from .token_desk import TokenDesk
 from .watch import STALL_SECONDS, AwakeClock
 
@@ -243,8 +243,13 @@ class Batcher:
         )
         self._state.phase, self._state.progress = "ready", 1.0
         self._channel.send({"event": "serving"})
-        still_open = {request.key: request for request in self._requests.all()}
-        for request in still_open.values():
+        still_open = {}
+        for request in self._requests.all():
+            missing = missing_adapter(self._state.stepper, request.adapter, request.adapter_content)
+            if missing is not None and missing[0] == "adapter_changed":
+                self._requests.refuse(request, *missing)
+                continue
+            still_open[request.key] = request
             request.scored_here = 0
         refused = self._retries.resubmit(self._state.stepper, set(still_open))
         for key, problem in refused.items():

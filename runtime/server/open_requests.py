@@ -14,9 +14,13 @@ MAX_TEXT = 1 << 18
 
 @dataclass(eq=False)
 class OpenRequest:
-    """One request of one connection. `key`: its id in the engine; `sent`: tokens of each completion that went out;
-    `admitted`: the engine has it; `scored`: log-probabilities of prompt tokens that went out, `scored_here`: those that
-    the present GPU process has sent.
+    """One request of one connection.
+
+    key              its id in the engine
+    adapter_content  the version of its adapter with which the engine has it
+    sent             tokens of each completion that went out
+    admitted         the engine has it
+    scored           log-probabilities of prompt tokens that went out; `scored_here`: that the present GPU process sent
     """
 
     key: str
@@ -25,6 +29,7 @@ class OpenRequest:
     stream: bool
     arrived: float
     adapter: str | None = None
+    adapter_content: str = ""
     prompt_tokens: int = 0
     first_token: float = 0.0
     admitted: bool = False

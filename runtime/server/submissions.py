@@ -16,12 +16,27 @@ from ..wire.protocol import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submi
 from .connections import Client, Connections
 from .open_requests import OpenRequest, OpenRequests
 from .state import ServerState
+from .stepper import Stepper
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = structs.asdict(Submit("x").sampling)
 FAULT = "a fault in the server while this request was worked on; others are not affected"
 LOADING_RETRY = 1.0
 OVERLOAD_RETRY = 1.0
+
+
+def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[ErrorCode, str] | None:
+    """Why a request for this adapter cannot be served; None: it can be. `content`: the version that it has to be, if
+    any.
+    """
+    if name is None:
+        return None
+    known = stepper.known.get(name)
+    if known is None:
+        return "unknown_adapter", f"adapter {name!r} is not known; list_adapters tells which are"
+    if content and known.content != content:
+        return "adapter_changed", f"adapter {name!r} was replaced while its request was open; send the request again"
+    return None
 
 
 class Submissions:
@@ -97,9 +112,8 @@ class Submissions:
             return error("invalid_request", "give exactly one of prompt and prompt_token_ids")
         if message.continues and not message.stream:
             return error("invalid_request", "continues needs stream=true; without it, ask for the whole answer again")
-        if message.adapter is not None and message.adapter not in stepper.numbers:
-            return error("unknown_adapter", f"adapter {message.adapter!r} is not known; list_adapters tells which are")
-        return None
+        missing = missing_adapter(stepper, message.adapter, message.adapter_content)
+        return None if missing is None else error(*missing)
 
     def _params(self, message: Submit) -> SamplingParams:
         changed = {name: value for name, value in structs.asdict(message.sampling).items() if value != _DEFAULTS[name]}
@@ -111,8 +125,9 @@ class Submissions:
         if stepper is None:
             self._requests.refuse(request, "engine_dead", "the engine died", LOADING_RETRY)
             return
-        if message.adapter is not None and message.adapter not in stepper.numbers:
-            self._requests.refuse(request, "unknown_adapter", f"adapter {message.adapter!r} is not known any more")
+        missing = missing_adapter(stepper, message.adapter, message.adapter_content)
+        if missing is not None:
+            self._requests.refuse(request, *missing)
             return
         try:
             vocabulary, longest = stepper.ready.vocabulary, stepper.ready.max_model_len
@@ -144,7 +159,9 @@ class Submissions:
             return
         request.admitted = True
         request.prompt_tokens = len(ids)
-        self._connections.say(request.client, Accepted(request.request_id, len(ids)))
+        if message.adapter is not None:
+            request.adapter_content = stepper.known[message.adapter].content
+        self._connections.say(request.client, Accepted(request.request_id, len(ids), request.adapter_content))
 
     def encoded(self, key: str, outcome: list[int] | Exception) -> None:
         """Take an outcome of the encoder in; nothing happens to one that is nobody's any more."""

@@ -52,6 +52,7 @@ ErrorCode = Literal[
     "duplicate_id",
     "invalid_request",
     "unknown_adapter",
+    "adapter_changed",
     "adapter_error",
     "adapter_in_use",
     "forbidden",
@@ -135,6 +136,7 @@ class Submit(Message, tag="submit", frozen=True):
     deadline_seconds  counted from arrival; the request ends with `deadline_exceeded` when it passes
     continues         what there is of each of the n completions already: the answer goes on from there
     owner             for whom the client asks, where it asks for several: steps are shared fairly between them
+    adapter_content   the adapter has to be this version of it, as `accepted` and `adapters` tell it; "": any
     """
 
     request_id: RequestId
@@ -148,6 +150,7 @@ class Submit(Message, tag="submit", frozen=True):
     deadline_seconds: Annotated[float, Meta(gt=0, le=86400)] | None = None
     continues: Annotated[list[Continued], Meta(max_length=MAX_CHOICES)] = []
     owner: Short = ""
+    adapter_content: Short = ""
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -232,10 +235,13 @@ class Welcome(Message, tag="welcome", frozen=True):
 
 
 class Accepted(Message, tag="accepted", frozen=True):
-    """The request is queued; its chunks follow."""
+    """The request is queued; its chunks follow. `adapter_content`: the version of its adapter that answers, "" for the
+    base model.
+    """
 
     request_id: RequestId
     prompt_tokens: Count
+    adapter_content: Short = ""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -74,7 +74,8 @@ class FakeEngines:
                 ended = True
                 raise problem
             if request.when_accepted is not None:
-                request.when_accepted(len(request.prompt))
+                card = next((card for card in self.cards if card.name == request.adapter), None)
+                request.when_accepted(len(request.prompt), "" if card is None else card.content)
             count, n = request.params.max_tokens or 4, request.params.n
             for token in range(count):
                 last = token == count - 1

@@ -17,6 +17,8 @@ PATIENCE_SECONDS = 60.0
 MAX_PATIENT = 4096
 BUSY_SECONDS = 0.1
 BUSY = frozenset({"overloaded", "too_many_requests"})
+UNFIT = frozenset({"unknown_adapter", "adapter_changed"})
+"""An engine that answers so does not have the adapter, or has another version of it."""
 Refusals = dict[str, ServerError | RequestError]
 """Engines that have just refused a request, and how."""
 
@@ -77,9 +79,12 @@ class Dispatch:
             link
             for link in awaited
             if link.welcome is not None
-            and (adapter not in link.adapters or getattr(refused.get(link.name), "code", "") == "unknown_adapter")
+            and (adapter not in link.adapters or getattr(refused.get(link.name), "code", "") in UNFIT)
         ]
         if adapter is not None and len(without) == len(awaited):
+            changed = [problem for problem in refused.values() if problem.code == "adapter_changed"]
+            if changed:
+                raise changed[0]
             raise ServerError(f"adapter {adapter!r} is not known", "unknown_adapter")
 
     def _is_awaited(self, link: EngineLink, now: float) -> bool:

@@ -38,7 +38,7 @@ class MovedStream:
         self._completions = [_Completion() for _ in range(request.params.n)]
         self._held: list[Chunk] = []  # of an answer that is wanted whole
         self._scored = self._scored_here = 0  # prompt tokens with log-probabilities: the caller has, this engine sent
-        self._tell = request.when_accepted
+        self._content = ""
         self._fruitless = 0
         self.ended = False
 
@@ -48,11 +48,16 @@ class MovedStream:
             return ()
         return tuple(Continuation(each.token_ids[:], each.characters, each.finished) for each in self._completions)
 
-    def accepted(self, prompt_tokens: int) -> None:
-        """An engine has taken the request; the caller hears so once."""
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell(prompt_tokens)
+    def accepted(self, prompt_tokens: int, adapter_content: str) -> None:
+        """An engine has taken the request."""
+        self._content = adapter_content
+        if self.request.when_accepted is not None:
+            self.request.when_accepted(prompt_tokens, adapter_content)
+
+    @property
+    def content(self) -> str:
+        """The version of the adapter that has to go on, once the caller has something of its answer; "" before."""
+        return self._content if self._scored or any(each.token_ids for each in self._completions) else ""
 
     def seconds_left(self) -> float | None:
         """Until the deadline, which counts from the request's arrival. Raises DeadlineError when it has passed."""

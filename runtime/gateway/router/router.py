@@ -15,7 +15,7 @@ from ...wire.protocol import Chunk
 from ..contracts import AdapterCard, EngineHealth, EngineRequest, HealthStatus, ModelInfo
 from .book import Book, Choice, Report
 from .catalogue import Catalogue
-from .dispatch import BUSY, PATIENCE_SECONDS, Dispatch, Refusals
+from .dispatch import BUSY, PATIENCE_SECONDS, UNFIT, Dispatch, Refusals
 from .engine_link import LOAD_SECONDS, POLL_SECONDS, EngineLink
 from .moved_stream import MovedStream
 from .prefixes import chain
@@ -98,6 +98,7 @@ class Router:
                     continues=moved.continues(),
                     when_accepted=moved.accepted,
                     owner=request.owner,
+                    adapter_content=moved.content,
                 )
                 async with contextlib.aclosing(lists):
                     async for chunks in lists:
@@ -118,10 +119,13 @@ class Router:
                 if problem.code in _TRIED_ELSEWHERE:
                     refused[link.name] = problem
             except RequestError as problem:
-                if problem.code != "unknown_adapter":
+                if problem.code not in UNFIT:
                     raise
                 link.failed(problem)
-                refused[link.name] = ServerError(str(problem), problem.code)
+                if heard or (problem.code == "adapter_changed" and not moved.content):
+                    self._move(link, moved, ServerError(str(problem), problem.code))
+                else:
+                    refused[link.name] = ServerError(str(problem), problem.code)
             finally:
                 self._book.end(link.name, moved.ended, time.monotonic())
                 self._dispatch.wake()

@@ -26,11 +26,14 @@ MERGED_LISTS = 256
 
 @dataclass
 class Counts:
-    """What has arrived. `prompts`: tokens of each prompt that an engine has taken."""
+    """What has arrived. `prompts`: tokens of each prompt that an engine has taken; `adapter_content`: the adapter's
+    version that it answers with.
+    """
 
     prompts: dict[int, int] = field(default_factory=dict)
     output_tokens: int = 0
     cached_tokens: int = 0
+    adapter_content: str = ""
     first_token_seconds: float = 0.0
     engine_first_token_seconds: float = 0.0
     engine_total_seconds: float = 0.0
@@ -39,6 +42,10 @@ class Counts:
     def prompt_tokens(self) -> int:
         """Of all prompts, also those whose answers nobody waited for."""
         return sum(self.prompts.values())
+
+    def accepted(self, place: int, prompt_tokens: int, adapter_content: str) -> None:
+        """An engine has taken a prompt."""
+        self.prompts[place], self.adapter_content = prompt_tokens, adapter_content
 
     def add(self, place: int, chunks: list[Chunk]) -> None:
         """Chunks of the answer to one prompt."""
@@ -135,7 +142,7 @@ class Answering:
                 self._priority,
                 self._deadline,
                 exchange.stream,
-                functools.partial(self.counts.prompts.__setitem__, place),
+                functools.partial(self.counts.accepted, place),
                 exchange.add_special_tokens,
             )
             for place, prompt in enumerate(exchange.prompts)
@@ -165,7 +172,7 @@ class Answering:
             key_id=exchange.caller.key_id,
             model=self._target.model.name,
             adapter=exchange.adapter,
-            adapter_content="" if card is None else card.content,
+            adapter_content=counts.adapter_content or ("" if card is None else card.content),
             prompt_tokens=counts.prompt_tokens,
             output_tokens=counts.output_tokens,
             cached_tokens=counts.cached_tokens,

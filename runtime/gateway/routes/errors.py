@@ -26,6 +26,7 @@ _STATUS = {
     "overloaded": 429,
     "too_many_requests": 429,
     "unknown_adapter": 404,
+    "adapter_changed": 409,
     "adapter_error": 400,
     "adapter_in_use": 409,
     "forbidden": 403,

@@ -69,9 +69,14 @@ async def answer(router, name, prompt, count=60, adapter=None, **fields):
     params = SamplingParams(**({"temperature": 0, "max_tokens": count, "ignore_eos": True} | fields))
     tokens = {index: [] for index in range(params.n)}
     texts = dict.fromkeys(tokens, "")
-    taken = []
+    taken, versions = [], set()
+
+    def accepted(prompt_tokens, adapter_content):
+        taken.append(prompt_tokens)
+        versions.add(adapter_content)
+
     request = EngineRequest(
-        name, prompt, params, adapter, stream=stream, deadline_seconds=deadline, when_accepted=taken.append
+        name, prompt, params, adapter, stream=stream, deadline_seconds=deadline, when_accepted=accepted
     )
     async for chunks in router.stream(request):
         assert chunks
@@ -80,6 +85,7 @@ async def answer(router, name, prompt, count=60, adapter=None, **fields):
             tokens[chunk.index] += chunk.token_ids
             texts[chunk.index] += chunk.text
     assert set(taken) == {chunks[-1].usage.prompt_tokens}, "each engine that took it told the same prompt"
+    assert versions and (adapter is not None) == ("" not in versions)
     return tokens, texts, chunks[-1].usage
 
 
@@ -215,6 +221,47 @@ def test_adapters_are_loaded_everywhere_and_come_back_with_an_engine(router, ser
                     await asyncio.sleep(0.05)
         with pytest.raises(ServerError):
             await router.unload_adapter("newcomer")
+
+    loop.run(ask())
+
+
+def test_two_versions_of_an_adapter_never_make_one_answer(router, servers, loop):
+    """It is replaced everywhere while its former version answers, and that version's engine dies."""
+
+    async def ask():
+        for name in ("old", "new"):
+            (servers[0].more / name).mkdir()
+        await router.load_adapter("version", str(servers[0].more / "old"), False)
+        numbers = range(ADAPTERS, ADAPTERS + 5)
+        old = await answer(router, "v0", [1, 2], 8, "version")
+        former = next(n for n in numbers if continuation([1, 2], n, 8, VOCABULARY) == old[0][0])
+        before = await of_engines(router, "requests_total")
+        received = []
+
+        async def stream():
+            request = EngineRequest(
+                "v1", [1, 2], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True), "version"
+            )
+            async for chunks in router.stream(request):
+                received.extend(token for chunk in chunks for token in chunk.token_ids)
+
+        long = asyncio.create_task(stream())
+        whole = asyncio.create_task(answer(router, "v2", [1, 2], 400, "version", stream=False))
+        while not received:
+            await asyncio.sleep(0.01)
+        await router.load_adapter("version", str(servers[0].more / "new"), True)
+        after = await of_engines(router, "requests_total")
+        for index, server in enumerate(servers):
+            if after[f"engine-{index}"] != before[f"engine-{index}"]:
+                kill(server, VICTIMS[1])
+        with pytest.raises(ServerError) as changed:
+            await long
+        assert changed.value.code == "adapter_changed"
+        assert received == continuation([1, 2], former, 400, VOCABULARY)[: len(received)] and len(received) < 400
+        (tokens, _, _) = await whole
+        assert tokens[0] in [continuation([1, 2], number, 400, VOCABULARY) for number in numbers]
+        await all_ok(router)
+        await router.unload_adapter("version")
 
     loop.run(ask())
 
