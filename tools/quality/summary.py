@@ -1,7 +1,9 @@
 """The top of docs/quality.md: what holds for the default, and the arms that a reader asks for first."""
 
 from collections.abc import Sequence
+from textwrap import fill
 
+from ...compiler.records import WIDTH
 from .arms import DEFAULT
 from .evaluate import Round
 from .report import Table
@@ -12,6 +14,17 @@ ARMS = ("bf16-unfused", DEFAULT, "fp8", "fp8-tensorwise")
 
 def summary(found: Round) -> str:
     """A paragraph and a table in Markdown; "" for a round without the default arm."""
+    said = _sentences(found)
+    return "\n".join((said, "", _table(found).markdown().partition("\n\n")[2])) if said else ""
+
+
+def screen(found: Round) -> str:
+    """The same for a terminal; without the default arm the table alone."""
+    return "\n\n".join(part for part in (fill(_sentences(found), WIDTH), _table(found).text()) if part)
+
+
+def _sentences(found: Round) -> str:
+    """What holds for the default; "" where it was not measured."""
     default = next((result for result in found.results if result.arm == DEFAULT), None)
     if default is None or not default.conditions:
         return ""
@@ -29,19 +42,22 @@ def summary(found: Round) -> str:
             f"{MOST_FLIPS * own.flips:g}, which is {MOST_FLIPS:g} times the {own.flips:,} that change when bf16 runs "
             "at another load."
         )
+    return " ".join(sentences)
+
+
+def _table(found: Round) -> Table:
     rows: list[Sequence[str]] = [
         ("arm", "mean KL", "top-1", "bf16 right", "right", "flips", "loss at most", "verdict"),
         _row(found.again, ""),
         *(_row(result, result.verdict) for result in found.results if result.arm in ARMS),
     ]
-    table = Table("In short", rows).markdown()
     note = (
         "Mean KL, top-1 and `loss at most` (one-sided 95%, in points of accuracy) are those of the worst adapter; the "
         "other figures are those of all adapters. A flip is an answer that changes between right and wrong. "
         "`bf16 again` is bf16 at another load, `bf16-unfused` rounds where PyTorch's own modules do, `fp8` is e4m3 "
         "with one scale for each row, and `fp8-tensorwise` e4m3 with one scale for each tensor."
     )
-    return "\n".join((" ".join(sentences), "", table.partition("\n\n")[2], note, ""))
+    return Table("In short", rows, note=note)
 
 
 def _row(result: ArmResult, verdict: str) -> tuple[str, ...]:

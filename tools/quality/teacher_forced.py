@@ -4,7 +4,7 @@ never kept.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -99,6 +99,15 @@ def plan(lengths: Sequence[int], tokens: int, sequences: int, pages: int) -> Ite
         yield step
 
 
+class Reader(Protocol):
+    """What documents are read through: an engine, or something that it is compared with."""
+
+    device: torch.device
+
+    def logits(self, step: Sequence[Piece], documents: Sequence[Document]) -> torch.Tensor:
+        """[tokens of the step, vocabulary]."""
+
+
 class Scorer:
     """An engine's own mixed program, at one size, with the logits of every token. The engine serves no requests
     afterwards: its adapter slots and KV pages are filled by hand here."""
@@ -170,8 +179,8 @@ class Scorer:
 
 @torch.no_grad()
 def compare(
-    reference: Scorer,
-    arm: Scorer,
+    reference: Reader,
+    arm: Reader,
     documents: Sequence[Document],
     steps: Sequence[list[Piece]],
     progress: Callable[[int], None] = lambda tokens: None,

@@ -1,0 +1,48 @@
+"""`sidestream eval --real`, here on the demo model: arms next to transformers and peft in fp32; the model's digest."""
+
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.tools.cli import main
+from sidestream.tools.quality.real.checkpoint import check_digest, real_model
+from sidestream.tools.quality.real.texts import LENGTH, SHORTEST, natural_documents
+
+
+def test_arms_are_read_next_to_transformers_and_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / f"real.{name}" for name in ("json", "svg", "md")}
+    asked = ["--arms", "bf16,int8,peer-fp8", "--tokens", "300", "--device", "cpu"]
+    asked += ["--adapters", str(DEMO_MODEL / "adapters")]
+    written = ["--output-json", str(files["json"]), "--plot", str(files["svg"]), "--markdown", str(files["md"])]
+    assert main(["eval", "--real", str(DEMO_MODEL), *asked, *written]) == 0
+    found = json.loads(files["json"].read_text())
+    kl = {(arm["arm"], one["adapter"]): one["mean_kl"][0] for arm in found["arms"] for one in arm["divergences"]}
+    for adapter in ("base", "pirate", "yoda"):
+        assert 0 < kl["bf16", adapter] < kl["int8", adapter] < kl["peer-fp8", adapter]
+        assert kl["bf16", adapter] < 1e-3, "ours is the model that transformers and peft compute"
+    shown = capsys.readouterr().out
+    assert shown.index("int8, the default: mean KL") < shown.index("peer-fp8")
+    assert "real.svg" in files["md"].read_text() and "| peer-fp8 |" in files["md"].read_text()
+    assert xml.etree.ElementTree.parse(files["svg"]).getroot().tag.endswith("svg")
+
+
+def test_documents_are_natural_text_of_one_length_for_all() -> None:
+    documents = natural_documents(lambda text: list(text.encode()), 4096, (None, "sql"))
+    base, other = ([each.tokens for each in documents if each.adapter == name] for name in (None, "sql"))
+    assert base == other and 4096 <= sum(map(len, base)) < 4096 + LENGTH
+    assert all(SHORTEST <= len(ids) <= LENGTH for ids in base)
+    assert len({bytes(ids) for ids in base}) == len(base)
+
+
+def test_another_file_is_not_taken_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path / "cache"))
+    other = tmp_path / "model.gguf"
+    other.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="sha256"):
+        check_digest(other)
+    for given, said in ((other, "sha256"), (tmp_path / "none", "neither a directory nor a file"), (tmp_path, "config")):
+        with pytest.raises(ValueError, match=said):
+            real_model(given)
+    assert not list((tmp_path / "cache").rglob("conversion.json"))

@@ -1,0 +1,123 @@
+"""What `sidestream eval --real` does."""
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from .checkpoint import NEEDED, real_model
+
+CALIBRATION_TEXTS = 8
+
+
+def add_options(group: Any, positive: Callable[[str], int]) -> None:
+    """The flags of `sidestream eval` that ask for the real model."""
+    group.add_argument(
+        "--real",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="measure SmolLM2-135M-Instruct next to transformers in fp32; PATH: its GGUF, or the directory that it was "
+        "converted to (default: fetch it)",
+    )
+    group.add_argument(
+        "--tokens",
+        type=positive,
+        default=20480,
+        metavar="N",
+        help="with --real: tokens for the base model and for each adapter (default: %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Fetches, converts and trains what is not there yet, measures, prints the verdict, writes the files. 1: an arm did
+    not run.
+
+    Raises ValueError where the extra is not installed, or the model cannot be had.
+    """
+    begin = time.perf_counter()
+    try:
+        import peft  # noqa: F401
+        import transformers
+    except ImportError as missing:
+        raise ValueError(f"eval --real {NEEDED} ({missing.name} is not installed)") from missing
+    import torch
+
+    from .... import __version__
+    from ....runtime.text.tokenizer import load_tokenizer
+    from ..evaluate import calibrate_model, calibration_texts
+    from .adapters import STEPS, train_adapters
+    from .measure import Findings, measure, real_arms
+    from .report import screen
+    from .texts import natural_documents
+
+    arms = real_arms([name.strip() for name in options.arms.split(",") if name.strip()])
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+
+    def progress(stage: str) -> None:
+        print(f"{time.perf_counter() - begin:7.1f} s  {stage}", file=sys.stderr, flush=True)
+
+    directory = real_model(options.real or None)
+    progress(f"the model is in {directory}")
+    if options.adapters is not None:
+        adapters = {path.parent.name: path.parent for path in sorted(options.adapters.glob("*/adapter_config.json"))}
+    elif on_gpu:
+        adapters = train_adapters(directory, directory / "adapters", STEPS, torch.device("cuda"))
+    else:
+        adapters = {}
+        progress("without a GPU no adapters are trained; --adapters DIR takes those that were trained elsewhere")
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        raise ValueError(f"{directory} has no tokenizer; convert the model again")
+    documents = natural_documents(tokenizer.encode, options.tokens, (None, *adapters))
+    calibration = None
+    if any(arm.calibrated for arm in arms):
+        progress("calibration")
+        calibration = calibrate_model(directory, adapters, calibration_texts(_other_texts(tokenizer)), options.device)
+    found = measure(directory, adapters, documents, arms, options.device, calibration, progress)
+    base = [document for document in documents if document.adapter is None]
+    findings = Findings(
+        directory.name.rpartition("-")[0] or directory.name,
+        list(adapters),
+        torch.cuda.get_device_name() if on_gpu else "a CPU, reference ops",
+        {"sidestream": __version__, "torch": str(torch.__version__), "transformers": transformers.__version__},
+        sum(len(document.tokens) for document in base),
+        len(base),
+        _digest([document.tokens for document in base]),
+        round(time.perf_counter() - begin, 1),
+        found,
+    )
+    print(screen(findings))
+    if options.output_json is not None:
+        options.output_json.write_text(json.dumps(msgspec.to_builtins(findings), indent=1) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        from .picture import picture
+
+        options.plot.write_text(picture(findings), encoding="utf-8")
+    if options.markdown is not None:
+        from .report import section
+
+        name = options.plot.name if options.plot is not None else "real_model.svg"
+        options.markdown.write_text(section(findings, name), encoding="utf-8")
+    return 1 if any(each.problem for each in found) else 0
+
+
+def _other_texts(tokenizer: Any) -> list[Any]:
+    """Text for the calibration, which no arm is measured with."""
+    from ..corpus import documents
+    from ..teacher_forced import Document
+
+    return [Document(tokenizer.encode(text)) for text in documents("train", CALIBRATION_TEXTS)]
+
+
+def _digest(texts: Sequence[Sequence[int]]) -> str:
+    digest = hashlib.sha256()
+    for ids in texts:
+        digest.update(array("i", [len(ids), *ids]).tobytes())
+    return digest.hexdigest()

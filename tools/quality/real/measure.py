@@ -1,0 +1,121 @@
+"""The arms of the real model, each read next to transformers in fp32."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ....graphs.config import LlamaConfig
+from ....ops.core.kv_layout import PAGE_SIZE
+from ..arms import BY_NAME, REFERENCE, UNFUSED, Arm, open_arm
+from ..divergence import Divergence, divergences
+from ..teacher_forced import Document, Scorer, compare, plan, step_sizes
+from .reference import Reference
+
+ARMS = (
+    REFERENCE,
+    UNFUSED,
+    "int8",
+    "int8-calibrated",
+    "int8-not-rotated",
+    "int8-lm-head-bf16",
+    "int8-kv-bf16",
+    "int8-lora-bf16",
+    "fp8",
+    "peer-int8",
+    "peer-fp8-rowwise",
+    "peer-fp8",
+)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One arm: its figures for the base model and for each adapter; `problem`: why there are none."""
+
+    arm: str
+    about: str
+    divergences: list[Divergence]
+    seconds: float = 0.0
+    problem: str = ""
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """All that was measured, with the machine, the releases and the texts that it was measured with.
+
+    tokens   that the base model read, and each adapter
+    texts    the sha256 of all token ids: equal on two machines whose texts are
+    """
+
+    model: str
+    adapters: list[str]
+    device: str
+    versions: dict[str, str]
+    tokens: int
+    documents: int
+    texts: str
+    seconds: float
+    arms: list[Measured]
+
+
+def real_arms(names: Sequence[str]) -> list[Arm]:
+    """The arms to run: `names`, or all of ARMS. Raises ValueError for a name that is no arm."""
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        raise ValueError(f"--arms names {unknown[0]!r}, which is no arm; arms: {', '.join(BY_NAME)}")
+    return [BY_NAME[name] for name in (names or ARMS)]
+
+
+def measure(
+    directory: Path,
+    adapters: Mapping[str, Path],
+    documents: Sequence[Document],
+    arms: Sequence[Arm],
+    device: str | None,
+    calibration: Any,
+    progress: Callable[[str], None],
+) -> list[Measured]:
+    """One result for each arm. What goes wrong in one is noted, and the others run."""
+    reference = Reference(directory, adapters, device)
+    config = LlamaConfig.from_directory(directory)
+    longest = max(len(document.tokens) for document in documents)
+    tokens, sequences, pages, blocks = step_sizes(config.vocab_size, longest, reference.device.type == "cpu")
+    sizes = {
+        "device": device,
+        "max_model_len": max(longest, PAGE_SIZE),
+        "max_num_seqs": 8,
+        "num_kv_pages": pages,
+        "max_loras": len(adapters),
+    }
+    steps = list(plan([len(document.tokens) for document in documents], tokens, sequences, pages))
+    found = []
+    for arm in arms:
+        begin = time.perf_counter()
+        try:
+            with torch.no_grad():
+                llm = open_arm(arm, directory, adapters, calibration, **sizes)
+                scorer = Scorer(llm, tokens, sequences, pages, blocks)
+                compared = compare(reference, scorer, documents, steps)
+            result = Measured(
+                arm.name, arm.about, divergences(compared, documents), round(time.perf_counter() - begin, 1)
+            )
+            del llm, scorer, compared
+        except Exception as problem:  # whatever it is: the other arms' figures must not be lost
+            said = f"{type(problem).__name__}: {' '.join(str(problem).split())[:400]}"
+            result = Measured(arm.name, arm.about, [], round(time.perf_counter() - begin, 1), said)
+        found.append(result)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        progress(f"{arm.name}: {result.problem or one_line(result.divergences)}")
+    return found
+
+
+def one_line(found: Sequence[Divergence]) -> str:
+    """The base model's figures and those of the worst adapter."""
+    return "; ".join(
+        f"{one.adapter} KL {one.mean_kl[0]:.4f}, top-1 {one.top_1[0]:.2%}, perplexity {one.perplexity_ratio[0]:.4f}"
+        for one in found
+    )

@@ -1,0 +1,123 @@
+"""What was measured on the real model: a verdict of one screen, its table, the top of docs/quality.md."""
+
+from collections.abc import Sequence
+from textwrap import fill
+
+from ....compiler.records import WIDTH
+from ..arms import DEFAULT, REFERENCE
+from ..divergence import Divergence
+from ..report import Table
+from .measure import Findings, Measured
+
+MOST_MEAN_KL, LEAST_TOP_1, MOST_PERPLEXITY_RATIO = 0.004, 0.96, 1.003
+CALIBRATED = "int8-calibrated"
+BASE = "base"
+
+
+def screen(found: Findings) -> str:
+    """The verdict, then the table: what a terminal shows at once."""
+    return f"{fill(verdict(found), WIDTH)}\n\n{table(found).text()}"
+
+
+def verdict(found: Findings) -> str:
+    """Sentences about the default and about bf16 itself, the base model's figures."""
+    said = [
+        f"{found.model}, {found.tokens:,} tokens of natural text for the base model and each of "
+        f"{len(found.adapters)} adapters, compared with transformers in fp32 on {found.device}."
+    ]
+    for arm in (REFERENCE, DEFAULT, CALIBRATED):
+        one = _base(found, arm)
+        if one is not None:
+            said.append(f"{_title(arm)}: {_figures(one)}{_judged(one) if arm != REFERENCE else ''}.")
+    return " ".join(said)
+
+
+def table(found: Findings) -> Table:
+    """One row for each arm: the base model's figures, and those of the worst adapter."""
+    head = ("arm", "mean KL", "adapters", "p99.9 KL", "adapters", "top-1", "adapters", "perplexity", "adapters")
+    rows: list[Sequence[str]] = [head, *(_row(each) for each in found.arms)]
+    note = (
+        f"Each arm next to transformers in fp32, {found.documents} documents. The columns named `adapters` hold the "
+        "worst adapter's figure. Mean KL has its 95% interval by bootstrap over documents."
+    )
+    broken = [f" {each.arm} did not run: {each.problem}." for each in found.arms if each.problem]
+    return Table(found.model, rows, note=note + "".join(broken))
+
+
+def section(found: Findings, picture: str) -> str:
+    """The top of docs/quality.md: a paragraph, the table, the picture, and what each arm is."""
+    shown = table(found).markdown().partition("\n\n")[2]
+    arms = [f"- `{each.arm}`: {each.about}" for each in found.arms]
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    how = (
+        f"`sidestream eval --real` fetched the model, trained the adapters ({', '.join(found.adapters)}) and measured, "
+        f"in {found.seconds:.0f} s with {versions}. The text is Python's language reference and licence and sources of "
+        f"its standard library (sha256 of the token ids `{found.texts[:16]}`)."
+    )
+    return "\n".join(
+        (
+            "## A real model\n",
+            verdict(found) + "\n",
+            shown,
+            f"![Mean KL divergence of each arm to transformers in fp32]({picture})\n",
+            *arms,
+            "",
+            how + "\n",
+        )
+    )
+
+
+def _title(arm: str) -> str:
+    return {
+        REFERENCE: "bf16 itself",
+        DEFAULT: "int8, the default",
+        CALIBRATED: "int8 with what `sidestream calibrate` wrote",
+    }[arm]
+
+
+def _figures(one: Divergence) -> str:
+    return (
+        f"mean KL {one.mean_kl[0]:.4f}, top-1 agreement {one.top_1[0]:.1%}, perplexity ratio "
+        f"{one.perplexity_ratio[0]:.4f}"
+    )
+
+
+def _judged(one: Divergence) -> str:
+    """Which of the three limits the figures miss."""
+    missed = [
+        text
+        for text, met in (
+            (f"mean KL of at most {MOST_MEAN_KL:.4f}", one.mean_kl[0] <= MOST_MEAN_KL),
+            (f"top-1 of at least {LEAST_TOP_1:.0%}", one.top_1[0] >= LEAST_TOP_1),
+            (f"perplexity ratio of at most {MOST_PERPLEXITY_RATIO}", one.perplexity_ratio[0] <= MOST_PERPLEXITY_RATIO),
+        )
+        if not met
+    ]
+    return f" (misses our limits: {', '.join(missed)})" if missed else " (within our limits)"
+
+
+def _base(found: Findings, arm: str) -> Divergence | None:
+    return next(
+        (one for each in found.arms if each.arm == arm for one in each.divergences if one.adapter == BASE), None
+    )
+
+
+def _row(each: Measured) -> tuple[str, ...]:
+    base = [one for one in each.divergences if one.adapter == BASE]
+    others = [one for one in each.divergences if one.adapter != BASE]
+    kl = "".join(f"{one.mean_kl[0]:.4f} [{one.mean_kl[1]:.4f}, {one.mean_kl[2]:.4f}]" for one in base)
+    return (
+        each.arm,
+        kl,
+        _worst([one.mean_kl[0] for one in others], "{:.4f}"),
+        _worst([one.tail_kl[0] for one in base], "{:.3f}"),
+        _worst([one.tail_kl[0] for one in others], "{:.3f}"),
+        _worst([one.top_1[0] for one in base], "{:.2%}", least=True),
+        _worst([one.top_1[0] for one in others], "{:.2%}", least=True),
+        _worst([one.perplexity_ratio[0] for one in base], "{:.4f}"),
+        _worst([one.perplexity_ratio[0] for one in others], "{:.4f}"),
+    )
+
+
+def _worst(values: Sequence[float], form: str, least: bool = False) -> str:
+    return form.format((min if least else max)(values)) if values else ""

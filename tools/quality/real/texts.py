@@ -1,0 +1,56 @@
+"""Natural text that lies in every Python installation: the language reference's prose, Python's licence, and the
+standard library's sources."""
+
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from ..corpus import documents as library_documents
+from ..teacher_forced import Document
+
+LENGTH, SHORTEST = 512, 256  # of a document, in tokens
+PROSE_TO_CODE = 3  # so many documents of prose come before one of code
+MOST_CODE = 64
+
+
+def natural_documents(
+    encode: Callable[[str], Sequence[int]], tokens: int, adapters: Sequence[str | None]
+) -> list[Document]:
+    """Documents of at most LENGTH tokens, `tokens` (or one document more) for each of `adapters` (None: the base
+    model); all of them read the same.
+
+    Raises ValueError where this Python has no such text.
+    """
+    chosen: list[Sequence[int]] = []
+    missing = tokens
+    for text in _in_turn():
+        ids = encode(text)[: min(LENGTH, max(missing, SHORTEST))]
+        if len(ids) >= SHORTEST:
+            chosen.append(ids)
+            missing -= len(ids)
+        if missing <= 0:
+            return [Document(ids, adapter) for adapter in adapters for ids in chosen]
+    raise ValueError(f"this Python has only {tokens - missing:,} tokens of text; ask for fewer than {tokens:,}")
+
+
+def _in_turn() -> Iterator[str]:
+    """Prose and code in turn, each document from another topic or file."""
+    prose, code = _prose(), library_documents("held_out", MOST_CODE)
+    while True:
+        some = [text for _, text in zip(range(PROSE_TO_CODE), prose, strict=False)]
+        text = next(code, None)
+        yield from some
+        if text is not None:
+            yield text
+        if not some and text is None:
+            return
+
+
+def _prose() -> Iterator[str]:
+    """The licence, then the topics of the language reference by name."""
+    from pydoc_data.topics import topics
+
+    licence = Path(sysconfig.get_paths()["stdlib"]) / "LICENSE.txt"
+    first = [licence.read_text(encoding="utf-8")] if licence.is_file() else []
+    return chain(first, (topics[name] for name in sorted(topics)))
