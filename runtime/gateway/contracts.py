@@ -264,6 +264,14 @@ class Admission(Protocol):
         """
         ...
 
+    def count(self, caller: Caller) -> Mapping[str, str]:
+        """Let a request in that asks for no tokens, such as /tokenize; it counts as a request. Returns x-ratelimit-*
+        for the answer.
+
+        Raises GatewayError 429 with Retry-After.
+        """
+        ...
+
 
 # -- observation ---------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
                              on it
     drain_seconds            how long open answers may go on after SIGTERM
     usage_log                SQLite file of what was used; None: none
+    usage_days               rows of the usage log that are older are deleted; None: none are
     log_payloads             prompts and answers go there too
     access_log               file of JSON lines, "-": standard output, None: none
     metrics_compat           "vllm": /metrics also has vLLM's names
@@ -46,6 +47,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     connections_per_client: int | None = None
     drain_seconds: float = DRAIN_SECONDS
     usage_log: str | None = None
+    usage_days: int | None = None
     log_payloads: bool = False
     access_log: str | None = None
     metrics_compat: str | None = None

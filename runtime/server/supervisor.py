@@ -186,6 +186,7 @@ class Supervisor:
             if message["event"] == "ready":
                 child.started = True
                 self._say(f"answering HTTP at {message['address']}")
+                self._say(f"console at {message['address']}/")
         return None
 
     def _front_died(self, front: Front, status: int) -> int | None:

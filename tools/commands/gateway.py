@@ -73,9 +73,11 @@ def run(options: argparse.Namespace) -> int:
     for engine in engines:
         check_keys(parse(engine), options.engine_keys is not None, "--engine-keys")
     settings = replace(gateway_settings(options), engines=engines, engine_keys=options.engine_keys)
+    if settings.keys is not None:
+        print("sidestream: limits of keys hold for this process; other gateways count on their own", file=sys.stderr)
     with listen(settings.host, settings.port) as listener:
         return serve(settings, listener, _say)
 
 
 def _say(url: str) -> None:
-    print(f"sidestream: answering HTTP at {url}", file=sys.stderr, flush=True)
+    print(f"sidestream: answering HTTP at {url}\nsidestream: console at {url}/", file=sys.stderr, flush=True)

@@ -43,6 +43,12 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         metavar="FILE",
         help="who used what, for `sidestream usage`; none: no log (default: where `sidestream usage` looks for it)",
     )
+    group.add_argument(
+        "--usage-days",
+        type=positive,
+        metavar="N",
+        help="delete what the usage log has of requests more than N days ago (default: keep all)",
+    )
     group.add_argument("--log-payloads", action="store_true", help="prompts and answers go into the usage log too")
     group.add_argument("--access-log", metavar="FILE", help="a line of JSON for each request; -: standard output")
     group.add_argument(
@@ -85,6 +91,8 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         check_endpoint(options.otel_endpoint)
     if options.log_payloads and usage_log is None:
         raise ValueError("--log-payloads needs a usage log; leave --usage-log none out")
+    if options.usage_days is not None and usage_log is None:
+        raise ValueError("--usage-days needs a usage log; leave --usage-log none out")
     settings = GatewaySettings(
         host=options.host,
         port=options.port,
@@ -95,6 +103,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         connections_per_client=options.connections_per_client,
         drain_seconds=options.drain_seconds,
         usage_log=usage_log,
+        usage_days=options.usage_days,
         log_payloads=options.log_payloads,
         access_log=options.access_log,
         metrics_compat=options.metrics_compat,

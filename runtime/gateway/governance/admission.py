@@ -60,10 +60,7 @@ class KeyAdmission:
         """Reserves the prompt and all that may be produced. Raises GatewayError 429, or 401 when the key was revoked
         since the caller was identified.
         """
-        key = self.book.keys.get(caller.key_id)
-        if key is None:
-            raise _unauthorized("this key was revoked", "invalid_api_key")
-        account = self._accounts.setdefault(key.name, Account(self._day))
+        key, account = self._account(caller)
         limits = Limits(key.requests_per_minute, key.tokens_per_minute, key.tokens_per_day)
         granted = _granted(key, account.largest(limits), prompt_tokens, max_tokens, choices, model_len)
         now, wall = self._now(), self._wall()
@@ -73,6 +70,23 @@ class KeyAdmission:
         if isinstance(held, Refusal):
             raise _too_much(held, standing)
         return KeyTicket(self, account, held, standing, granted)
+
+    def count(self, caller: Caller) -> Mapping[str, str]:
+        """One more of the key's requests_per_minute. Raises GatewayError as `admit`."""
+        key, account = self._account(caller)
+        limits = Limits(key.requests_per_minute)
+        now = self._now()
+        held = account.reserve(limits, 0, now, self._wall())
+        standing = headers(account.requests(limits, now), None)
+        if isinstance(held, Refusal):
+            raise _too_much(held, standing)
+        return standing
+
+    def _account(self, caller: Caller) -> tuple[Key, Account]:
+        key = self.book.keys.get(caller.key_id)
+        if key is None:
+            raise _unauthorized("this key was revoked", "invalid_api_key")
+        return key, self._accounts.setdefault(key.name, Account(self._day))
 
     def settle(self, account: Account, held: Reservation, record: UsageRecord) -> None:
         """A request ended: what it did not use is given back."""
@@ -117,6 +131,10 @@ class LoggedAdmission:
     ) -> Ticket:
         """As the inner one."""
         return LoggedTicket(self.inner.admit(caller, model, prompt_tokens, max_tokens, choices, model_len), self.log)
+
+    def count(self, caller: Caller) -> Mapping[str, str]:
+        """As the inner one; what asks for no tokens is not written down."""
+        return self.inner.count(caller)
 
 
 class LoggedTicket:

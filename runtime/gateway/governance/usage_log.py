@@ -7,17 +7,22 @@ queue's oldest stay, and what no longer fits is dropped and counted. That is a w
 import logging
 import sqlite3
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from ..contracts import UsageRecord
-from .usage_schema import Payload, UsageLogError, open_to_read, open_to_write, tokens_since, write
+from .usage_schema import Payload, UsageLogError, forget, open_to_read, open_to_write, tokens_since, write
 
 MAX_QUEUED = 65536
 MAX_QUEUED_PAYLOAD = 64 << 20  # characters
 BATCH = 1024
 RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
+DAY_SECONDS = 86400.0
+FORGET_SECONDS = 600.0
+"""So often what is older than `days` is looked for."""
 
 logger = logging.getLogger("sidestream.gateway")
 
@@ -25,17 +30,28 @@ logger = logging.getLogger("sidestream.gateway")
 class UsageLog:
     """The log of a gateway process. `put` returns at once and may be called by any thread.
 
+    days               what is older is deleted; None: nothing is
     written, dropped   records since the start
     problem            why records are not written now, "" when they are
 
     Raises UsageLogError for a path that is no usage log and cannot become one.
     """
 
-    def __init__(self, path: Path, *, max_queued: int = MAX_QUEUED, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        days: int | None = None,
+        max_queued: int = MAX_QUEUED,
+        retry_seconds: float = RETRY_SECONDS,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self.path = path
         self.written = 0
         self.dropped = 0
         self.problem = ""
+        self._days, self._wall = days, wall
+        self._forget_at = 0.0
         self._max_queued = max_queued
         self._retry_seconds = retry_seconds
         self._queue: deque[UsageRecord | Payload] = deque()
@@ -92,6 +108,9 @@ class UsageLog:
 
     def _run(self) -> None:
         while self._wait_for_records():
+            self._forget()
+            if not self._queue:
+                continue
             count = 1 if self._one_by_one else min(BATCH, len(self._queue))
             batch = [self._queue[index] for index in range(count)]
             try:
@@ -121,8 +140,22 @@ class UsageLog:
 
     def _wait_for_records(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
+            while not self._queue and not self._closing:
+                if not self._changed.wait(None if self._days is None else self._forget_at - time.monotonic()):
+                    return True
             return bool(self._queue)
+
+    def _forget(self) -> None:
+        """Delete what is too old, a part at a time, so that records are written in between."""
+        if self._days is None or time.monotonic() < self._forget_at:
+            return
+        found = 0
+        try:
+            if self._connection is not None:
+                found = forget(self._connection, self._wall() - self._days * DAY_SECONDS, BATCH)
+        except sqlite3.Error as error:
+            logger.warning("old records of usage could not be deleted: %s", error)
+        self._forget_at = time.monotonic() + (0.0 if found else FORGET_SECONDS)
 
     def _wait_to_retry(self) -> bool:
         with self._changed:

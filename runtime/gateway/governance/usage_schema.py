@@ -147,6 +147,19 @@ def write(connection: sqlite3.Connection, records: Iterable[UsageRecord | Payloa
         raise
 
 
+def forget(connection: sqlite3.Connection, before: float, at_most: int) -> int:
+    """Deletes at most so many rows of either table from before a time, in seconds since the epoch; how many these were.
+
+    Raises sqlite3.Error.
+    """
+    return sum(
+        connection.execute(
+            f"DELETE FROM {table} WHERE id IN (SELECT id FROM {table} WHERE time < ? LIMIT ?)", (before, at_most)
+        ).rowcount
+        for table in ("usage", "payloads")
+    )
+
+
 def tokens_since(connection: sqlite3.Connection, time: float) -> dict[str, int]:
     """Tokens of each key's requests that came at or after `time`, in seconds since the epoch, by the key's name."""
     return dict(

@@ -21,6 +21,7 @@ class Tokens:
         body = await read_body(request, TokenizeRequest, desk.settings)
         messages = body.conversation()
         model = (await desk.target(caller_of(request), body.model)).model
+        counted = desk.admission.count(caller_of(request))
         text = body.prompt or ""
         if messages is not None:
             text = await desk.chat_prompt(
@@ -30,15 +31,16 @@ class Tokens:
             # a chat template has put in those that it wants
             special = messages is None if body.add_special_tokens is None else body.add_special_tokens
             ids = await while_connected(request, desk.engines.tokenize(text, special))
-        return json_response(Tokenized(count=len(ids), max_model_len=model.max_model_len, tokens=ids))
+        return json_response(Tokenized(count=len(ids), max_model_len=model.max_model_len, tokens=ids), counted)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""
         body = await read_body(request, DetokenizeRequest, self._desk.settings)
         await self._desk.target(caller_of(request), body.model)
+        counted = self._desk.admission.count(caller_of(request))
         with field("tokens"):
             text = await while_connected(request, self._desk.engines.detokenize(body.tokens))
-        return json_response(Detokenized(prompt=text))
+        return json_response(Detokenized(prompt=text), counted)
 
 
 def routes(desk: Desk) -> list[Route]:

@@ -33,7 +33,7 @@ def make_parts(settings: GatewaySettings) -> Parts:
     """Raises ValueError for a file or an address that cannot be used."""
     engines = Router(settings.engines, settings.engine_keys)
     book = None if settings.keys is None else KeyBook(Path(settings.keys))
-    log = None if settings.usage_log is None else UsageLog(Path(settings.usage_log))
+    log = None if settings.usage_log is None else UsageLog(Path(settings.usage_log), days=settings.usage_days)
     closing: list[Callable[[], None]] = [] if log is None else [log.close]
     others: list[Listener] = []
     access = None

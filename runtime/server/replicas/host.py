@@ -181,6 +181,7 @@ class Replicas:
             elif message["event"] == "ready":
                 child.started = True
                 self._say(f"answering HTTP at {message['address']}")
+                self._say(f"console at {message['address']}/")
         return None
 
     def _engine_of(self, child: Child) -> _Engine:

@@ -102,6 +102,24 @@ def test_a_key_over_its_tokens_gets_429_and_others_do_not_notice(governed: Gover
     asyncio.run(scene())
 
 
+def test_tokens_of_texts_count_as_requests(governed: Governed) -> None:
+    governed.add("small", requests_per_minute=3)
+
+    async def scene() -> None:
+        async with governed.http() as http:
+            who = governed.bearer("small")
+            first = await http.post("/tokenize", json={"prompt": "x"}, headers=who)
+            assert first.status_code == 200 and first.headers["x-ratelimit-remaining-requests"] == "2"
+            assert (await http.post("/detokenize", json={"tokens": [97]}, headers=who)).status_code == 200
+            assert (await ask(http, who, max_tokens=2)).status_code == 200
+            for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [97]})):
+                refused = await http.post(path, json=body, headers=who)
+                assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+            assert (await http.post("/tokenize", json={"prompt": "x"}, headers=governed.bearer("root"))).is_success
+
+    asyncio.run(scene())
+
+
 def test_a_revoked_key_fails_at_its_next_request(governed: Governed) -> None:
     async def scene() -> None:
         governed.add("a")

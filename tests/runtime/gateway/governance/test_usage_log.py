@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sidestream.runtime.gateway.contracts import UsageRecord
@@ -31,8 +32,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def logging_to(path: Path, **options: float) -> Iterator[UsageLog]:
-    log = UsageLog(path, **options)  # type: ignore[arg-type]
+def logging_to(path: Path, **options: Any) -> Iterator[UsageLog]:
+    log = UsageLog(path, **options)
     try:
         yield log
     finally:
@@ -58,6 +59,24 @@ def test_every_record_is_written_with_all_its_columns(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_what_is_older_than_the_days_asked_for_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, day, clock = tmp_path / "usage.db", 86400.0, [NOON]
+    monkeypatch.setattr(usage_log, "FORGET_SECONDS", 0.02)
+    with logging_to(path) as log:
+        for index in range(3000):
+            log.put(replace(RECORD, time=NOON - 10 * day, request_id=str(index)))
+            log.put(Payload(NOON - 10 * day, str(index), "search", "{}"))
+        log.put(replace(RECORD, time=NOON - 2 * day, request_id="near"))
+    assert len(rows(path)) == 3001, "nothing is deleted that nobody asked for"
+    with logging_to(path, days=3, wall=lambda: clock[0]) as log:
+        log.put(replace(RECORD, request_id="today"))
+        until(lambda: [row[2] for row in rows(path)] == ["near", "today"])
+        assert rows(path, "SELECT * FROM payloads") == []
+        clock[0] += 2 * day
+        until(lambda: [row[2] for row in rows(path)] == ["today"])
+    assert log.written == 1 and not log.problem
 
 
 def test_nobody_waits_for_a_slow_disk(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """A governed gateway over a live server: usage when its GPU process is killed, and the metrics that dashboards read."""
 
 import asyncio
+import gzip
 import json
 import os
 import random
 import re
 import signal
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from sidestream.runtime.gateway.governance.admission import LoggedAdmission
 from sidestream.runtime.gateway.governance.keys import Key, KeyBook
 from sidestream.runtime.gateway.governance.usage_log import UsageLog
 from sidestream.runtime.gateway.observe.metrics import Metrics
+from sidestream.runtime.gateway.observe.tracing import Tracing, exporting_to
 from sidestream.runtime.gateway.observe.watch import Watch
 from sidestream.runtime.gateway.router.router import Router
 from sidestream.runtime.gateway.serving.app import build_app
@@ -134,3 +138,51 @@ def test_the_dashboard_and_the_page_name_metrics_that_exist(server: Server, tmp_
     named |= set(re.findall(r"\bsidestream_[a-z_]*[a-z]\b(?!_)", PAGE.read_text()))
     assert len(panels) == 24 and len(named) > 30
     assert named - samples == set()
+
+
+def test_a_collector_gets_spans_with_the_engines_events(server: Server) -> None:
+    """OTLP over HTTP, to a receiver that reads OpenTelemetry's own protobuf messages."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received: list[tuple[str, ExportTraceServiceRequest]] = []
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers["Content-Encoding"] == "gzip":
+                body = gzip.decompress(body)
+            received.append((self.path, ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None: ...
+
+    async def scene(tracing: Tracing) -> None:
+        async with asyncio.timeout(100), ready(server, Watch(Metrics(), [tracing]), OpenDoor()) as http:
+            asked = {"model": "a0", "prompt": "my secret", "max_tokens": 30, "ignore_eos": True, "stream": True}
+            header = {"traceparent": f"00-{trace}-{parent}-01"}
+            assert (await http.post("/v1/completions", json=asked, headers=header)).text.endswith("[DONE]\n\n")
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        tracing = Tracing(exporting_to(f"http://127.0.0.1:{collector.server_port}/v1/traces"))
+        asyncio.run(scene(tracing))
+        tracing.close()
+        collector.shutdown()
+    ((path, told),) = received
+    (resource,) = told.resource_spans
+    names = {each.key: each.value.string_value for each in resource.resource.attributes}
+    (span,) = resource.scope_spans[0].spans
+    attributes = {each.key: each.value for each in span.attributes}
+    assert path == "/v1/traces" and names["service.name"] == "sidestream-gateway"
+    assert span.name == "text_completion a0" and (span.trace_id.hex(), span.parent_span_id.hex()) == (trace, parent)
+    events = {event.name: event.time_unix_nano for event in span.events}
+    arrived, first, finished = (events[f"engine.{name}"] for name in ("arrived", "first_token", "finished"))
+    assert span.start_time_unix_nano <= arrived < first < finished <= span.end_time_unix_nano
+    assert first <= events["first_token"]
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 30
+    assert len(attributes["sidestream.adapter.content"].string_value) == 64
+    assert b"secret" not in told.SerializeToString()
