@@ -104,8 +104,8 @@ class BoundProgram:
         """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU nothing is recorded
         and `replay` runs the steps.
 
-        Steps run before as in `prepare`: point slot_mapping to -1, or the caches are written. Other threads must leave
-        the device alone meanwhile.
+        Steps run before as in `prepare`: point slot_mapping to -1, or the caches are written. Meanwhile other threads
+        may wait for events and launch on streams of their own; what touches this stream must wait.
         """
         if self.device.type != "cuda":
             return self
@@ -116,7 +116,8 @@ class BoundProgram:
             self.prepare()
             torch.cuda.synchronize(self.device)
             # not torch.cuda.graph: that collects garbage and empties the allocator's cache before each capture
-            graph.capture_begin(**({} if pool is None else {"pool": pool}))
+            # thread_local: by default CUDA refuses another thread's wait for a step's event, and ends the capture
+            graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
             try:
                 self.run()
             finally:

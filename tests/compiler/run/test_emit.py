@@ -1,6 +1,7 @@
 """Bound programs: the steps on the planned memory compute what the graph says, and what doesn't fit is refused."""
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -311,3 +312,36 @@ def test_replay_equals_the_steps_run_one_by_one() -> None:
     tensors["x"].normal_()
     replayed = bound.replay()[0].clone()
     assert torch.equal(replayed, bound.run(synchronize=True)[0]) and not torch.equal(replayed, expected)
+
+
+@pytest.mark.gpu
+def test_a_capture_and_another_threads_wait_for_a_step_leave_each_other_alone() -> None:
+    build = GraphBuilder(dynamic=False)
+    x, w = build.input("x", (16, 256), torch.bfloat16), build.weight("w", (256,), torch.bfloat16)
+    module = build.finish(build.pick(build.call(OPS["rms_norm_quant"], x, w, 1e-5, True), 0))
+    program = program_of(module)
+    tensors = {name: tensor.cuda() for name, tensor in random_tensors(module, program.buffers).items()}
+    expected = BoundProgram(program, tensors).run(synchronize=True)[0].clone()
+    over, refused = threading.Event(), list[Exception]()
+
+    def wait_for_steps() -> None:
+        stream = torch.cuda.Stream()
+        while not over.is_set():
+            with torch.cuda.stream(stream):
+                event = torch.cuda.Event()
+                event.record()
+            try:
+                event.synchronize()
+            except RuntimeError as problem:
+                refused.append(problem)
+                return
+
+    waiting = threading.Thread(target=wait_for_steps)
+    waiting.start()
+    try:
+        captured = [BoundProgram(program, tensors).capture() for _ in range(50)]
+    finally:
+        over.set()
+        waiting.join()
+    assert not refused
+    assert all(same(bound.replay()[0], expected) for bound in captured)
