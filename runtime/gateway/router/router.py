@@ -77,7 +77,8 @@ class Router:
     async def stream(self, request: EngineRequest) -> AsyncGenerator[list[Chunk], None]:
         """See `Engines`. The same request goes to another engine when its own dies, stops, or is too busy."""
         moved = MovedStream(request)
-        keys = chain(request.prompt, request.adapter)
+        # among engines that are about as good a known beginning decides: one has nothing to decide
+        keys = chain(request.prompt, request.adapter) if len(self._links) > 1 else []
         refused: Refusals = {}
         while not moved.ended:
             choice = await self._dispatch.choose(request, keys, moved, refused)

@@ -11,30 +11,37 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...options.engine import positive
 from ...options.environment import version_text
+from .batcher import compare as engine_figures
 
 DESCRIPTION = """\
 Stream completions through one gateway process from an engine with a simulated GPU, and count the events that arrive.
 The same bytes from a bare starlette application under the same uvicorn are the limit.
 
-Events per second of the process's own CPU time tell what one process can do, whatever else the machine does."""
+Events per second of the process's own CPU time tell what one process can do, whatever else the machine does. The same
+streams without the gateway, over ZeroMQ, tell what it costs the engine: each round has both, and they are compared
+pair by pair, so that what else the machine does falls on both."""
 
-PROMPT = [7] * 64
+PROMPT, OUTPUT = [7] * 64, 4096
 ADAPTERS = 4
 
 
 @dataclass
 class Figures:
-    """Events that arrived in `seconds`, and the CPU time that the process took for them."""
+    """Events that arrived in `seconds`, the CPU time that the process took for them, and what the engine counted."""
 
     events: int
     seconds: float
     cpu_seconds: float
+    engine: dict[str, float]
 
     def __str__(self) -> str:
         rate, efficiency = self.events / self.seconds, self.events / self.cpu_seconds
@@ -48,7 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--streams", type=positive, default=32, metavar="N", help="streams at once (default: 32)")
     parser.add_argument("--step-ms", type=float, default=3.0, metavar="MS", help="of the simulated GPU (default: 3)")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each measurement (default: 10)")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of both in turn (default: 3)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of each in turn (default: 3)")
     parser.set_defaults(run=run)
 
 
@@ -72,19 +79,52 @@ async def stream(url: str, body: bytes, counts: list[int]) -> None:
         writer.close()
 
 
-def measure(url: str, process: int, streams: int, seconds: float, body: bytes) -> Figures:
+Streams = AbstractAsyncContextManager[Callable[[list[int]], Coroutine[Any, Any, None]]]
+"""Where streams go: what each of them does with a count of its events."""
+
+
+@asynccontextmanager
+async def over_http(url: str, body: bytes) -> AsyncIterator[Any]:
+    """Streams to an HTTP server, each with connections of its own."""
+    yield lambda counts: stream(url, body, counts)
+
+
+@asynccontextmanager
+async def over_zeromq(address: str) -> AsyncIterator[Any]:
+    """Streams to the engine on one connection, as the gateway's are."""
+    from ....runtime.client.async_client import AsyncClient
+    from ....runtime.requests.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+
+    async def one(counts: list[int]) -> None:
+        while True:
+            async with aclosing(client.stream_lists(PROMPT, params)) as lists:
+                async for chunks in lists:
+                    counts[0] += len(chunks)
+
+    async with AsyncClient(address, name="bench gateway") as client:
+        yield one
+
+
+def measure(
+    target: Streams, process: int, streams: int, seconds: float, stats: Callable[[], dict[str, float]]
+) -> Figures:
     """Load a server for a while. `process`: whose CPU time counts."""
 
     async def load() -> Figures:
         counts = [0]
-        tasks = [asyncio.create_task(stream(url, body, counts)) for _ in range(streams)]
-        await asyncio.sleep(min(2.0, seconds / 2))
-        before, cpu, began = counts[0], cpu_seconds(process), time.monotonic()
-        await asyncio.sleep(seconds)
-        figures = Figures(counts[0] - before, time.monotonic() - began, cpu_seconds(process) - cpu)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with target as start:
+            tasks = [asyncio.create_task(start(counts)) for _ in range(streams)]
+            await asyncio.sleep(min(2.0, seconds / 2))
+            told = await asyncio.to_thread(stats)
+            before, cpu, began = counts[0], cpu_seconds(process), time.monotonic()
+            await asyncio.sleep(seconds)
+            events, taken, used = counts[0] - before, time.monotonic() - began, cpu_seconds(process) - cpu
+            figures = Figures(events, taken, used, engine_figures(told, await asyncio.to_thread(stats)))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return figures
 
     return asyncio.run(load())
@@ -124,30 +164,55 @@ class Bare:
         self._process.communicate()
 
 
-def compare(url: str, gateway: int, stats: Any, options: argparse.Namespace) -> None:
-    """Both in turn, and the share that the gateway reaches."""
-    output = 4096
-    body = json.dumps(
-        {"prompt": PROMPT, "max_tokens": output, "ignore_eos": True, "temperature": 0, "stream": True}
-    ).encode()
+def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.Namespace) -> None:
+    """All three in turn: the share of the limit that the gateway reaches, and what it costs the engine."""
+    asked = {"prompt": PROMPT, "max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0, "stream": True}
+    body = json.dumps(asked).encode()
     bare = Bare(first_event(url, body))
+
+    def one(target: Streams, process: int) -> Figures:
+        return measure(target, process, options.streams, options.seconds, stats)
+
     try:
-        shares = []
+        shares, pairs = [], []
         for round_ in range(options.rounds):
-            before = stats()
-            through = measure(url, gateway, options.streams, options.seconds, body)
-            after = stats()
-            limit = measure(bare.url, bare.process, options.streams, options.seconds, body)
-            share = (through.events / through.cpu_seconds) / (limit.events / limit.cpu_seconds)
-            shares.append(share)
-            late = (after["late_plans_total"] - before["late_plans_total"]) / max(
-                1, after["steps_total"] - before["steps_total"]
-            )
-            print(f"round {round_ + 1}\n  gateway        {through}   late plans {100 * late:.2f}%")
-            print(f"  bare starlette {limit}\n  share of the limit, by CPU time: {100 * share:.1f}%", flush=True)
-        print(f"median share: {100 * sorted(shares)[len(shares) // 2]:.1f}%")
+            through = one(over_http(url, body), gateway)
+            alone = one(over_zeromq(address), os.getpid())
+            limit = one(over_http(bare.url, body), bare.process)
+            shares.append((through.events / through.cpu_seconds) / (limit.events / limit.cpu_seconds))
+            pairs.append((through.engine, alone.engine))
+            print(f"round {round_ + 1}\n  gateway        {through}\n  bare starlette {limit}")
+            print(f"  share of the limit, by CPU time: {100 * shares[-1]:.1f}%")
+            for name, figures in (("with", through.engine), ("without", alone.engine)):
+                print(f"  engine {name + ' gateway':16} {engine_line(figures)}", flush=True)
+        print(f"median share of the limit: {100 * median(shares):.1f}%")
+        for line in engine_summary(pairs):
+            print(line)
     finally:
         bare.close()
+
+
+def engine_line(figures: dict[str, float]) -> str:
+    """What the engine counted."""
+    return (
+        f"late plans {100 * figures['late_plans_share']:6.2f}%   GPU idle {figures['gpu_idle_us_per_step']:7.1f} us a "
+        f"step   batcher CPU {1e3 * figures['batcher_cpu_ms_per_step']:6.1f} us a step"
+    )
+
+
+def engine_summary(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> list[str]:
+    """With the gateway against without it, in the median of the pairs, and their range."""
+
+    def told(name: str, unit: str, factor: float) -> str:
+        changes = [factor * (through[name] - alone[name]) for through, alone in pairs]
+        return f"{median(changes):+.2f} {unit} ({min(changes):+.2f} to {max(changes):+.2f})"
+
+    return [
+        "the engine with the gateway, next to without it:",
+        f"  late plans   {told('late_plans_share', 'points', 100)}",
+        f"  GPU idle     {told('gpu_idle_us_per_step', 'us a step', 1)}",
+        f"  batcher CPU  {told('batcher_cpu_ms_per_step', 'us a step', 1e3)}",
+    ]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -165,7 +230,7 @@ def run(options: argparse.Namespace) -> int:
         directory = Path(name)
         tokenizer = Path(__file__).parents[2] / "demo_model" / "tokenizer.json"
         (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-        pages = (len(PROMPT) + 4096) // 64 + 2
+        pages = (len(PROMPT) + OUTPUT) // 64 + 2
         llm = {
             "step_seconds": options.step_ms / 1000,
             "max_num_seqs": options.streams,
@@ -195,7 +260,7 @@ def run(options: argparse.Namespace) -> int:
                     gateway = front.child
                     if gateway is None:
                         raise RuntimeError("the gateway did not start")
-                    compare(url, gateway.process.pid, client.stats, options)
+                    compare(settings.bind, url, gateway.process.pid, client.stats, options)
             except BaseException as error:  # told when the processes have ended
                 problem.append(error)
             finally:
