@@ -11,6 +11,8 @@ from .program.layers import LAYER
 
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
 _PROJECTION = re.compile(r"(q|k|v|o|gate|up|down)_proj")
+_BIAS = re.compile(r"bias\b|bias_?$")
+_HEAD_NORM = re.compile(r"(q|k)_norm")
 _PACKED_WITH = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
@@ -21,12 +23,15 @@ class PassCountError(RuntimeError):
 @dataclass(frozen=True)
 class ModelShape:
     """What the counts depend on: decoder layers, projections with LoRA, how many of these remain when q/k/v and gate/up
-    are packed, and whether attention reads a paged cache (our Llama) or is left to ATen (transformers')."""
+    are packed, whether attention reads a paged cache (our Llama) or is left to ATen (transformers'), projections with a
+    bias, and norms of the heads of q and k."""
 
     layers: int
     lora_linears: int
     packed_lora: int
     paged: bool
+    biases: int = 0
+    head_norms: int = 0
 
 
 def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
@@ -35,6 +40,8 @@ def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
     """
     layers: set[str] = set()
     adapted: set[tuple[str, str]] = set()
+    biases: set[tuple[str, str]] = set()
+    head_norms: set[tuple[str, str]] = set()
     for name in names:
         layer = LAYER.search(name)
         if layer is None:
@@ -43,8 +50,14 @@ def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
         projection = _PROJECTION.search(name)
         if projection is not None and _LORA.search(name):
             adapted.add((layer[1], projection[1]))
+        elif projection is not None and _BIAS.search(name):
+            biases.add((layer[1], projection[1]))
+        head_norm = _HEAD_NORM.search(name)
+        if head_norm is not None:
+            head_norms.add((layer[1], head_norm[1]))
     packed = {(layer, _PACKED_WITH.get(projection, projection)) for layer, projection in adapted}
-    return ModelShape(len(layers), len(adapted), len(packed), paged) if layers else None
+    counts = len(layers), len(adapted), len(packed), paged, len(biases), len(head_norms)
+    return ModelShape(*counts) if layers else None
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ class Expectation:
     def count(self, name: str) -> int | None:
         """The number of matches that pass `name` must report, or None where no number is implied."""
         rule = COUNTS.get(name)
+        if self.shape.biases and not self.on("lift_bias"):
+            return None  # what a bias stops depends on where the model has one
         return None if rule is None else rule(self)
 
     def check(self, name: str, matches: int, rejected: list[str]) -> None:
@@ -118,6 +133,11 @@ def _layers(e: Expectation, option: str) -> int:
     return sum(e.options.applies(option, layer) for layer in range(e.shape.layers))
 
 
+def _rope_appended(e: Expectation) -> int:
+    lifted = e.on("lift_rope") and (e.on("lift_rms_norm") or not e.shape.head_norms)
+    return e.shape.layers if e.shape.paged and lifted and e.clean else 0
+
+
 def _balanced(e: Expectation) -> int | None:
     if not (e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv")):
         return 0
@@ -125,8 +145,9 @@ def _balanced(e: Expectation) -> int | None:
 
 
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
+    "lift_bias": lambda e: e.shape.biases,
     "lift_embedding": lambda e: 1 if e.shape.paged else None,
-    "lift_rms_norm": lambda e: 2 * e.shape.layers + 1,
+    "lift_rms_norm": lambda e: 2 * e.shape.layers + 1 + e.shape.head_norms,
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * e.shape.layers,
     "lift_lora": lambda e: e.shape.lora_linears,
@@ -140,7 +161,7 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "center_keys": lambda e: (
         _layers(e, "center_keys") if e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv") else 0
     ),
-    "fuse_rope_append": lambda e: e.shape.layers if e.shape.paged and e.on("lift_rope") and e.clean else 0,
+    "fuse_rope_append": _rope_appended,
     "balance_keys": _balanced,
     "quantize_linears": _linears,
     "quantize_lora": lambda e: _lora_branches(e) if e.options.quantizes_lora else 0,

@@ -24,6 +24,7 @@ from .passes.fuse_lora_silu_mul import fuse_lora_silu_mul
 from .passes.fuse_quantize import fuse_quantize
 from .passes.fuse_rope_append import fuse_rope_append
 from .passes.fuse_silu_mul import fuse_linear_silu_mul, fuse_silu_mul
+from .passes.lift_bias import lift_bias
 from .passes.lift_embedding import lift_embedding
 from .passes.lift_lora import lift_lora
 from .passes.lift_rms_norm import lift_rms_norm
@@ -66,6 +67,7 @@ class Pass:
 PASSES: tuple[Pass, ...] = (
     # ATen idioms -> semantic ops. Everything that depends on a model's or a release's spelling is in these.
     Pass(normalize, "keeps"),
+    Pass(lift_bias, "keeps"),
     Pass(lift_embedding, "keeps"),
     Pass(lift_rms_norm, "keeps"),
     Pass(lift_rope_angles, "keeps"),

@@ -1,10 +1,12 @@
 """What is compiled, and what is read from disk for it: Llama and LoRA as plain modules, checkpoints, PEFT adapters.
 
 The model:
-llama             Llama as readable PyTorch, with the parameter names of its checkpoints
+llama             Llama (and what differs from it) as readable PyTorch, with the parameter names of its checkpoints
 lora              a linear layer with LoRA stacks, and the stacks' shape
 rotary            rotary position embedding: frequencies and rotation
 config            config.json: shapes, constants, and what is refused
+families          which architectures are served, and in what each differs from Llama
+config_fields     the fields of config.json, checked one by one
 
 Files:
 checkpoint        a model's weights: one file or shards, validated before they are loaded

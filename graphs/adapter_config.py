@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import read_json_object
+from .config_fields import read_json_object
 from .peft_patterns import MAX_PATTERNS, LookAroundError, PatternError, PeftPatterns
 from .quoting import name_of, value_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .config import read_json_object
+from .config_fields import read_json_object
 from .safetensors_file import SafetensorsFile
 
 SINGLE = "model.safetensors"

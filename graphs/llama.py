@@ -298,4 +298,5 @@ def _projection(
     name: str, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
 ) -> LoRALinear:
     outputs, inputs = config.module_shape(name)
-    return LoRALinear(inputs, outputs, lora if lora is not None and name in lora.targets else None, dtype, device)
+    stacks = lora if lora is not None and name in lora.targets else None
+    return LoRALinear(inputs, outputs, stacks, dtype, device, bias=name in config.biases)

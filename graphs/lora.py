@@ -1,4 +1,4 @@
-"""LoRALinear: a projection without bias whose tokens may each add their own low-rank update."""
+"""LoRALinear: a projection whose tokens may each add their own low-rank update."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .config import ATTENTION_MODULES, MLP_MODULES
+from .families import ATTENTION_MODULES, MLP_MODULES
 
 TARGETS = ATTENTION_MODULES + MLP_MODULES
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -42,10 +42,10 @@ class LoraShape:
 
 
 class LoRALinear(nn.Module):
-    """y = x W^T, plus (x A^T) B^T of the adapter that each token names.
+    """y = x W^T (+ b), plus (x A^T) B^T of the adapter that each token names.
 
-    weight [N, K]; with adapters lora_a [S, R, K] and lora_b [S, N, R] (alpha / rank is folded into B). `lora` is None
-    when this projection has none.
+    weight [N, K], bias [N] or None; with adapters lora_a [S, R, K] and lora_b [S, N, R] (alpha / rank is folded into
+    B). `lora` is None when this projection has none.
     """
 
     lora_a: torch.Tensor
@@ -58,11 +58,15 @@ class LoRALinear(nn.Module):
         lora: LoraShape | None,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False
         )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         self.has_lora = lora is not None
         if lora is not None:
             self.register_buffer("lora_a", torch.zeros(lora.slots, lora.rank, in_features, dtype=dtype, device=device))
@@ -70,7 +74,7 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
         """x [T, K], adapter_index [T] (slot, -1 = none) -> [T, N]."""
-        y = F.linear(x, self.weight)
+        y = F.linear(x, self.weight, self.bias)
         if not self.has_lora:
             return y
         slot = adapter_index.clamp(min=0)

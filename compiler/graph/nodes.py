@@ -273,6 +273,17 @@ def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     return value, None
 
 
+def split_bias(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """`linear + bias` as (linear, bias), where bias is a loaded vector over the last dimension; any other node as
+    (node, None).
+    """
+    if is_call(value, aten.add.Tensor) and bind(value).alpha == 1:
+        base, bias = bind(value).self, bind(value).other
+        if isinstance(bias, fx.Node) and bias.meta.get("kind") == "weight" and len(shape_of(bias)) == 1:
+            return base, bias
+    return value, None
+
+
 def slice_range(node: Any) -> tuple[fx.Node, int, int] | None:
     """(source, start, end) when `node` is a slice of the last dimension with step 1, else None; the end is clipped
     to the width.

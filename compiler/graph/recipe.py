@@ -31,7 +31,8 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "hadamard": (1, frozenset({"dim", "width"})),
     "scale": (1, frozenset({"factor"})),
     "multiply": (2, frozenset()),
-    "key_balance": (3, frozenset({"kv_heads", "width"})),
+    "key_balance": (None, frozenset({"kv_heads", "width"})),
+    "norm_balance": (2, frozenset({"kv_heads"})),
     "cast": (1, frozenset({"dtype"})),
     "quantize": (1, frozenset({"dtype", "rotate"})),
     "item": (1, frozenset({"index"})),
@@ -178,16 +179,25 @@ def multiply(recipe: Recipe, factors: Recipe) -> Recipe:
     return Recipe("multiply", (recipe, factors), {})
 
 
-def key_balance(query: Recipe, key: Recipe, gain: Recipe, kv_heads: int, width: int) -> Recipe:
+def key_balance(
+    query: Recipe, key: Recipe, gain: Recipe, kv_heads: int, width: int, biases: tuple[Recipe, ...] = ()
+) -> Recipe:
     """fp32 [kv_heads, width / 2]: by RoPE pair of each KV head, how much larger keys are to become (`rope_append`),
     told from the weights alone.
 
-    query [HQ * width, K], key [kv_heads * width, K] and the norm's gain [K] that both read through. A pair's size is
-    the norm of its rows times the gain; sqrt(size in q / size in k) makes both alike, which makes |q| |k|, and so the
-    error of a score, as small as factors can. Rounded to a power of two, so that no rounding changes but the
-    quantizer's; 1 where a pair is zero.
+    query [HQ * width, K], key [kv_heads * width, K] and the norm's gain [K] that both read through; `biases`: q's and
+    k's. A pair's size is the norm of its rows times the gain, and of its biases; sqrt(size in q / size in k) makes both
+    alike, which makes |q| |k|, and so the error of a score, as small as factors can. Rounded to a power of two, so that
+    no rounding changes but the quantizer's; 1 where a pair is zero.
     """
-    return Recipe("key_balance", (query, key, gain), {"kv_heads": kv_heads, "width": width})
+    return Recipe("key_balance", (query, key, gain, *biases), {"kv_heads": kv_heads, "width": width})
+
+
+def norm_balance(query: Recipe, key: Recipe, kv_heads: int) -> Recipe:
+    """`key_balance` for heads that are normed: their sizes are the weights [width] of the norms of q's and k's heads,
+    alike in all heads.
+    """
+    return Recipe("norm_balance", (query, key), {"kv_heads": kv_heads})
 
 
 def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
@@ -295,21 +305,38 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
     if recipe.op == "multiply":
         return (first.float() * operands[1].to(first.device).float()).to(first.dtype)
     if recipe.op == "key_balance":
-        return key_balance_factors(first, operands[1], operands[2], attrs["kv_heads"], attrs["width"])
+        return key_balance_factors(
+            first, operands[1], operands[2], attrs["kv_heads"], attrs["width"], tuple(operands[3:])
+        )
+    if recipe.op == "norm_balance":
+        energies = [weight.float().square().view(2, -1).mean(0) for weight in operands]
+        return balance_of(*energies).expand(attrs["kv_heads"], -1)
     if recipe.op == "scale":
         return (first.float() * attrs["factor"]).to(first.dtype)
     return first.to(getattr(torch, attrs["dtype"]))
 
 
 def key_balance_factors(
-    query: torch.Tensor, key: torch.Tensor, gain: torch.Tensor, kv_heads: int, width: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    gain: torch.Tensor,
+    kv_heads: int,
+    width: int,
+    biases: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """What a `key_balance` recipe gives for these weights."""
 
-    def energy(weight: torch.Tensor) -> torch.Tensor:  # [kv heads, pairs], of all query heads of a KV head together
+    def energy(weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        """[kv heads, pairs], of all query heads of a KV head together."""
         rows = torch.cat([(part.float() * gain.float()).square().sum(-1) for part in weight.split(ROWS_AT_ONCE)])
+        rows = sum((each.float().square() for each in bias), rows)
         return rows.view(kv_heads, -1, 2, width // 2).mean((1, 2))
 
-    ratio = energy(query) / energy(key)
+    return balance_of(energy(query, *biases[:1]), energy(key, *biases[1:]))
+
+
+def balance_of(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The power of two nearest to sqrt(|q| / |k|), for squared sizes; 1 where one is zero."""
+    ratio = query / key
     exponent = (ratio.log2() / 4).round().clamp(-LARGEST_BALANCE, LARGEST_BALANCE)
     return torch.where(torch.isfinite(ratio) & (ratio > 0), torch.exp2(exponent), 1.0)

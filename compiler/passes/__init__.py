@@ -1,8 +1,8 @@
 """The passes, one idea a file; `compiler/pipeline.py` has their order.
 
 normalize           one spelling for what PyTorch spells in several ways
-lift_embedding, lift_rms_norm, lift_rope_angles, lift_rope, lift_lora      ATen idioms -> semantic ops; every dependence
-                                                                           on a model's spelling lives in these
+lift_bias, lift_embedding, lift_rms_norm,      ATen idioms -> semantic ops; every dependence on a model's spelling lives
+lift_rope_angles, lift_rope, lift_lora         in these
 rotate_values       V's heads rotated by their weights, which costs nothing at run time
 pack_projections    q/k/v and gate/up become one projection each
 fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one

@@ -9,7 +9,7 @@ from ...ops.attention.rope_append import rope_append
 from ...ops.core.eight_bits import QUANTIZED_MAX
 from ...ops.rows.rms_norm import add_rms_norm, rms_norm
 from ..graph.nodes import aten, bind, insert_placeholder, is_call, set_operands, shape_of, through_views
-from ..graph.recipe import Recipe, cat, key_balance, multiply
+from ..graph.recipe import Recipe, cat, key_balance, multiply, norm_balance
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
 
@@ -29,6 +29,7 @@ def balance_keys(graph: fx.Graph, context: Context) -> PassReport:
     Keys times a factor and queries by it give the same scores. Where a pair is massive in K alone, its size sets the
     steps of the whole head; balanced, the head's |q| |k|, to which a score's error is proportional, is the least that
     factors can make it (SmoothAttention of QServe, arXiv 2405.04532, moves outliers from K to Q in the same way).
+    Where each head of q and k is normed, the norms' weights tell the sizes; a bias counts with its rows.
     Factors are powers of two, so nothing but the quantizer sees them. A constant that `center_keys` subtracts is scaled
     along. Matches layers that `balance_keys` names. Leaves caches that are not quantized, and projections that are not
     packed after a norm.
@@ -53,8 +54,13 @@ def _balance(graph: fx.Graph, append: fx.Node) -> None:
     if cache.meta["val"].dtype not in QUANTIZED_MAX:
         raise _Refused(f"{cache.name} is not quantized: there is nothing to gain")
     width = int(shape_of(cache)[-1])
-    query, key = _rows(packed)
-    balance = key_balance(query, key, _gain(packed), kv_heads, width)
+    if bound.head_norm is not None:
+        query, key = _parts(bound.head_norm, 2)
+        balance = norm_balance(query, key, kv_heads)
+    else:
+        query, key, _ = _parts(_weight(packed), 3)
+        biases = () if bound.bias is None else _parts(bound.bias, 3)[:2]
+        balance = key_balance(query, key, _gain(packed), kv_heads, width, biases)
     layer = layer_of_name(cache.name)
     shape = (kv_heads, width // 2)
     factors = insert_placeholder(
@@ -65,15 +71,21 @@ def _balance(graph: fx.Graph, append: fx.Node) -> None:
     set_operands(append, key_balance=factors)
 
 
-def _rows(packed: fx.Node) -> tuple[Recipe, Recipe]:
-    """The recipes of W_q and W_k."""
+def _weight(packed: fx.Node) -> fx.Node:
+    """The weights of q, k and v."""
     if not is_call(packed, aten.linear.default):
         raise _Refused(f"{packed.name} is no linear")
-    weight = bind(packed).weight
-    recipe = weight.meta.get("recipe")
-    if recipe is None or recipe.op != "cat" or len(recipe.args) != 3:
-        raise _Refused(f"{weight.name} is not packed from the weights of q, k and v")
-    return recipe.args[0], recipe.args[1]
+    weight: fx.Node = bind(packed).weight
+    return weight
+
+
+def _parts(packed: fx.Node, count: int) -> tuple[Recipe, ...]:
+    """The recipes from which a loaded tensor was packed."""
+    recipe = packed.meta.get("recipe")
+    if recipe is None or recipe.op != "cat" or len(recipe.args) != count:
+        raise _Refused(f"{packed.name} is not packed from {count} weights, of q, k and v or of their norms")
+    parts: tuple[Recipe, ...] = recipe.args
+    return parts
 
 
 def _gain(packed: fx.Node) -> Recipe:

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...ops.lora.lora import lora
-from ..graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of, through_views
+from ..graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of, split_bias, through_views
 from ..graph.recipe import cat, pad, zeros
 from .base import Context, PassReport
 
 
 @dataclass
 class _Branch:
-    """One linear of a group: its node, the LoRA node and the addition that joins the two (None without
-    LoRA).
+    """One linear of a group: its node, its bias and its LoRA node (None without), and the node in which they are
+    added up.
     """
 
     linear: fx.Node
+    bias: fx.Node | None
     lora: fx.Node | None
     joined: fx.Node
 
@@ -38,9 +39,9 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
-    Matches groups of two or more linears without bias whose weights are loaded. A member without LoRA among members
-    with it gets zeros. Leaves a linear that has its input to itself, and groups whose LoRA branches read different
-    adapter indices.
+    Matches groups of two or more linears whose weights are loaded; biases (`lift_bias` took them apart) are packed too.
+    A member without LoRA or bias among members with it gets zeros. Leaves a linear that has its input to itself, and
+    groups whose LoRA branches read different adapter indices.
     """
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -61,19 +62,29 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _branch(linear: fx.Node) -> _Branch:
-    users = list(linear.users)
-    if len(users) == 1 and is_call(users[0], aten.add.Tensor):
-        total = bind(users[0])
-        delta = through_views(total.other if total.self is linear else total.self)
+    joined, bias = linear, None
+    total = _sum_of(joined)
+    if total is not None and split_bias(total)[0] is linear:
+        joined, bias = total, split_bias(total)[1]
+    total = _sum_of(joined)
+    if total is not None:
+        added = bind(total)
+        delta = through_views(added.other if added.self is joined else added.self)
         if is_call(delta, lora) and through_views(bind(delta).x) is through_views(bind(linear).input):
-            return _Branch(linear, delta, users[0])
-    return _Branch(linear, None, linear)
+            return _Branch(linear, bias, delta, total)
+    return _Branch(linear, bias, None, joined)
+
+
+def _sum_of(node: fx.Node) -> fx.Node | None:
+    """The addition that alone reads `node`."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and is_call(users[0], aten.add.Tensor) else None
 
 
 def _refusal(branches: list[_Branch]) -> str | None:
     for branch in branches:
         if bind(branch.linear).bias is not None:
-            return f"{branch.linear.name} has a bias"
+            return f"{branch.linear.name} has a bias (is lift_bias off?)"
     deltas = [bind(branch.lora) for branch in branches if branch.lora is not None]
     indices, slots = {delta.adapter_index for delta in deltas}, {shape_of(delta.a)[0] for delta in deltas}
     if len(slots) > 1 or len(indices) > 1:
@@ -96,6 +107,8 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[_Branch]) -> None:
     first = branches[0].linear
     with graph.inserting_before(first):
         joined = insert_call(graph, aten.linear.default, (x, packed), like=first)
+        if any(branch.bias is not None for branch in branches):
+            joined = insert_call(graph, aten.add.Tensor, (joined, _packed_bias(graph, branches)), like=first)
         if any(branch.lora is not None for branch in branches):
             joined = insert_call(graph, aten.add.Tensor, (joined, _packed_lora(graph, branches, joined)), like=first)
         offset = 0
@@ -103,6 +116,17 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[_Branch]) -> None:
             part = insert_call(graph, aten.slice.Tensor, (joined, -1, offset, offset + width), like=branch.linear)
             branch.joined.replace_all_uses_with(part)
             offset += width
+
+
+def _packed_bias(graph: fx.Graph, branches: list[_Branch]) -> fx.Node:
+    """The biases of all members in one vector."""
+    nodes = [branch.bias for branch in branches if branch.bias is not None]
+    dtype = nodes[0].meta["val"].dtype
+    parts = [
+        zeros((branch.width,), dtype) if branch.bias is None else branch.bias.meta["recipe"] for branch in branches
+    ]
+    size = (sum(branch.width for branch in branches),)
+    return insert_placeholder(graph, _joined_name(nodes), "weight", size, dtype, after=nodes[0], recipe=cat(0, parts))
 
 
 def _packed_lora(graph: fx.Graph, branches: list[_Branch], linear: fx.Node) -> fx.Node:

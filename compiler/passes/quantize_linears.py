@@ -78,7 +78,7 @@ def _refusal(node: fx.Node, last: bool, context: Context) -> str | None:
     if weight.meta.get("kind") != "weight":
         return f"{weight.name} is computed in the graph, not loaded"
     if bind(node).bias is not None:
-        return "it has a bias"
+        return "it has a bias (is lift_bias off?)"
     if any(int(size) % ALIGNMENT for size in shape_of(weight)):
         return f"{weight.name} is {tuple(shape_of(weight))}: eight bits need multiples of {ALIGNMENT}"
     if last and context.options.lm_head == "bf16":

@@ -7,7 +7,7 @@ from torch import fx
 from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import paged_attention
 from ...ops.lora.lora import lora
-from ..graph.nodes import aten, bind, is_call, shape_of, through_views
+from ..graph.nodes import aten, bind, is_call, shape_of, split_bias, through_views
 from ..graph.recipe import hadamard
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
@@ -21,13 +21,14 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
     """Each head of V, and so of attention's output, is multiplied by a Hadamard matrix that v_proj makes and o_proj
     undoes.
 
-    before  v = aten.linear(x, W_v) + lora(x, a_v, b_v, ...)
+    before  v = aten.linear(x, W_v) + bias_v + lora(x, a_v, b_v, ...)
             o = aten.linear(attention, W_o) + lora(attention, a_o, b_o, ...)
-    after   the same graph; the recipes of W_v and b_v rotate their outputs, those of W_o and a_o their inputs, by head
+    after   the same graph; the recipes of W_v, bias_v and b_v rotate their outputs, those of W_o and a_o their inputs,
+            by head
 
     Attention mixes tokens, not channels, so the result is the same; V and attention's output are then quantized without
     outlier channels. Costs nothing at run time. Matches layers that `rotate_values` names. Leaves those whose weights
-    something else reads too, have a bias, or are no inputs of the graph.
+    something else reads too, or are no inputs of the graph.
     """
     report = PassReport(0)
     if context.options.rotate_values is False:
@@ -54,7 +55,12 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _made_by(value: Any) -> list[tuple[fx.Node, int]]:
-    """The weights whose rows are V's channels, each with the dimension of the rows: v_proj's, and B of its adapters."""
+    """The weights whose rows are V's channels, each with the dimension of the rows: v_proj's, its bias, and B of its
+    adapters.
+    """
+    base, bias = split_bias(value) if isinstance(value, fx.Node) else (value, None)
+    if bias is not None:
+        return [*_made_by(through_views(base)), (_loaded(bias), 0)]
     if is_call(value, aten.add.Tensor):
         parts = [through_views(part) for part in (bind(value).self, bind(value).other)]
         return [rotation for part in sorted(parts, key=lambda part: is_call(part, lora)) for rotation in _made_by(part)]
@@ -63,7 +69,7 @@ def _made_by(value: Any) -> list[tuple[fx.Node, int]]:
     if is_call(value, aten.linear.default) and bind(value).bias is None:
         return [(_loaded(bind(value).weight), 0)]
     raise _Refused(
-        f"{getattr(value, 'name', value)} is neither a linear without bias nor a LoRA branch (is lift_lora off?)"
+        f"{getattr(value, 'name', value)} is neither a linear nor a LoRA branch (is lift_lora or lift_bias off?)"
     )
 
 

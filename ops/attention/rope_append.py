@@ -1,9 +1,12 @@
 """`rope_append`: from a packed [q | k | v] row to the rotated q and the filled KV cache, in one launch.
 
-x = qkv + delta in fp32; q and k are rotated (and, with `hadamard`, transformed); q is rounded to the model's dtype
-once, k (less `key_center`) and v go from fp32 straight into the cache's dtype. `key_balance` moves size between k and q
-where one is large and the other small: a RoPE pair of k times its factor and q's by it, which no score sees
-(SmoothAttention of QServe, arXiv 2405.04532, does so).
+x = qkv + bias + delta in fp32; q and k are normed by head where the model does so, rotated (and, with `hadamard`,
+transformed); q is rounded to the model's dtype once, k (less `key_center`) and v go from fp32 straight into the cache's
+dtype. `key_balance` moves size between k and q where one is large and the other small: a RoPE pair of k times its
+factor and q's by it, which no score sees (SmoothAttention of QServe, arXiv 2405.04532, does so).
+
+The projection's bias is added here, not in its GEMM: its sum is not rounded to 16 bits in between (keys' biases can be
+hundreds of times their rest), and no linear needs to know of it.
 """
 
 import math
@@ -41,11 +44,28 @@ def check_balance(balance: Optional[torch.Tensor], num_heads: int, num_kv_heads:
         )
 
 
+def check_angles(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> None:
+    """Raises ValueError for a cosine without a sine."""
+    if (cos is None) != (sin is None):
+        raise ValueError("rope_append takes cos and sin, or neither where heads are not rotated")
+
+
+def check_row(name: str, weight: Optional[torch.Tensor], *shape: int) -> None:
+    """Raises ValueError for a bias or a norm's weights that don't fit the heads."""
+    if weight is not None and tuple(weight.shape) != shape:
+        raise ValueError(f"rope_append: {name} must be {list(shape)}, got {list(weight.shape)}")
+
+
+def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """heads [T, H, D] fp32, weight [H, D] or [D] -> RMS norm of each head, in fp32."""
+    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
 def reference(
     qkv: torch.Tensor,
     delta: Optional[torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: Optional[torch.Tensor],
+    sin: Optional[torch.Tensor],
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
     slot_mapping: torch.Tensor,
@@ -54,8 +74,13 @@ def reference(
     hadamard: bool,
     key_center: Optional[torch.Tensor] = None,
     key_balance: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    head_norm: Optional[torch.Tensor] = None,
+    norm_eps: float = 0.0,
 ) -> torch.Tensor:
-    """qkv and delta [T, (HQ + 2 HK) * D], cos and sin [T, 1, D], slot_mapping [T] int32 (-1: padding) -> q [T, HQ, D].
+    """qkv and delta [T, (HQ + 2 HK) * D], cos and sin [T, 1, D] (None: not rotated), slot_mapping [T] int32 (-1:
+    padding) -> q [T, HQ, D]. bias [(HQ + 2 HK) * D]; head_norm [2, D]: the RMS norm's weights of every head of q and of
+    k, with norm_eps.
 
     Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does. key_balance [HK, D /
     2] fp32, greater than zero, multiplies both channels of a key's RoPE pair and divides those of the queries that meet
@@ -64,10 +89,17 @@ def reference(
     """
     check_cache(kv_cache, kv_scales)
     check_balance(key_balance, num_heads, num_kv_heads, kv_cache.shape[-1])
-    total = qkv.float() if delta is None else qkv.float() + delta.float()
+    check_angles(cos, sin)
+    check_row("bias", bias, qkv.shape[1])
+    check_row("head_norm", head_norm, 2, kv_cache.shape[-1])
+    total = qkv.float() if bias is None else qkv.float() + bias.float()
+    total = total if delta is None else total + delta.float()
     heads = total.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     q_and_k, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-    rotated = rope_reference(q_and_k, cos, sin)
+    if head_norm is not None:
+        counts = torch.tensor((num_heads, num_kv_heads), device=qkv.device)
+        q_and_k = norm_heads(q_and_k, head_norm.repeat_interleave(counts, dim=0), norm_eps)
+    rotated = q_and_k if cos is None or sin is None else rope_reference(q_and_k, cos, sin)
     if key_balance is not None:
         both = torch.cat((key_balance, key_balance), dim=-1)
         rotated = rotated * torch.cat((1.0 / both.repeat_interleave(num_heads // num_kv_heads, dim=0), both))
@@ -82,8 +114,8 @@ def reference(
 def fake(
     qkv: torch.Tensor,
     delta: Optional[torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: Optional[torch.Tensor],
+    sin: Optional[torch.Tensor],
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
     slot_mapping: torch.Tensor,
@@ -92,6 +124,9 @@ def fake(
     hadamard: bool,
     key_center: Optional[torch.Tensor] = None,
     key_balance: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    head_norm: Optional[torch.Tensor] = None,
+    norm_eps: float = 0.0,
 ) -> torch.Tensor:
     """The results of `reference`, not filled."""
     return qkv.new_empty((qkv.shape[0], num_heads, kv_cache.shape[-1]))
@@ -99,9 +134,10 @@ def fake(
 
 @triton.jit
 def _rope_append_kernel(
-    qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, q, qkv_token, delta_token,
-    cos_token, sin_token, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    LIMIT: tl.constexpr, GROUP: tl.constexpr, HAS_DELTA: tl.constexpr, HADAMARD: tl.constexpr, CENTERED: tl.constexpr,
+    qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, bias, head_norm, q, qkv_token,
+    delta_token, cos_token, sin_token, norm_eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEAD_NORM: tl.constexpr, ROTATES: tl.constexpr, HADAMARD: tl.constexpr, CENTERED: tl.constexpr,
     BALANCED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
@@ -126,10 +162,20 @@ def _rope_append_kernel(
         turned = (head < tl.where(is_q, HEADS, tl.where(is_v, 0, KV_HEADS)))[:, None]
         balance = tl.load(key_balance + kv_head[:, None] * (D // 2) + channel, mask=turned, other=1.0)
         balance = tl.where(is_q, 1.0 / balance, balance)
+    if HAS_BIAS:
+        bias_first = in_fp32(tl.load(bias + column, mask=inside, other=0.0))
+        bias_second = in_fp32(tl.load(bias + column + D // 2, mask=inside, other=0.0))
+    if HEAD_NORM:
+        gain = head_norm + tl.where(is_q, 0, D) + channel
+        gain_first = in_fp32(tl.load(gain))
+        gain_second = in_fp32(tl.load(gain + D // 2))
     pdl_start(PDL)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     first = in_fp32(tl.load(qkv + token * qkv_token + column, mask=inside, other=0.0))
     second = in_fp32(tl.load(qkv + token * qkv_token + column + D // 2, mask=inside, other=0.0))
+    if HAS_BIAS:
+        first += bias_first
+        second += bias_second
     if HAS_DELTA:
         first += in_fp32(tl.load(delta + token * delta_token + column, mask=inside, other=0.0))
         second += in_fp32(tl.load(delta + token * delta_token + column + D // 2, mask=inside, other=0.0))
@@ -137,7 +183,13 @@ def _rope_append_kernel(
         if slot >= 0:
             store_heads(first, second, head, present, 1, slot, kv_cache, kv_scales, KV_HEADS, D, PAGE, LIMIT)
     else:
-        first, second = rotate_halves(first, second, cos + token * cos_token, sin + token * sin_token, GROUP, D)
+        if HEAD_NORM:
+            mean = tl.sum(first * first + second * second, axis=1) / D
+            root = tl.rsqrt(mean + norm_eps)[:, None]
+            first *= root * gain_first
+            second *= root * gain_second
+        if ROTATES:
+            first, second = rotate_halves(first, second, cos + token * cos_token, sin + token * sin_token, GROUP, D)
         if BALANCED:
             first *= balance
             second *= balance
@@ -157,8 +209,8 @@ def _rope_append_kernel(
 def launch(
     qkv: torch.Tensor,
     delta: Optional[torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: Optional[torch.Tensor],
+    sin: Optional[torch.Tensor],
     kv_cache: torch.Tensor,
     kv_scales: Optional[torch.Tensor],
     slot_mapping: torch.Tensor,
@@ -167,6 +219,9 @@ def launch(
     hadamard: bool,
     key_center: Optional[torch.Tensor] = None,
     key_balance: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    head_norm: Optional[torch.Tensor] = None,
+    norm_eps: float = 0.0,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,
@@ -181,6 +236,8 @@ def launch(
         slot_mapping=slot_mapping,
         key_center=key_center,
         key_balance=key_balance,
+        bias=bias,
+        head_norm=head_norm,
     )
     width = kv_cache.shape[-1]
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * width or width != next_power_of_2(width):
@@ -190,16 +247,21 @@ def launch(
         )
     check_center(key_center, num_kv_heads, width)
     check_balance(key_balance, num_heads, num_kv_heads, width)
+    check_angles(cos, sin)
+    check_row("bias", bias, qkv.shape[1])
+    check_row("head_norm", head_norm, 2, width)
     if qkv.shape[0] == 0:
         return
     heads, warps = next((heads, warps) for most, heads, warps in PROGRAMS if qkv.shape[0] <= most)
     group = min(next_power_of_2(num_heads), heads)
     _rope_append_kernel[qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group)](
-        qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, out[0], qkv.stride(0),
-        0 if delta is None else delta.stride(0), cos.stride(0), sin.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads,
-        D=width, PAGE=PAGE_SIZE, LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group, HAS_DELTA=delta is not None,
-        HADAMARD=hadamard, CENTERED=key_center is not None, BALANCED=key_balance is not None, NORM=width ** (-0.5),
-        num_warps=warps, **pdl_options(pdl and qkv.shape[0] <= MOST_PDL_TOKENS),
+        qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, bias, head_norm, out[0],
+        qkv.stride(0), 0 if delta is None else delta.stride(0), 0 if cos is None else cos.stride(0),
+        0 if sin is None else sin.stride(0), norm_eps, HEADS=num_heads, KV_HEADS=num_kv_heads, D=width, PAGE=PAGE_SIZE,
+        LIMIT=QUANTIZED_MAX.get(kv_cache.dtype, 0.0), GROUP=group, HAS_DELTA=delta is not None,
+        HAS_BIAS=bias is not None, HEAD_NORM=head_norm is not None, ROTATES=cos is not None, HADAMARD=hadamard,
+        CENTERED=key_center is not None, BALANCED=key_balance is not None, NORM=width ** (-0.5), num_warps=warps,
+        **pdl_options(pdl and qkv.shape[0] <= MOST_PDL_TOKENS),
     )  # fmt: skip
 
 

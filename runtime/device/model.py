@@ -145,7 +145,7 @@ def load_model(
         engine.calibration, config, weights, options.compiler, options.hadamard, options.center_keys
     )
     check_layers(compiler_options, config.num_hidden_layers)
-    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)
+    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.sliding_window)
     registry = AdapterRegistry(
         config,
         engine.max_lora_rank or MAX_RANK,

@@ -126,11 +126,17 @@ REFUSED = [
     ({"head_dim": 80}, "head_dim 80"),
     ({"hidden_size": 4096 + 32}, "head_dim 129"),
     ({"hidden_size": 4097}, "not a multiple of num_attention_heads"),
-    ({"attention_bias": True}, "attention_bias"),
-    ({"mlp_bias": True}, "mlp_bias"),
+    ({"attention_bias": "yes"}, "attention_bias"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+    ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+    ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "mixtures of experts"),
+    ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "mixtures of experts"),
+    ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "MLA"),
+    ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "images or sound"),
+    ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "recurrent state"),
+    ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, "serve one of LlamaForCausalLM"),
+    ({"architectures": {"a": 1}, "model_type": ["x"]}, "is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
@@ -185,3 +191,56 @@ def test_missing_and_oversized_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b" " * (2 << 20))
     with pytest.raises(ConfigError, match="larger than"):
         LlamaConfig.from_directory(tmp_path)
+
+
+MISTRAL_NEMO = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 131072,
+}
+QWEN_25_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+
+
+def test_families_read_what_makes_them_differ() -> None:
+    nemo, qwen = LlamaConfig.from_dict(MISTRAL_NEMO), LlamaConfig.from_dict(QWEN_25_7B)
+    assert (nemo.module_shape("q_proj"), nemo.biases, nemo.sliding_window) == ((4096, 5120), (), None)
+    assert (qwen.head_dim, qwen.sliding_window) == (128, None)
+    assert qwen.biases == ("q_proj", "k_proj", "v_proj")
+    assert LlamaConfig.from_dict({**LLAMA_2_7B, "attention_bias": True}).biases == (*qwen.biases, "o_proj")
+
+
+def test_a_window_is_read_as_transformers_reads_it() -> None:
+    first = {name: value for name, value in MISTRAL_NEMO.items() if name != "sliding_window"}
+    assert LlamaConfig.from_dict(first).sliding_window == 4096  # where the field is missing, MistralConfig has 4096
+    assert LlamaConfig.from_dict({**QWEN_25_7B, "use_sliding_window": True}).sliding_window == 131072

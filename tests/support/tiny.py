@@ -1,4 +1,5 @@
-"""Tiny Llama checkpoints, PEFT adapters for them, and the logits that transformers and peft compute: the oracle.
+"""Tiny checkpoints of Llama and other families, PEFT adapters for them, and the logits that transformers and peft
+compute: the oracle.
 
 base = tiny_llama(tmp_path, num_key_value_heads=1)
 math, poetry = tiny_adapters(base, [AdapterSpec(rank=4), AdapterSpec(rank=16, use_rslora=True)])
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:  # seconds of imports that most runs of single tests do without
-    from transformers import LlamaForCausalLM
+    from transformers import PreTrainedModel
 
 TINY: dict[str, Any] = {
     "vocab_size": 320,
@@ -52,10 +53,10 @@ class TinyBase:
     _adapted: dict[str, torch.nn.Module] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def model(self) -> "LlamaForCausalLM":
-        from transformers import LlamaForCausalLM
+    def model(self) -> "PreTrainedModel":
+        from transformers import AutoModelForCausalLM
 
-        return LlamaForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
 
     def adapted(self, adapter: Path) -> torch.nn.Module:
         """The base with one PEFT adapter applied (unmerged), cached."""
@@ -80,8 +81,14 @@ class AdapterSpec:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def tiny_llama(
+def tiny_llama(directory: Path, **options: Any) -> TinyBase:
+    """`tiny_model` of a Llama."""
+    return tiny_model(directory, "Llama", **options)
+
+
+def tiny_model(
     directory: Path,
+    family: str,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -89,22 +96,25 @@ def tiny_llama(
     tokenizer: bool = False,
     **overrides: Any,
 ) -> TinyBase:
-    """Saves a random Llama under `directory`/base (`overrides`: transformers' config fields) and returns it.
+    """Saves a random model of a family (as transformers spells it: "Llama", "Qwen2") under `directory`/base and returns
+    it. `overrides`: transformers' config fields.
 
     `max_shard_size="200KB"` makes a sharded checkpoint; `tokenizer=True` writes a byte-level tokenizer.json next to it
     (ids 0-255 = bytes, 256 = <s>, 257 = </s>).
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     path = Path(directory) / "base"
-    config = LlamaConfig(**{**TINY, **overrides})
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **overrides})
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)  # a norm weight of one would hide a forgotten one
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)  # and so would a bias of zero
     torch.random.set_rng_state(generator_state)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     if tokenizer:

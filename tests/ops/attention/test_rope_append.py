@@ -86,6 +86,37 @@ def test_a_center_is_subtracted_from_the_stored_keys_only(cache: torch.dtype) ->
     assert scales is None or (torch.equal(scales, expected_scales) and torch.equal(again_scales, expected_scales))
 
 
+def of_family(args: tuple[Any, ...], bias: bool = True, norm: bool = True, rotates: bool = True) -> tuple[Any, ...]:
+    """The same with a bias, norms of q's and k's heads, or without RoPE."""
+    qkv, width = args[0], args[4].shape[-1]
+    row = (5 * torch.randn(qkv.shape[1])).to(qkv.dtype).to(qkv.device) if bias else None
+    gains = (torch.rand(2, width) + 0.5).to(qkv.dtype).to(qkv.device) if norm else None
+    angles_or_none = args[2:4] if rotates else (None, None)
+    known = (*args[:2], *angles_or_none, *args[4:], *[None] * (12 - len(args)))
+    return (*known, row, gains, 1e-6)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_bias_and_head_norm_are_their_parts_in_a_row(rotates: bool) -> None:
+    args = of_family(arguments(5, 4, 2, 16, torch.bfloat16, True, False), rotates=rotates)
+    qkv, delta, cos, sin, cache, _, slots = args[:7]
+    bias, gains, eps = args[12:]
+    q = rope_append(qkv, delta, cos, sin, torch.zeros_like(cache), None, slots, *args[7:])
+    heads = (qkv.float() + bias.float() + delta.float()).view(5, 8, 16)[:, :4]
+    normed = torch.nn.functional.rms_norm(heads, (16,), gains[0].float(), eps)
+    torch.testing.assert_close(q, (rope(normed, cos, sin) if rotates else normed).bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_biases_and_norms_that_do_not_fit_are_refused() -> None:
+    args = of_family(arguments(2, 4, 2, 16, FP8, False, False))
+    for place, wrong, named in ((12, torch.ones(16), "bias"), (13, torch.ones(16), "head_norm"), (2, None, "neither")):
+        bad = (*args[:place], wrong, *args[place + 1 :])
+        with pytest.raises(ValueError, match=named):
+            rope_append(*bad)
+        with pytest.raises(ValueError, match=named):
+            rope_append.launch(*bad, out=(torch.empty(2, 4, 16),))
+
+
 @pytest.mark.parametrize("fht", [False, True])
 def test_balancing_moves_size_from_keys_to_queries_and_leaves_every_score(fht: bool) -> None:
     qkv, _, cos, sin, cache, _, slots, heads, kv_heads, _, _, balance = arguments(
@@ -133,6 +164,12 @@ def test_kernel(cache: torch.dtype, heads: int, kv_heads: int, width: int) -> No
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize(("bias", "norm", "rotates"), [(True, False, True), (False, True, True), (True, True, False)])
+def test_kernel_of_each_family(bias: bool, norm: bool, rotates: bool) -> None:
+    check(of_family(arguments(3, 5, 1, 64, torch.int8, bias, True, center=True), bias, norm, rotates))
+
+
+@pytest.mark.interpret
 def test_kernel_in_fp32_mode() -> None:
     qkv, _, cos, sin, cache, _, slots, heads, kv_heads, _ = arguments(4, 4, 2, 32, torch.bfloat16, False, False)
     check_kernel(rope_append, qkv.float(), None, cos, sin, cache.float(), None, slots, heads, kv_heads, True)
@@ -150,6 +187,17 @@ def test_kernel_on_the_gpu(tokens: int, cache: torch.dtype, delta: bool, fht: bo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 600])
+@pytest.mark.parametrize("heads", [(28, 4), (32, 8)])
+@pytest.mark.parametrize(("bias", "norm", "rotates"), [(True, False, True), (False, True, True), (True, True, False)])
+def test_kernel_of_each_family_on_the_gpu(
+    tokens: int, heads: tuple[int, int], bias: bool, norm: bool, rotates: bool
+) -> None:
+    args = arguments(tokens, *heads, 128, torch.int8, True, True, "cuda", balance=True)
+    check(of_family(args, bias, norm, rotates), pdl=True)
+
+
+@pytest.mark.gpu
 def test_kernel_on_the_gpu_with_heads_of_64() -> None:
     check(arguments(64, 24, 8, 64, FP8, True, True, "cuda", True))
 
@@ -160,6 +208,14 @@ def test_kernel_on_the_gpu_with_heads_of_64() -> None:
 @pytest.mark.parametrize(("center", "balance"), [(False, False), (False, True), (True, True)])
 def test_machine_code(cache: torch.dtype, width: int, center: bool, balance: bool) -> None:
     args = arguments(2, 32, 8, width, cache, True, True, "meta", center, balance)
+    (code,) = launched(rope_append, *args, pdl=True)
+    assert code.spills == 0 and code.registers <= 128 and code.ptx_count("griddepcontrol.wait") == 1
+
+
+@pytest.mark.machine_code(each="norm")
+@pytest.mark.parametrize(("bias", "norm"), [(True, False), (False, True), (True, True)])
+def test_machine_code_of_each_family(bias: bool, norm: bool) -> None:
+    args = of_family(arguments(2, 28, 4, 128, torch.int8, True, True, "meta", balance=True), bias, norm)
     (code,) = launched(rope_append, *args, pdl=True)
     assert code.spills == 0 and code.registers <= 128 and code.ptx_count("griddepcontrol.wait") == 1
 

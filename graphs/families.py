@@ -1,0 +1,107 @@
+"""Which families of models are served, by the architecture that config.json names, and in what each differs from Llama.
+
+A family is a function from config.json's fields to the fields of LlamaConfig that it changes. What is not here is
+refused; what people are likely to try is refused by name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config_fields import ConfigError, flag, integer
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    model_type   as config.json spells it
+    served       well-known models of it
+    differences  config.json's fields -> LlamaConfig's fields in which such a model differs from a plain Llama
+    defaults     fields that config.json may lack, with transformers' default where Llama's is another
+    """
+
+    model_type: str
+    served: str
+    differences: Callable[[Fields], dict[str, Any]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _llama(fields: Fields) -> dict[str, Any]:
+    return {"biases": _biases(fields)}
+
+
+def _mistral(fields: Fields) -> dict[str, Any]:
+    return {"sliding_window": _window(fields)}
+
+
+def _qwen2(fields: Fields) -> dict[str, Any]:
+    return {"biases": ATTENTION_MODULES[:3], "sliding_window": _switched_window(fields)}
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", _llama),
+    "MistralForCausalLM": Family(
+        "mistral", "Mistral 7B v0.2 and v0.3, Mistral Nemo", _mistral, {"sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", _qwen2),
+}
+
+_EXPERTS = "its layers are mixtures of experts, and the kernels here are for dense ones", "serve a dense model"
+_LATENT = "its keys and values are compressed into a latent vector (MLA), which the KV cache here does not hold"
+_DENSE = "serve a model of one of the families above"
+_EYES = "it reads images or sound as well as text", "serve the text model that it was made from"
+REFUSED: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid", "phimoe", "olmoe", "gpt_oss"), _EXPERTS
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), (_LATENT, _DENSE)),
+    **dict.fromkeys(
+        ("mllama", "llama4", "llava", "llava_next", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _EYES
+    ),
+    **dict.fromkeys(
+        ("qwen2_audio", "qwen2_5_omni", "phi3_v", "phi4_multimodal", "gemma3", "idefics3", "smolvlm"), _EYES
+    ),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "jamba", "bamba", "qwen3_next", "falcon_mamba"),
+        ("some of its layers have a recurrent state instead of keys and values", _DENSE),
+    ),
+}
+
+
+def family_of(fields: Fields) -> Family:
+    """The family of a config.json. Raises ConfigError for one that is not served, with the reason where it is known."""
+    found = fields.get("architectures")
+    kind = fields.get("model_type")
+    named = found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) else None
+    if named is None and not found:
+        named = next((name for name, family in FAMILIES.items() if family.model_type == (kind or "llama")), None)
+    family = FAMILIES.get(named or "")
+    if family is not None and kind in (None, family.model_type):
+        return family
+    served = ", ".join(FAMILIES)
+    what = f"architecture {found} (model_type {kind!r}) is not supported"
+    if isinstance(kind, str) and kind in REFUSED:
+        why, remedy = REFUSED[kind]
+        raise ConfigError(f"{what}, because {why}: {remedy}; served are {served}")
+    raise ConfigError(f"{what}: serve one of {served}")
+
+
+def _biases(fields: Fields) -> tuple[str, ...]:
+    """The projections that have a bias, where config.json says so for attention and MLP as a whole."""
+    attention = ATTENTION_MODULES if flag(fields, "attention_bias") else ()
+    return (*attention, *(MLP_MODULES if flag(fields, "mlp_bias") else ()))
+
+
+def _window(fields: Fields) -> int | None:
+    return None if fields.get("sliding_window") is None else integer(fields, "sliding_window")
+
+
+def _switched_window(fields: Fields) -> int | None:
+    """The window of families that have one in the config and seldom use it."""
+    return _window(fields) if flag(fields, "use_sliding_window") else None
