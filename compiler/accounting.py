@@ -10,7 +10,7 @@ from .options import CompileOptions
 from .program.layers import LAYER
 
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
-_PROJECTION = re.compile(r"(q|k|v|o|gate|up|down)_proj")
+_PROJECTION = re.compile(r"(qkv|gate_up|q|k|v|o|gate|up|down)_proj")
 _BIAS = re.compile(r"bias\b|bias_?$")
 _HEAD_NORM = re.compile(r"(q|k)_norm")
 _PACKED_WITH = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
@@ -24,7 +24,8 @@ class PassCountError(RuntimeError):
 class ModelShape:
     """What the counts depend on: decoder layers, projections with LoRA, how many of these remain when q/k/v and gate/up
     are packed, whether attention reads a paged cache (our Llama) or is left to ATen (transformers'), projections with a
-    bias, and norms of the heads of q and k."""
+    bias, norms of the heads of q and k, whether q/k/v and gate/up are packed already (transformers' Phi-3), and layers
+    without RoPE."""
 
     layers: int
     lora_linears: int
@@ -32,13 +33,16 @@ class ModelShape:
     paged: bool
     biases: int = 0
     head_norms: int = 0
+    packed: bool = False
+    unrotated: int = 0
 
 
-def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
+def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelShape | None:
     """Reads the shape off parameter and buffer names (any spelling with `layers.N` and `q_proj`); None when there
-    are no such layers.
+    are no such layers. `negations`: of the graph; RoPE has two a layer, and fewer (not none) mean layers without it.
     """
     layers: set[str] = set()
+    projections: set[str] = set()
     adapted: set[tuple[str, str]] = set()
     biases: set[tuple[str, str]] = set()
     head_norms: set[tuple[str, str]] = set()
@@ -48,6 +52,7 @@ def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
             continue
         layers.add(layer[1])
         projection = _PROJECTION.search(name)
+        projections.update(projection.groups() if projection is not None else ())
         if projection is not None and _LORA.search(name):
             adapted.add((layer[1], projection[1]))
         elif projection is not None and _BIAS.search(name):
@@ -57,7 +62,8 @@ def model_shape(names: Iterable[str], paged: bool) -> ModelShape | None:
             head_norms.add((layer[1], head_norm[1]))
     packed = {(layer, _PACKED_WITH.get(projection, projection)) for layer, projection in adapted}
     counts = len(layers), len(adapted), len(packed), paged, len(biases), len(head_norms)
-    return ModelShape(*counts) if layers else None
+    unrotated = len(layers) - negations // 2 if 0 < negations < 2 * len(layers) else 0
+    return ModelShape(*counts, "qkv" in projections, unrotated) if layers else None
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,9 @@ class Expectation:
         """Whether nothing but semantic ops stands between projections and their consumers: packed, and LoRA (if any)
         lifted.
         """
-        return self.on("pack_projections") and (self.on("lift_lora") or not self.shape.lora_linears)
+        return (self.on("pack_projections") or self.shape.packed) and (
+            self.on("lift_lora") or not self.shape.lora_linears
+        )
 
     def count(self, name: str) -> int | None:
         """The number of matches that pass `name` must report, or None where no number is implied."""
@@ -112,7 +120,7 @@ def _linears(e: Expectation) -> int | None:
         return 0
     if e.shape.lora_linears and not e.on("lift_lora"):
         return None  # peft's A and B are linears too
-    return e.shape.layers * (4 if e.on("pack_projections") else 7) + int(e.options.lm_head == "auto")
+    return e.shape.layers * (4 if e.on("pack_projections") or e.shape.packed else 7) + int(e.options.lm_head == "auto")
 
 
 def _quantize_fused(e: Expectation) -> int | None:
@@ -134,8 +142,9 @@ def _layers(e: Expectation, option: str) -> int:
 
 
 def _rope_appended(e: Expectation) -> int:
-    lifted = e.on("lift_rope") and (e.on("lift_rms_norm") or not e.shape.head_norms)
-    return e.shape.layers if e.shape.paged and lifted and e.clean else 0
+    if not e.shape.paged or not e.clean or (e.shape.head_norms and not e.on("lift_rms_norm")):
+        return 0
+    return e.shape.layers if e.on("lift_rope") else e.shape.unrotated
 
 
 def _balanced(e: Expectation) -> int | None:
@@ -149,12 +158,12 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_embedding": lambda e: 1 if e.shape.paged else None,
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1 + e.shape.head_norms,
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
-    "lift_rope": lambda e: 2 * e.shape.layers,
+    "lift_rope": lambda e: 2 * (e.shape.layers - e.shape.unrotated),
     "lift_lora": lambda e: e.shape.lora_linears,
     "rotate_values": lambda e: (
         _layers(e, "rotate_values") if e.shape.paged and (e.on("lift_lora") or not e.shape.lora_linears) else None
     ),
-    "pack_projections": lambda e: 2 * e.shape.layers,
+    "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,
     "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
     "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,
     "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,

@@ -13,10 +13,12 @@ from torch import fx
 
 from .accounting import Expectation, model_shape
 from .graph.capture import Captured
+from .graph.nodes import aten
 from .options import CompileOptions, OptionError
 from .passes.balance_keys import balance_keys
 from .passes.base import Context, PassReport
 from .passes.center_keys import center_keys
+from .passes.fold_multipliers import fold_multipliers
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse_decoder_block import fuse_decoder_block
 from .passes.fuse_lora_expand import fuse_lora_expand
@@ -73,6 +75,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(lift_rope_angles, "keeps"),
     Pass(lift_rope, "keeps"),
     Pass(lift_lora, "keeps"),
+    Pass(fold_multipliers, "keeps"),
     Pass(rotate_values, "keeps"),  # while each projection still has a weight of its own
     # Fewer and larger ops, same numbers.
     Pass(pack_projections, "keeps"),
@@ -194,8 +197,9 @@ def optimize(
     `observe` is called after each pass, while the graph is as that pass left it. Without `text` the records hold no
     graphs: writing them takes longer than the passes.
     """
-    paged = any(getattr(node.target, "_opname", "") in ATTENTION_OPS for node in captured.graph_module.graph.nodes)
-    shape = model_shape(names, paged)
+    targets = [node.target for node in captured.graph_module.graph.nodes]
+    paged = any(getattr(target, "_opname", "") in ATTENTION_OPS for target in targets)
+    shape = model_shape(names, paged, targets.count(aten.neg.default))
     expectation = None if shape is None else Expectation(shape, options)
     return Optimized(captured, run_passes(captured.graph_module, options, expectation, passes, observe, text))
 

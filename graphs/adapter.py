@@ -85,15 +85,19 @@ def load_adapter(
     if content_hash is None:
         file.check_values()
         content_hash = _content_hash(file, found)
-        tensors = {module: (file.tensor(names[0]), file.tensor(names[1])) for module, names in found.pairs.items()}
+        for module, (first, second) in found.pairs.items():
+            a, b = file.tensor(first), file.tensor(second)
+            tensors.update({part: (a, b[row:end]) for part, row, end in config.parts_of(module)})
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(
         rank=max(map(found.rank, found.pairs)),
-        scaling=found.scaling,
+        scaling={part: found.scaling[module] for module in found.pairs for part, *_ in config.parts_of(module)},
         tensors=tensors,
         targets=tuple(
-            name for name in config.projections if any(module.endswith(f".{name}") for module in found.pairs)
+            name
+            for name in config.projections
+            if any(part.endswith(f".{name}") for module in found.pairs for part, *_ in config.parts_of(module))
         ),
         content_hash=content_hash,
         differences=found.differences,

@@ -30,7 +30,8 @@ _DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32",
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An adapter without its values.
 
-    pairs         module (`model.layers.0.self_attn.q_proj`) -> (tensor of A, tensor of B), in the model's order
+    pairs         module as it is stored (`model.layers.0.self_attn.q_proj`; of packed checkpoints `...qkv_proj`) ->
+                  (tensor of A, tensor of B), in the model's order
     scaling       module -> the factor of B A
     settings_sum  sha256 (hex) of what adapter_config.json sets
     differences   where the tensors and adapter_config.json disagree (the tensors are what is served)
@@ -48,7 +49,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
         """Raises ValueError unless this describes an adapter of the base, whoever made the description."""
-        modules = set(config.linear_modules())
+        modules = set(config.stored_modules())
         for module, names in self.pairs.items():
             if module not in modules or not all(name in self.layout.places for name in names):
                 raise ValueError("a module or tensor that is not there")
@@ -83,7 +84,7 @@ def describe_adapter(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
             "save_pretrained(safe_serialization=True)"
         )
-    most = _TENSORS_PER_MODULE * len(config.linear_modules())
+    most = _TENSORS_PER_MODULE * len(config.stored_modules())
     layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, most, roots)
     pairs = _pairs(layout, config)
     ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
@@ -99,7 +100,7 @@ def describe_adapter(
 def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
     """module -> (key of A, key of B), in the model's order. Every key must belong to such a pair."""
     sides: dict[tuple[str, str], str] = {}
-    modules = config.linear_modules()
+    modules = config.stored_modules()
     known = set(modules)
     for key in layout.places:
         match = _KEY.fullmatch(key)
@@ -192,7 +193,7 @@ def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: L
 def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
     """Where adapter_config.json's choice of modules disagrees with the tensors."""
     try:
-        chosen = {module for module in config.linear_modules() if settings.targets_module(module)}
+        chosen = {module for module in config.stored_modules() if settings.targets_module(module)}
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = []
@@ -200,7 +201,7 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]
     beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")
     for surplus, text in (without, beyond):
         if surplus:
-            ordered = [module for module in config.linear_modules() if module in surplus]
+            ordered = [module for module in config.stored_modules() if module in surplus]
             found.append(
                 f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}"
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .config import LlamaConfig
 from .config_fields import read_json_object
 from .safetensors_file import SafetensorsFile
 
@@ -27,10 +28,11 @@ class Checkpoint:
     """The tensors of a checkpoint directory, by name.
 
     Opening reads headers only, so that a missing shard or a truncated file is reported before any weight is touched;
-    `tensor` reads through a memory map.
+    `tensor` reads through a memory map. With a `config` whose family packs projections, the parts of a packed tensor
+    are there under the names of a plain model.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, config: LlamaConfig | None = None) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(
@@ -53,6 +55,26 @@ class Checkpoint:
                         f"{_AGAIN}"
                     )
                 self._home[name] = file
+        self._parts: dict[str, tuple[str, int, int]] = {}
+        if config is not None and config.packed_checkpoint:
+            self._take_apart(config)
+
+    def _take_apart(self, config: LlamaConfig) -> None:
+        """Show the projections that a packed tensor holds instead of it, so that nobody else has to know."""
+        for module in config.stored_modules():
+            parts, name = config.parts_of(module), f"{module}.weight"
+            if len(parts) == 1 or name not in self._home:
+                continue
+            file = self._home.pop(name)
+            rows, wanted = file.shapes[name][:1], parts[-1][2]
+            if rows != (wanted,):
+                raise CheckpointError(
+                    f"{file.path.name}: tensor {name!r} has shape {list(file.shapes[name])}, config.json implies "
+                    f"{wanted} rows: use the config.json that came with the weights"
+                )
+            for part, row, end in parts:
+                self._home[f"{part}.weight"] = file
+                self._parts[f"{part}.weight"] = (name, row, end)
 
     def _open_shards(self, index: Path) -> list[SafetensorsFile]:
         """The shards that the index names, in name order, each proved to hold what the index says."""
@@ -104,11 +126,19 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the header."""
-        return self._file(name).shapes[name]
+        file = self._file(name)
+        if name not in self._parts:
+            return file.shapes[name]
+        packed, row, end = self._parts[name]
+        return (end - row, *file.shapes[packed][1:])
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor as stored (bf16, fp16 or fp32), a view of the memory map: read-only by convention."""
-        return self._file(name).tensor(name)
+        file = self._file(name)
+        if name not in self._parts:
+            return file.tensor(name)
+        packed, row, end = self._parts[name]
+        return file.tensor(packed)[row:end]
 
     def nbytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes that the named tensors (None: all) take in the files."""
@@ -117,7 +147,7 @@ class Checkpoint:
             count = 1
             for extent in self.shape(name):
                 count *= extent
-            total += count * (4 if self._file(name).dtypes[name] == "F32" else 2)
+            total += count * (4 if self._file(name).dtypes[self._stored(name)] == "F32" else 2)
         return total
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,19 +172,23 @@ class Checkpoint:
                     hint = "set tie_word_embeddings in config.json if the model uses its embedding as output head"
                 raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
             file = self._home[name]
-            if file.shapes[name] != tuple(shape):
-                found = f"{file.path.name}: tensor {name!r} has shape {list(file.shapes[name])}"
+            if self.shape(name) != tuple(shape):
+                found = f"{file.path.name}: tensor {name!r} has shape {list(self.shape(name))}"
                 raise CheckpointError(
                     f"{found}, config.json implies {list(shape)}: use the config.json that came with the weights"
                 )
-            file.check_floating(name)
+            file.check_floating(self._stored(name))
         for name in self._home:
             if name in expected or _HARMLESS.fullmatch(name) or (tied and name == "lm_head.weight"):
                 continue
             raise CheckpointError(
-                f"{self._home[name].path.name}: unexpected tensor {name!r}: this is not a plain Llama checkpoint; "
-                "use one without it"
+                f"{self._home[name].path.name}: unexpected tensor {name!r}: this is not a plain checkpoint of its "
+                "family; use one without it"
             )
+
+    def _stored(self, name: str) -> str:
+        """The tensor in the file."""
+        return self._parts[name][0] if name in self._parts else name
 
     def _where(self) -> str:
         return self._files[0].path.name if len(self._files) == 1 else f"all {len(self._files)} shards"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config_fields import ConfigError, integer, number, read_json_object, token_ids
-from .families import ATTENTION_MODULES, MLP_MODULES, family_of
+from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
 
 HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -32,8 +32,14 @@ class LlamaConfig:
     (`families.py` reads them).
 
     Field names are those of config.json; `dtype` is the checkpoint's, as torch spells it.
-    biases            names of the projections that have a bias
-    sliding_window    how many tokens back attention looks; contexts up to that long need no window
+    biases                names of the projections that have a bias
+    head_norms            each head of q and of k is normed before RoPE
+    unrotated_layers      layers without RoPE
+    embedding_multiplier, residual_multiplier  factors of the embedding, and of what each layer adds to the residual
+    attention_multiplier  the softmax scale; None: head_dim ** -0.5
+    logits_scaling        what logits are divided by
+    packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
+    sliding_window        how many tokens back attention looks; contexts up to that long need no window
     """
 
     vocab_size: int
@@ -52,6 +58,13 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     biases: tuple[str, ...] = ()
+    head_norms: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    packed_checkpoint: bool = False
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +138,8 @@ class LlamaConfig:
             "gate_proj": (self.intermediate_size, self.hidden_size),
             "up_proj": (self.intermediate_size, self.hidden_size),
             "down_proj": (self.hidden_size, self.intermediate_size),
+            "qkv_proj": (queries + 2 * keys, self.hidden_size),
+            "gate_up_proj": (2 * self.intermediate_size, self.hidden_size),
         }
         return shapes[module.rpartition(".")[2]]
 
@@ -135,8 +150,30 @@ class LlamaConfig:
 
     def linear_modules(self) -> list[str]:
         """Full names of every projection that may carry a LoRA adapter, layer by layer."""
-        inside = [f"self_attn.{name}" for name in ATTENTION_MODULES] + [f"mlp.{name}" for name in MLP_MODULES]
-        return [f"model.layers.{layer}.{name}" for layer in range(self.num_hidden_layers) for name in inside]
+        return self._in_each_layer((*ATTENTION_MODULES, *MLP_MODULES))
+
+    def stored_modules(self) -> list[str]:
+        """The same as checkpoints and adapters name them."""
+        packed = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        return self._in_each_layer(packed) if self.packed_checkpoint else self.linear_modules()
+
+    def parts_of(self, module: str) -> list[tuple[str, int, int]]:
+        """(projection, first row, end) of what a stored module holds: of `...qkv_proj` three, of others themselves."""
+        home, dot, name = module.rpartition(".")
+        found, row = [], 0
+        for part in PACKED_MODULES.get(name, (name,)):
+            rows = self.module_shape(part)[0]
+            found.append((f"{home}{dot}{part}", row, row + rows))
+            row += rows
+        return found
+
+    def _in_each_layer(self, names: tuple[str, ...]) -> list[str]:
+        homes = ["mlp" if name in (*MLP_MODULES, "gate_up_proj") else "self_attn" for name in names]
+        return [
+            f"model.layers.{layer}.{home}.{name}"
+            for layer in range(self.num_hidden_layers)
+            for home, name in zip(homes, names, strict=True)
+        ]
 
 
 def _refuse_foreign(fields: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config_fields import ConfigError, flag, integer
+from .config_fields import ConfigError, flag, integer, number
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
@@ -32,6 +32,10 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+PACKED_MODULES = {"qkv_proj": ATTENTION_MODULES[:3], "gate_up_proj": MLP_MODULES[:2]}
+"""Projections that a checkpoint may hold in one tensor, one below the other."""
+
+
 def _llama(fields: Fields) -> dict[str, Any]:
     return {"biases": _biases(fields)}
 
@@ -44,12 +48,47 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
     return {"biases": ATTENTION_MODULES[:3], "sliding_window": _switched_window(fields)}
 
 
+def _qwen3(fields: Fields) -> dict[str, Any]:
+    return {"biases": _biases(fields), "head_norms": True, "sliding_window": _switched_window(fields)}
+
+
+def _smollm3(fields: Fields) -> dict[str, Any]:
+    layers = range(integer(fields, "num_hidden_layers"))
+    marks = fields.get("no_rope_layers")
+    if marks is None:
+        interval = integer(fields, "no_rope_layer_interval", 4)
+        marks = [int((layer + 1) % interval != 0) for layer in layers]
+    if not isinstance(marks, list) or len(marks) != len(layers) or not all(mark in (0, 1) for mark in marks):
+        raise ConfigError("no_rope_layers must hold a 0 or a 1 for each layer: correct config.json")
+    unrotated = tuple(layer for layer, mark in enumerate(marks) if not mark)
+    return {
+        "biases": _biases(fields),
+        "unrotated_layers": unrotated,
+        "sliding_window": _switched_window(fields),
+    }
+
+
+def _granite(fields: Fields) -> dict[str, Any]:
+    names = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+    return {"biases": _biases(fields), **{name: number(fields, name, 1.0) for name in names}}
+
+
+def _phi3(fields: Fields) -> dict[str, Any]:
+    return {"packed_checkpoint": True, "sliding_window": _window(fields)}
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", _llama),
     "MistralForCausalLM": Family(
         "mistral", "Mistral 7B v0.2 and v0.3, Mistral Nemo", _mistral, {"sliding_window": 4096}
     ),
     "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", _qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", "Qwen3", _qwen3, {"head_dim": 128}),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3", "SmolLM3", _smollm3, {"tie_word_embeddings": True, "rope_theta": 2000000.0}
+    ),
+    "GraniteForCausalLM": Family("granite", "Granite 3.0 to 3.3", _granite),
+    "Phi3ForCausalLM": Family("phi3", "Phi-3 medium, Phi-4", _phi3, {"rms_norm_eps": 1e-5}),
 }
 
 _EXPERTS = "its layers are mixtures of experts, and the kernels here are for dense ones", "serve a dense model"

@@ -1,5 +1,5 @@
-"""Llama as a plain module: what the compiler captures, and, run eagerly with the reference ops, what it is compared
-with.
+"""Llama as a plain module, with what other families add to it (`LlamaConfig` says which): what the compiler captures,
+and, run eagerly with the reference ops, what it is compared with.
 
 Tokens of all sequences lie flattened in one dimension T; each sequence's keys and values live in pages of a paged
 cache.
@@ -19,6 +19,11 @@ from .lora import LoRALinear, LoraShape
 from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"
+
+
+def times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x times a factor of the config, which in most families is one."""
+    return x if factor == 1.0 else x * factor
 
 
 class RMSNorm(nn.Module):
@@ -70,16 +75,21 @@ class Attention(nn.Module):
     """Grouped-query attention over the paged cache, to which it first appends this step's keys and values."""
 
     def __init__(
-        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+        self, config: LlamaConfig, layer: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
         self.query_shape = (-1, config.num_attention_heads, config.head_dim)
         self.key_shape = (-1, config.num_key_value_heads, config.head_dim)
-        self.softmax_scale = config.head_dim**-0.5
+        self.softmax_scale = config.attention_multiplier or config.head_dim**-0.5
+        self.rotates = layer not in config.unrotated_layers
         self.q_proj = _projection("q_proj", config, lora, dtype, device)
         self.k_proj = _projection("k_proj", config, lora, dtype, device)
         self.v_proj = _projection("v_proj", config, lora, dtype, device)
         self.o_proj = _projection("o_proj", config, lora, dtype, device)
+        self.q_norm = self.k_norm = None
+        if config.head_norms:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
 
     def forward(
         self,
@@ -97,8 +107,10 @@ class Attention(nn.Module):
         q = self.q_proj(hidden_states, adapter_index).view(self.query_shape)
         k = self.k_proj(hidden_states, adapter_index).view(self.key_shape)
         v = self.v_proj(hidden_states, adapter_index).view(self.key_shape)
-        q = apply_rotary(q, cos, sin)
-        k = apply_rotary(k, cos, sin)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotates:
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         torch.ops.sidestream.append_kv(k, v, kv_cache, None, slot_mapping)
         output = torch.ops.sidestream.paged_attention(
             q, kv_cache, None, block_table, context_lens, query_start, self.softmax_scale, False, False
@@ -126,10 +138,11 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each after its norm and added to its residual."""
 
     def __init__(
-        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+        self, config: LlamaConfig, layer: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, lora, dtype, device)
+        self.residual_multiplier = config.residual_multiplier
+        self.self_attn = Attention(config, layer, lora, dtype, device)
         self.mlp = MLP(config, lora, dtype, device)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
@@ -157,8 +170,9 @@ class DecoderLayer(nn.Module):
             query_start,
             kv_cache,
         )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), adapter_index)
+        hidden_states = hidden_states + times(attended, self.residual_multiplier)
+        update = self.mlp(self.post_attention_layernorm(hidden_states), adapter_index)
+        return hidden_states + times(update, self.residual_multiplier)
 
 
 class Decoder(nn.Module):
@@ -168,8 +182,12 @@ class Decoder(nn.Module):
         self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
+        self.embedding_multiplier = config.embedding_multiplier
+        self.logits_scaling = config.logits_scaling
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(config, lora, dtype, device) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, lora, dtype, device) for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.rotary_emb = RotaryEmbedding(config, device)
 
@@ -184,14 +202,14 @@ class Decoder(nn.Module):
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """input_ids [T] -> hidden states [T, H]; see `Llama.forward` for the rest."""
-        hidden_states = self.embed_tokens(input_ids)
+        """input_ids [T] -> hidden states [T, H], over `logits_scaling`; see `Llama.forward` for the rest."""
+        hidden_states = times(self.embed_tokens(input_ids), self.embedding_multiplier)
         cos, sin = self.rotary_emb(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden_states = layer(
                 hidden_states, cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache
             )
-        return self.norm(hidden_states)
+        return times(self.norm(hidden_states), 1 / self.logits_scaling)
 
 
 class Llama(nn.Module):

@@ -3,6 +3,7 @@
 normalize           one spelling for what PyTorch spells in several ways
 lift_bias, lift_embedding, lift_rms_norm,      ATen idioms -> semantic ops; every dependence on a model's spelling lives
 lift_rope_angles, lift_rope, lift_lora         in these
+fold_multipliers    constant factors of a projection or a norm move into its weights
 rotate_values       V's heads rotated by their weights, which costs nothing at run time
 pack_projections    q/k/v and gate/up become one projection each
 fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one

@@ -217,7 +217,7 @@ def _build(
             _recipes(largest, "weight"),
             None if options.dummy else source.directory,
             model.checkpoint_tensors(),
-            config.tie_word_embeddings,
+            config,
             {**model.derived_tensors(), **constants},
             device,
             dtype,

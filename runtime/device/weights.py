@@ -12,6 +12,7 @@ import torch
 
 from ...compiler.graph.recipe import Recipe, materialize
 from ...graphs.checkpoint import Checkpoint
+from ...graphs.config import LlamaConfig
 from .progress import progress
 
 Lookup = Callable[[str], torch.Tensor]
@@ -19,13 +20,17 @@ DUMMY_STD = 0.02
 
 
 def checkpoint_lookup(
-    directory: Path, expected: Mapping[str, tuple[int, ...]], tied: bool, device: torch.device, dtype: torch.dtype
+    directory: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    config: LlamaConfig,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[Lookup, list[str]]:
     """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors come in
     `dtype` on `device`.
     """
-    checkpoint = Checkpoint(directory)
-    checkpoint.validate(expected, tied)
+    checkpoint = Checkpoint(directory, config)
+    checkpoint.validate(expected, config.tie_word_embeddings)
     return lambda name: checkpoint.tensor(name).to(device=device, dtype=dtype), checkpoint.names()
 
 
@@ -95,7 +100,7 @@ class WeightSource:
     recipes: Mapping[str, Recipe]
     directory: Path | None
     expected: Mapping[str, tuple[int, ...]]
-    tied: bool
+    config: LlamaConfig
     constants: Mapping[str, torch.Tensor]
     device: torch.device
     dtype: torch.dtype
@@ -107,5 +112,5 @@ class WeightSource:
         if self.directory is None:
             lookup, names = dummy_lookup(self.expected, self.device, self.dtype, self.seed)
         else:
-            lookup, names = checkpoint_lookup(self.directory, self.expected, self.tied, self.device, self.dtype)
+            lookup, names = checkpoint_lookup(self.directory, self.expected, self.config, self.device, self.dtype)
         return load_weights(self.recipes, lookup, names, self.constants, self.device, self.show_progress, into)

@@ -246,7 +246,7 @@ def find_calibration(
         )
         ours = f"{config.num_hidden_layers} of {wanted[0]} x {wanted[1]}"
         raise CalibrationError(f"calibration {path} is of another model: it has {theirs}, this one {ours}; {again}")
-    if given.fingerprint != fingerprint(config, Checkpoint(directory)):
+    if given.fingerprint != fingerprint(config, Checkpoint(directory, config)):
         raise CalibrationError(
             f"calibration {path} is of another model of the same shape: its weights differ from those in "
             f"{directory}; {again}"

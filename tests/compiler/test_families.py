@@ -17,6 +17,10 @@ from torch.nn.functional import kl_div, log_softmax
 
 TOLERANCE = 1e-4
 SPECS = [AdapterSpec(rank=4, targets=("q_proj", "v_proj")), AdapterSpec(rank=24, use_rslora=True)]
+PACKED_SPECS = [
+    AdapterSpec(rank=4, targets=("qkv_proj",)),
+    AdapterSpec(rank=24, use_rslora=True, targets=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+]
 
 
 def logits_of(runner: PagedRunner, sequences: list[list[int]]) -> torch.Tensor:
@@ -44,7 +48,7 @@ def drawn(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyB
     dice = random.Random(request.param)
     base = tiny_family(tmp_path_factory.mktemp(request.param), request.param, dice)
     sequences = [[dice.randrange(320) for _ in range(length)] for length in (11, 81, 7)]
-    return base, tiny_adapters(base, SPECS), sequences
+    return base, tiny_adapters(base, PACKED_SPECS if request.param == "phi3" else SPECS), sequences
 
 
 def test_the_plain_and_the_compiled_model_equal_transformers_and_peft(drawn: Any) -> None:
@@ -62,6 +66,14 @@ def test_eight_bits_stay_near(drawn: Any, precision: str) -> None:
     got = logits_of(CompiledRunner(model, CompileOptions(precision=precision), 3), sequences)
     kl = divergence(got, expected(base, adapters, sequences))
     assert 1e-9 < kl < 2e-2, f"mean KL {kl}"
+
+
+def test_multipliers_cost_no_kernel_in_a_layer(tmp_path: Path) -> None:
+    base = tiny_family(tmp_path, "granite", random.Random(1), num_hidden_layers=2)
+    model, _ = plain_model(base)
+    compiled = CompiledRunner(model, CompileOptions(precision="int8"), 1).compiled
+    assert {record.name: record.matches for record in compiled.records}["fold_multipliers"] == 2 * 2 + 1
+    assert compiled.records[-1].ops_after["aten.mul.Tensor"] == 1  # the embedding's
 
 
 def test_torch_compile_equals_the_module_itself(drawn: Any) -> None:

@@ -14,6 +14,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"use_sliding_window": False, "sliding_window": 64}),
+    "qwen3": ("Qwen3", {"use_sliding_window": False}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+        },
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
 }
 
 
@@ -27,12 +40,12 @@ def tiny_family(directory: Path, name: str, dice: random.Random, **overrides: An
         "num_key_value_heads": heads // ratio,
         "head_dim": width,
         "tie_word_embeddings": dice.random() < 0.5,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "intermediate_size": dice.choice([192, 256]),
     }
-    if family == "Qwen2":  # its heads are as wide as the model allows
+    if family in ("Qwen2", "Granite", "Phi3", "SmolLM3"):  # their heads are as wide as the model allows
         shape.update(hidden_size=heads * width, initializer_range=(heads * width) ** -0.5)
-    rope = dice.choice([None, LINEAR_ROPE, LLAMA3_ROPE])
+    rope = None if family == "Phi3" else dice.choice([None, LINEAR_ROPE, LLAMA3_ROPE])
     if rope is not None:
         shape["rope_parameters"] = rope
     return tiny_model(directory, family, seed=dice.randrange(1000), **{**shape, **fields, **overrides})

@@ -36,7 +36,7 @@ def plain_model(
     adapters = [load_adapter(path, config, max_rank=256) for path in adapter_paths]
     lora = lora_shape_for(adapters, slots or max(len(adapters), 1))
     model = Llama(config, lora, dtype)
-    checkpoint = Checkpoint(base.path)
+    checkpoint = Checkpoint(base.path, config)
     checkpoint.validate(model.checkpoint_tensors(), tied=config.tie_word_embeddings)
     load_weights(model, checkpoint)
     for slot, adapter in enumerate(adapters):

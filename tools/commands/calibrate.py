@@ -135,7 +135,12 @@ def run(options: argparse.Namespace) -> int:
     if not jobs:
         raise ValueError(f"{options.prompts} has less than two tokens; give it some text")
     calibration = calibrate(
-        model, jobs, device, fingerprint(model.config, Checkpoint(directory)), names, progress=sys.stderr.isatty()
+        model,
+        jobs,
+        device,
+        fingerprint(model.config, Checkpoint(directory, model.config)),
+        names,
+        progress=sys.stderr.isatty(),
     )
     print(f"{directory.name}: {calibration.tokens} tokens, adapters: {', '.join(names) or 'none'}\n")
     print(as_text(calibration, options.precision))

@@ -157,7 +157,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     fit_threads(torch.device("cpu"))
     config = LlamaConfig.from_directory(directory)
     lora, dtype = lora_shape(options, config), dtype or torch.float32
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, config)
     model = Llama(config, lora, dtype)
     checkpoint.validate(model.checkpoint_tensors(), config.tie_word_embeddings)
     load_weights(model, checkpoint)

@@ -311,7 +311,9 @@ def calibrate_model(
     )
     model = load_model(options, directory, torch.bfloat16).to(chosen)
     jobs = [(list(text), slot) for slot in range(-1, len(adapters)) for text in (texts if slot < 0 else texts[:2])]
-    return calibrate(model, jobs, chosen, fingerprint(model.config, Checkpoint(directory)), list(adapters))
+    return calibrate(
+        model, jobs, chosen, fingerprint(model.config, Checkpoint(directory, model.config)), list(adapters)
+    )
 
 
 def calibration_texts(documents: Sequence[Document], count: int = 8, longest: int = 512) -> list[list[int]]:

@@ -139,8 +139,8 @@ def test_a_pattern_that_stops_matching_fails_and_says_why(norm: type[RMSNorm], r
     assert next(record for record in records if record.name == "lift_rms_norm").matches == 2
 
 
-def test_a_biased_projection_is_refused_by_name() -> None:
-    """What FP8 and packing leave alone stays in ATen and says so."""
+def test_a_bias_becomes_a_sum_of_its_own() -> None:
+    """Then the linear is quantized as any other; with its bias it stays in ATen and says so."""
     module = model(None)
     layer = module.model.layers[0]
 
@@ -155,12 +155,11 @@ def test_a_biased_projection_is_refused_by_name() -> None:
 
     layer.mlp.down_proj = Biased()  # type: ignore[union-attr, assignment]
     compiled = sidestream.compile(module, CompileOptions(check_counts=False))
-    assert any(
-        "it has a bias" in reason
-        for record in compiled.records
-        if record.name == "quantize_linears"
-        for reason in record.rejected
-    )
+    assert {record.name: record.matches for record in compiled.records}["lift_bias"] == 1
+    assert "aten.linear.default" not in compiled.records[-1].ops_after
+    assert compiled.records[-1].ops_after["aten.add.Tensor"] == 1
+    compiled = sidestream.compile(module, CompileOptions(check_counts=False, disable=("lift_bias",)))
+    assert any("it has a bias" in reason for record in compiled.records for reason in record.rejected)
     assert compiled.records[-1].ops_after["aten.linear.default"] == 1
 
 
