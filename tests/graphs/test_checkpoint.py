@@ -10,9 +10,24 @@ from safetensors.torch import load_file, save_file
 from sidestream.graphs.checkpoint import Checkpoint, CheckpointError, load_weights
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
-from support.tiny import TinyBase, tiny_llama
+from support.tiny import TinyBase, tiny_llama, tiny_model
 
 SHARD = "200KB"
+
+
+def test_parts_of_packed_tensors_are_there_under_plain_names(tmp_path: Path) -> None:
+    packed = tiny_model(tmp_path, "Phi3", pad_token_id=0, hidden_size=256, num_hidden_layers=1)
+    config = LlamaConfig.from_directory(packed.path)
+    checkpoint = Checkpoint(packed.path, config)
+    theirs = packed.model.state_dict()["model.layers.0.self_attn.qkv_proj.weight"]
+    parts = [checkpoint.tensor(f"model.layers.0.self_attn.{name}_proj.weight") for name in "qkv"]
+    assert torch.equal(torch.cat(parts), theirs)
+    assert sorted(checkpoint.names()) == sorted(Llama(config, device="meta").checkpoint_tensors())
+    assert checkpoint.nbytes() == Checkpoint(packed.path).nbytes()
+    fields = json.loads((packed.path / "config.json").read_text())
+    other = LlamaConfig.from_dict({**fields, "num_key_value_heads": 1})
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight' has shape \[512, 256\], config.json implies 384 rows"):
+        Checkpoint(packed.path, other)
 
 
 def expected(base: TinyBase) -> tuple[dict[str, tuple[int, ...]], bool]:

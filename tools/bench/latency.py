@@ -26,7 +26,7 @@ from ..options.engine import (
     precision_arguments,
 )
 from ..options.environment import collect
-from ..options.models import LLAMA_8B, pick_adapters
+from ..options.models import LLAMA_8B, add_shape, check_one_model, pick_adapters, shape_fields
 from .engine_run import SHORT_OUTPUT, measure
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
 from .profile_run import write_profile
@@ -49,6 +49,7 @@ examples:
   sidestream bench latency                                              C = 1, 8, 64 without adapters and with a Zipf
                                                                         mix
   sidestream bench latency --concurrency 64 --lora none zipf four
+  sidestream bench latency --shape qwen3-8b --concurrency 1 64           another family's shape with random weights
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
@@ -73,12 +74,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "latency",
         help="time decode steps next to the memory-bandwidth floor",
-        usage="%(prog)s [MODEL] [--concurrency C ...] [--lora none|zipf|four ...] [options]",
+        usage="%(prog)s [MODEL | --shape NAME] [--concurrency C ...] [--lora none|zipf|four ...] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
+    add_shape(parser)
     parser.add_argument(
         "--concurrency",
         type=positive,
@@ -157,8 +159,9 @@ def check(options: argparse.Namespace) -> None:
 
 def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
     """The fields of config.json and the checkpoint's directory (None: random weights)."""
+    check_one_model(options)
     if options.model is None:
-        return LLAMA_8B, None
+        return shape_fields(options.shape) if options.shape else LLAMA_8B, None
     directory = DEMO_MODEL if options.model == "demo" else Path(options.model)
     if not (directory / "config.json").is_file():
         raise ValueError(
@@ -299,7 +302,7 @@ def write(options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Ro
     }
     content = {
         "workload": "A",
-        "model": {None: "llama-3.1-8b shape, random weights", "demo": "demo"}.get(
+        "model": {None: f"{options.shape or 'llama-3.1-8b'} shape, random weights", "demo": "demo"}.get(
             options.model, Path(options.model or "").name
         ),
         "config": config,

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..options.engine import add_bench_model, add_compile_options, add_run_options, at_least, check_output, positive
 from ..options.environment import collect
+from ..options.models import add_shape
 from .latency import build, make_adapters, model_fields
 
 DESCRIPTION = """\
@@ -44,6 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
+    add_shape(parser)
     parser.add_argument(
         "--max-num-seqs",
         type=positive,

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..options.engine import add_bench_model, add_compile_options, add_run_options, check_output, positive
 from ..options.environment import collect
-from ..options.models import pick_adapters
+from ..options.models import add_shape, pick_adapters
 from .latency import LORA_CHOICES, build, make_adapters, model_fields
 
 FP8_PEAK = 1979e12  # an H200's dense e4m3 rate in FLOP/s, from the vendor's datasheet
@@ -63,6 +63,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
+    add_shape(parser)
     parser.add_argument(
         "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
     )

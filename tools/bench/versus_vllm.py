@@ -16,7 +16,7 @@ from typing import Any
 
 from ..options.engine import add_bench_model, check_output, positive, share
 from ..options.environment import collect
-from ..options.models import pick_adapters
+from ..options.models import add_shape, pick_adapters
 from . import engine_run
 from .engine_run import RESULT, SHORT_OUTPUT
 from .latency import LORA_CHOICES, model_fields
@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
+    add_shape(parser)
     group = parser.add_argument_group("workloads")
     group.add_argument("--workloads", nargs="+", choices=("A", "P"), default=["A", "P"], help="(default: A P)")
     group.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8, 64], metavar="C", help="of A")

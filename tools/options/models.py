@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .engine import adapters_of
+from .shapes import OTHER_SHAPES
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,7 +38,7 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-SHAPES = {"llama-3.1-8b": LLAMA_8B}
+SHAPES = {"llama-3.1-8b": LLAMA_8B, **OTHER_SHAPES}
 DEFAULT_BUCKETS = ("decode:8", "mixed:256")
 CONTEXT_BLOCKS = 8
 MIXED_SEQUENCES = 8
@@ -95,15 +96,22 @@ def check_one_model(options: argparse.Namespace) -> None:
 
 
 def shape_config(shape: str) -> Any:
-    """The config of --shape: a name of SHAPES, a config.json, or a directory that holds one.
-
-    Raises ValueError or ConfigError.
-    """
+    """The config of --shape. Raises ValueError or ConfigError."""
     from ...graphs.config import LlamaConfig
 
+    return LlamaConfig.from_dict(shape_fields(shape))
+
+
+def shape_fields(shape: str) -> dict[str, Any]:
+    """config.json's fields for --shape: a name of SHAPES, a config.json, or a directory that holds one.
+
+    Raises ValueError.
+    """
     if shape in SHAPES:
-        return LlamaConfig.from_dict(SHAPES[shape])
+        return SHAPES[shape]
     path = Path(shape)
+    if (path / "config.json").is_file():
+        path = path / "config.json"
     if path.is_file() and path.suffix == ".json":
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
@@ -111,9 +119,7 @@ def shape_config(shape: str) -> Any:
             raise ValueError(f"--shape {shape} is not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"--shape {shape} holds no JSON object; name a model's config.json")
-        return LlamaConfig.from_dict(fields)
-    if (path / "config.json").is_file():
-        return LlamaConfig.from_directory(path)
+        return fields
     near = difflib.get_close_matches(shape, SHAPES, 1)
     raise ValueError(
         f"--shape {shape} is neither a name ({', '.join(SHAPES)}) nor a config.json"
