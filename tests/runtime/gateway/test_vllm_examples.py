@@ -1,5 +1,5 @@
-"""The requests of vLLM's documentation (its quickstart, its pages on LoRA and on the server), as they stand there but for
-the models' names, and the fields that its clients read from the answers.
+"""The requests of vLLM's documentation (its quickstart, its page on LoRA), as they stand there but for the models'
+names, and the fields that its clients read from the answers.
 """
 
 import asyncio
