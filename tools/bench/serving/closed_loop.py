@@ -24,6 +24,11 @@ from .traffic import random_ids
 
 EVENT, DONE, LAST_CHUNK = b"data: ", b"data: [DONE]", b"0\r\n\r\n"
 KEPT = 1024
+MOST_PAUSE_SECONDS = 0.02
+"""Before its next request a stream pauses, at random, for at most so long: a few steps. Without it every request would
+be sent just when a step has ended, and whether it is in time for the plan that is made then would decide a whole step
+of its first token.
+"""
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -152,6 +157,7 @@ async def stream(load: Load, number: int, client: AsyncClient | None, answers: l
                 answer = await over_zeromq(load, client, prompt, adapter, tokens)
             answers.append((answer, tokens))
             tokens, turn = load.output_len, turn + 1
+            await asyncio.sleep(source.uniform(0.0, MOST_PAUSE_SECONDS))
     finally:
         if connection is not None:
             connection.writer.close()
