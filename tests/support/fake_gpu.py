@@ -3,6 +3,7 @@
 import hashlib
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -58,7 +59,9 @@ def _holds_thrice(plan: StepPlan, token: int | None) -> bool:
 
 
 class FakeServed:
-    """See `gpu_process.Served`. An adapter's path must be a directory, and it is content-addressed by its path."""
+    """See `gpu_process.Served`. An adapter's path must be a directory, and it is content-addressed by its path; while a
+    file `held` is in it, it is being read.
+    """
 
     def __init__(self, settings: ServeSettings) -> None:
         sizes = msgspec.convert(settings.llm, FakeSizes)
@@ -84,6 +87,8 @@ class FakeServed:
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         if not Path(path).is_dir():
             raise FileNotFoundError(2, "No such file or directory", path)
+        while (Path(path) / "held").exists():
+            time.sleep(0.005)
         with self._lock:
             number = self._next
             self._next += 1

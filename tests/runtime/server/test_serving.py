@@ -271,8 +271,10 @@ def test_one_change_of_a_name_at_a_time(wire, tmp_path_factory):
     for name in ("one", "two"):
         (directory / name).mkdir(exist_ok=True)
     assert type(wire.call(LoadAdapter(1, "twice", str(directory / "one")))).__name__ == "Done"
+    (directory / "two" / "held").touch()
     wire.send(LoadAdapter(2, "twice", str(directory / "two"), replace=True))
     refused = wire.call(UnloadAdapter(3, "twice"))
+    (directory / "two" / "held").unlink()
     wire.until(lambda: any(getattr(other, "call", None) == 2 for other in wire.others))
     (replaced,) = wire.others
     wire.others.clear()
