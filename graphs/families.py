@@ -93,7 +93,7 @@ FAMILIES: dict[str, Family] = {
 
 _EXPERTS = "its layers are mixtures of experts, and the kernels here are for dense ones", "serve a dense model"
 _LATENT = "its keys and values are compressed into a latent vector (MLA), which the KV cache here does not hold"
-_DENSE = "serve a model of one of the families above"
+_DENSE = "serve a model of another family"
 _EYES = "it reads images or sound as well as text", "serve the text model that it was made from"
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -124,11 +124,10 @@ def family_of(fields: Fields) -> Family:
     if family is not None and kind in (None, family.model_type):
         return family
     served = ", ".join(FAMILIES)
-    what = f"architecture {found} (model_type {kind!r}) is not supported"
     if isinstance(kind, str) and kind in REFUSED:
         why, remedy = REFUSED[kind]
-        raise ConfigError(f"{what}, because {why}: {remedy}; served are {served}")
-    raise ConfigError(f"{what}: serve one of {served}")
+        raise ConfigError(f"architecture {found} is not supported, because {why}: {remedy}; served are {served}")
+    raise ConfigError(f"architecture {found} (model_type {kind!r}) is not supported: serve one of {served}")
 
 
 def _biases(fields: Fields) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from ...graphs.adapter_description import describe_adapter
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import RANK_MULTIPLE, LoraShape
+from ...graphs.model_directory import model_directory
 from ...graphs.stack import lora_shape_for
 from ..adapters.registry import AdapterRegistry, KnownAdapter
 from ..adapters.slot_cache import SlotCache
@@ -105,8 +106,8 @@ class Model:
 
 
 def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> ModelSource:
-    """What the caller named: a directory in the Hugging Face format, or with random weights also config.json's fields.
-    A GPU begins to wake up meanwhile; on a CPU torch gets its threads.
+    """What the caller named: a directory in the Hugging Face format, a hub id that lies in the local cache, or with
+    random weights also config.json's fields. A GPU begins to wake up meanwhile; on a CPU torch gets its threads.
 
     Raises OptionError or ConfigError.
     """
@@ -119,7 +120,7 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
                 "model directory"
             )
         return ModelSource(LlamaConfig.from_dict(model), None)
-    directory = Path(model)
+    directory = model_directory(model)
     if not directory.is_dir():
         raise OptionError(
             f"model={str(model)!r} is no directory; download the model first and name the directory that holds its "

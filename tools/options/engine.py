@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...compiler.options import DEFAULT_PRECISION, Layers, choices
+from ...graphs.model_directory import model_directory as hub_or_path
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 from ...runtime.engine.options import keywords
 
@@ -173,7 +174,7 @@ def model_directory(options: argparse.Namespace) -> Path:
 
     Raises ValueError when it is no model directory.
     """
-    directory = Path(options.model) if options.model else DEMO_MODEL
+    directory = hub_or_path(options.model) if options.model else DEMO_MODEL
     if not (directory / "config.json").is_file():
         raise ValueError(
             f"{directory} is no model directory: it has no config.json; name one in the Hugging Face format, or "
