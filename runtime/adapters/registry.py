@@ -93,6 +93,7 @@ class AdapterRegistry:
         self._stamps: dict[int, Stamp | None] = {}
         self._by_number: dict[int, KnownAdapter] = {}
         self._fresh: dict[int, Adapter] = {}
+        self._unused: set[int] = set()
         self._next = 0
         self._lock = threading.Lock()
 
@@ -179,16 +180,30 @@ class AdapterRegistry:
         """
         self.require(name)
         with self._lock:
-            return self.numbers.pop(name)
+            number = self.numbers.pop(name)
+            if number in self._unused:
+                self._forget(number)
+            return number
 
     def drop(self, number: int) -> None:
-        """Nothing uses this number any more; one whose name is still there stays."""
+        """Nothing uses this number any more. What is known of it goes; while its name is still there, with the name:
+        the news of both come on different ways, in any order.
+        """
         with self._lock:
-            if number not in self.numbers.values():
-                self._by_number.pop(number, None)
-                self._fresh.pop(number, None)
-                self._stamps.pop(number, None)
-                self.hashes.pop(number, None)
+            if number in self.numbers.values():
+                self._unused.add(number)
+            else:
+                self._forget(number)
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether something may still use the number."""
+        with self._lock:
+            return number in self._by_number and number not in self._unused
+
+    def _forget(self, number: int) -> None:
+        self._unused.discard(number)
+        for known in (self._by_number, self._fresh, self._stamps, self.hashes):
+            known.pop(number, None)
 
     def read(self, number: int) -> Adapter:
         """The adapter with its tensors.

@@ -167,8 +167,8 @@ class AdapterStacks:
 
     def forget(self, number: int) -> None:
         """Drop what is kept of an adapter that nothing uses any more."""
+        self._registry.drop(number)  # first, so that a read on its way leaves nothing
         self.store.forget(number)
-        self._registry.drop(number)
 
     def _start_threads(self) -> None:
         if self._started:

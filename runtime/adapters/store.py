@@ -152,7 +152,10 @@ class AdapterStore:
                 self._registry.let_go(number)
             with self._lock:
                 block.holds = 1
-                self._blocks[number] = block
+                if self._registry.is_wanted(number):
+                    self._blocks[number] = block
+                else:
+                    self._made -= 1  # forgotten meanwhile: it goes when its copies have ended
             if self.cache is not None and adapter is not None:
                 store, content_hash = weakref.ref(self), adapter.content_hash
                 self.cache.background.later(lambda stopped: _keep(store, number, content_hash, stopped))
@@ -205,7 +208,7 @@ class AdapterStore:
         )
 
     def forget(self, number: int) -> None:
-        """Drop a removed adapter's block."""
+        """Drop the block of an adapter that the registry has dropped."""
         with self._lock:
             block = self._blocks.pop(number, None)
             if block is not None and not block.holds:

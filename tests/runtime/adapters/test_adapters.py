@@ -23,6 +23,7 @@ from sidestream.graphs.stack import slot_tensors
 from sidestream.runtime.adapters import registry as adapter_registry
 from sidestream.runtime.adapters.registry import AdapterRegistry
 from sidestream.runtime.adapters.stacks import LEAD_SECONDS, AdapterStacks, Flight
+from sidestream.runtime.adapters.store import Block
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.sampling_params import SamplingParams
@@ -244,6 +245,41 @@ def test_a_name_that_is_removed_while_it_is_replaced_stays_removed(config, paths
     with pytest.raises(RequestError, match="removed or replaced meanwhile"):
         registry.add("a", paths[1], replace_name=True)
     assert registry.adapters[0].rank == 6
+
+
+@pytest.mark.parametrize("order", ["unused, then removed", "removed, then unused", "unused while it is read"])
+def test_nothing_stays_of_an_adapter_that_came_and_went(config, paths, monkeypatch, order):
+    """In a server the news that nothing uses an adapter, its name's removal and its read come on three ways."""
+    registry = AdapterRegistry(config, 16)
+    stacks = make_stacks(config, registry, keep=8)
+    numbers, read = [], registry.read
+
+    def read_and_forget(number):
+        adapter = read(number)
+        stacks.forget(number)
+        return adapter
+
+    for _ in range(6):
+        number = registry.add("a", paths[0]).number
+        numbers.append(number)
+        if order == "unused while it is read":
+            monkeypatch.setattr(registry, "read", read_and_forget)
+            stacks.prefetch([number])
+            registry.remove("a")
+        elif order == "unused, then removed":
+            stacks.forget(number)
+            stacks.prefetch([number])
+            registry.remove("a")
+        else:
+            stacks.prefetch([number])
+            registry.remove("a")
+            stacks.forget(number)
+    gc.collect()
+    assert stacks.store.numbers == [] and registry.hashes == {}
+    for number in numbers:
+        with pytest.raises(KeyError):
+            registry.by_number(number)
+    assert sum(isinstance(each, Block) for each in gc.get_objects()) <= 1, "one to be used again"
 
 
 def test_an_adapter_too_large_for_the_stacks_is_not_read(config, base, monkeypatch):
