@@ -123,9 +123,7 @@ class Batcher:
                     for order in self._channel.receive():
                         self._obey(order)
                 if self._encoder is not None and self._encoder.fileno() in ready:
-                    for key, outcome in self._encoder.take():
-                        if not self._tokens.answered(key, outcome):
-                            self._submissions.encoded(key, outcome)
+                    self._take_encoded(self._encoder)
                 now = time.monotonic()
                 if self._listener.pending or self._listener.source in ready or now >= next_tick:
                     self._hear_clients()
@@ -167,6 +165,12 @@ class Batcher:
                 stepper.in_host_memory = set(message.numbers)
             elif isinstance(message, Answer):
                 self._adapters.answered(message)
+
+    def _take_encoded(self, encoder: Encoder) -> None:
+        """Texts that are tokenized. In a function of its own: the loop must not keep the last one."""
+        for key, outcome in encoder.take():
+            if not self._tokens.answered(key, outcome):
+                self._submissions.encoded(key, outcome)
 
     def _hear_clients(self) -> None:
         self._listener.look()

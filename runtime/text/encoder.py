@@ -2,10 +2,12 @@
 other request.
 """
 
+import ctypes
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,8 @@ INLINE_CHARACTERS = 2048
 """Texts up to this length are encoded at once."""
 MAX_CHARACTERS = 64 << 20
 """What may wait, of all owners together."""
+LARGE_CHARACTERS = 1 << 16
+"""A text from here on takes so much memory while it is encoded (some 250 bytes a character) that it is given back."""
 
 
 class Encoder:
@@ -83,8 +87,8 @@ class Encoder:
         self._thread.join(5)
         os.close(self._event)
 
-    def _next(self) -> tuple[str, Callable[[], Any]] | None:
-        """The next work, waited for; None at the end."""
+    def _next(self) -> tuple[str, Callable[[], Any], int] | None:
+        """The next work with its key and size, waited for; None at the end."""
         with self._changed:
             while not self._closed:
                 if not self._lines:
@@ -98,15 +102,30 @@ class Encoder:
                 entry = self._work.pop(key, None)
                 if entry is not None:
                     self._characters -= entry[1]
-                    return key, entry[0]
+                    return key, *entry
             return None
 
     def _run(self) -> None:
         while (entry := self._next()) is not None:
-            key, work = entry
-            try:
-                outcome = work()
-            except Exception as error:  # handed to the request that it belongs to
-                outcome = error
-            self._outcomes.append((key, outcome))
-            os.eventfd_write(self._event, 1)
+            characters = entry[2]
+            self._do(*entry[:2])
+            del entry  # while the next one is waited for, nothing of this one is kept
+            if characters >= LARGE_CHARACTERS:
+                give_back_memory()
+
+    def _do(self, key: str, work: Callable[[], Any]) -> None:
+        try:
+            outcome = work()
+        except Exception as error:  # handed to the request that it belongs to
+            outcome = error
+        self._outcomes.append((key, outcome))
+        os.eventfd_write(self._event, 1)
+
+
+def give_back_memory() -> None:
+    """What was freed goes back to the system (with glibc).
+
+    An arena shrinks from its end alone: one small piece that stays there would keep hundreds of MiB.
+    """
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
