@@ -1,5 +1,6 @@
 """Who is admitted next: by priority, then fairly between clients, then between adapters, then by arrival."""
 
+from collections import Counter
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -59,6 +60,7 @@ class WaitingQueues:
         self._queues: dict[int, dict[str, list[tuple[int, int, Sequence]]]] = {}
         self._owners: Shares[str] = Shares()
         self._adapters: Shares[int] = Shares()
+        self._waiting: Counter[str] = Counter()
         self._dead = 0
         self._count = 0
 
@@ -70,6 +72,10 @@ class WaitingQueues:
         """Owners with an unfinished sequence."""
         return len(self._owners)
 
+    def held_by(self, prefix: str) -> int:
+        """Waiting sequences of the owners whose names begin so."""
+        return sum(count for owner, count in self._waiting.items() if owner.startswith(prefix))
+
     def enter(self, sequence: Sequence, queued: bool = True) -> None:
         """A new sequence: it waits (`queued`), and counts as unfinished until `leave`."""
         self._owners.enter(sequence.owner)
@@ -80,7 +86,7 @@ class WaitingQueues:
     def leave(self, sequence: Sequence, waiting: bool) -> bool:
         """A sequence is finished (`waiting`: before it was admitted); returns whether it was its adapter's last."""
         if waiting:
-            self._count -= 1
+            self._gone(sequence.owner)
             self._dead += 1
             if self._dead > 64 + self._count:
                 self._bury()
@@ -91,14 +97,21 @@ class WaitingQueues:
         """Wait (again): a preempted sequence comes before those that arrived later."""
         queue = self._queues.setdefault(sequence.number, {}).setdefault(sequence.owner, [])
         heappush(queue, (*sequence.order, sequence))
+        self._waiting[sequence.owner] += 1
         self._count += 1
 
     def pop(self, key: Key) -> Sequence:
         """Take the first sequence of a queue out."""
         owner, number = key
         sequence = heappop(self._queues[number][owner])[-1]
-        self._count -= 1
+        self._gone(owner)
         return sequence
+
+    def _gone(self, owner: str) -> None:
+        self._count -= 1
+        self._waiting[owner] -= 1
+        if not self._waiting[owner]:
+            del self._waiting[owner]
 
     def head(self, key: Key) -> Sequence | None:
         """The first sequence of a queue."""

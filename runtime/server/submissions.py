@@ -104,8 +104,9 @@ class Submissions:
                 f"this connection has {MAX_OPEN_REQUESTS} requests open; wait for one to end",
                 OVERLOAD_RETRY,
             )
-        if stepper.scheduler.num_waiting + len(self._encoding) + message.sampling.n > self._max_waiting:
-            return error("overloaded", "too many requests are waiting", OVERLOAD_RETRY)
+        full = self._full(stepper, client, message.sampling.n)
+        if full is not None:
+            return error("overloaded", full, OVERLOAD_RETRY)
         if message.prompt is not None and self._encoder is not None and not self._encoder.has_room(message.prompt):
             return error("overloaded", "too much text waits to be tokenized", OVERLOAD_RETRY)
         if (message.prompt is None) == (message.prompt_token_ids is None):
@@ -114,6 +115,23 @@ class Submissions:
             return error("invalid_request", "continues needs stream=true; without it, ask for the whole answer again")
         missing = missing_adapter(stepper, message.adapter, message.adapter_content)
         return None if missing is None else error(*missing)
+
+    def _full(self, stepper: Stepper, client: Client, count: int) -> str | None:
+        """Why so many more of a client's sequences may not wait, if they may not.
+
+        A client may hold as many places as are free at most (Choudhury and Hahne's dynamic threshold): one alone gets
+        half of them, and whoever comes next still finds some.
+        """
+        free = self._max_waiting - stepper.scheduler.num_waiting - len(self._encoding)
+        if count > free:
+            return "too many requests are waiting"
+        if count + self._max_waiting - free <= free:  # nobody can hold more than all do
+            return None
+        held = stepper.scheduler.states.waiting.held_by(f"{client.number}:")
+        held += sum(request.client is client for request, _, _ in self._encoding.values())
+        if held + count <= free:
+            return None
+        return f"too many requests are waiting: {held} of them are this client's, what is left ({free}) is for others"
 
     def _params(self, message: Submit) -> SamplingParams:
         changed = {name: value for name, value in structs.asdict(message.sampling).items() if value != _DEFAULTS[name]}
