@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,39 +62,66 @@ def test_findings_are_told_by_attack() -> None:
     assert told.endswith("\n\na row\n\nfindings:\n  hang-ups: processes died") and "no findings" not in told
 
 
-def test_growth_in_minutes_is_told_by_process_and_kind() -> None:
-    """Looks of a life that is old enough; a younger one says nothing."""
+MIB = 1 << 20
 
-    def life(seconds: float) -> Life:
-        before, after = Holdings(100 << 20, 20, 5), Holdings(200 << 20, 40, 30)
-        return Life("batcher", [(0.0, before), (seconds / 2 - 1, before), (seconds, after)])
 
-    assert [each.split(": ")[1].split(" grew")[0] for each in grown(life(300.0))] == [
-        "100 MiB",
-        "20 open files",
-        "5 threads",
+def made_up(memory: Callable[[int, int], float], rounds: int, round_seconds: float = 60.0) -> Life:
+    """A batcher's life with four looks in each round; `memory(round, look)`: MiB."""
+    looks = [
+        ((number + place / 4) * round_seconds, number, Holdings(int(memory(number, place) * MIB), 20, 5))
+        for number in range(rounds)
+        for place in range(4)
     ]
-    assert grown(life(200.0)) == []
+    return Life("batcher", 0.0, looks)
 
 
-def test_growth_of_a_life_is_that_of_its_last_ten_minutes_over_its_first() -> None:
-    """This process is looked at: it grows by 64 MiB while young, and again by as much when it is old."""
+def test_a_leak_in_each_round_is_found_however_short_the_rounds_and_whatever_else_goes_on() -> None:
+    """One attack of each round leaks 2 MiB; a look may fall into a moment in which a prompt takes 250 MiB."""
+    source = random.Random(0)
+    peaks = [source.choice((0, 0, 250)) for _ in range(400)]
+
+    def leaks(number: int, place: int) -> float:
+        return 300 + 2 * (number + (place > 1)) + (peaks[4 * number + place] if place else 0)
+
+    assert grown(made_up(leaks, 10, round_seconds=10.0)) == ["batcher: keeps 2.0 MiB more with each round"]
+    assert grown(made_up(leaks, 4, round_seconds=10.0)) == [], "four rounds may be a warm-up"
+    assert grown(made_up(lambda number, place: leaks(0, place), 40)) == [], "peaks alone are no growth"
+
+
+def test_what_fills_up_once_is_no_growth() -> None:
+    def fills(number: int, place: int) -> float:
+        return 300 + 30 * min(number, 3) + 40 * (number > 8)
+
+    assert grown(made_up(fills, 12, round_seconds=10.0)) == []
+    assert grown(made_up(fills, 40)) == [], "all of it within ten minutes"
+
+
+def test_a_slow_leak_is_found_in_an_old_life() -> None:
+    """6 MiB of 404 in the ten minutes between the windows, too little to be seen in a round."""
+
+    def slow(number: int, place: int) -> float:
+        return 400 + 0.4 * number + 100 * (place == 2)
+
+    assert grown(made_up(slow, 31)) == ["batcher: 404 MiB after ten minutes grew to 410 MiB"]
+    assert grown(made_up(slow, 19)) == [], "its last five minutes are not yet apart from those after the warm-up"
+    assert grown(made_up(lambda number, place: 400 + 0.1 * number, 31)) == []
+
+
+def test_files_and_threads_that_stay_are_found() -> None:
+    life = made_up(lambda number, place: 100.0, 31)
+    life.looks[80:] = [(age, number, Holdings(held.memory, 40, 30)) for age, number, held in life.looks[80:]]
+    assert grown(life) == ["batcher: 20 open files grew to 40", "batcher: 5 threads grew to 30"]
+
+
+def test_a_process_is_looked_at_for_what_it_keeps() -> None:
+    """This process keeps 64 MiB in each of nine rounds."""
     lives, mine, blocks = Lives(), {"supervisor": os.getpid()}, []
-    for minute in (0, 1, 5, 10, 15, 20, 25, 30):
-        if minute in (1, 25):
-            blocks.append(b"x" * (64 << 20))
-        lives.look(minute * 60.0, mine)
-        assert bool(lives.findings()) == (minute >= 25)
-    assert lives.table()[-1].startswith("supervisor") and " 30.0 " in lives.table()[-1]
-
-
-def test_ten_minutes_are_compared_from_twenty_on() -> None:
-    lives = Lives()
-    lives.look(0.0, {"supervisor": os.getpid()})
-    lives.look(1199.0, {"supervisor": os.getpid()})
-    assert len(lives.table()) == 2 and lives.findings() == []
-    lives.look(1200.0, {"supervisor": os.getpid()})
-    assert len(lives.table()) == 5
+    for number in range(9):
+        blocks.append(b"x" * (64 << 20))
+        lives.look(number * 5.0, number, mine)
+        assert bool(lives.findings()) == (number >= 7)
+    assert re.search(r"supervisor: keeps 6\d\.\d MiB more", lives.findings()[0])
+    assert lives.table()[1].split()[:3] == ["supervisor", "0.7", "9"]
 
 
 def test_a_measured_answer_may_only_be_left_where_two_tokens_are_as_likely() -> None:

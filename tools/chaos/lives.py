@@ -1,21 +1,25 @@
-"""What each process holds as it grows older. A life is that of one process id."""
+"""What each process keeps as it grows older. A life is that of one process id.
 
+A look may fall into a moment in which a process holds a lot by right: a long prompt that is being tokenized takes 250
+MiB. What it keeps is the least that it held over a while; what leaks raises that, and what is given back does not.
+"""
+
+import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from .served import Holdings
 
-WINDOW_SECONDS = 600.0
-"""Caches and pools fill in the first ten minutes; what a process holds at its most in them is compared with its most in
-its last ten. Single looks differ by what an allocator happens to keep."""
+WARM_UP_SECONDS = 600.0
+"""Caches and pools fill in the first ten minutes."""
+WINDOW_SECONDS = 300.0
+"""The five minutes after the warm-up are compared with the last five."""
 MOST_GROWTH = 0.01
 SLACK_BYTES = 1 << 20
-WARM_UP_SECONDS = 120.0
-"""A younger process still meets things for the first time; nothing is said of its growth."""
-MOST_YOUNG_GROWTH = 0.10
-"""Of a process's resident bytes: the most in its last two minutes over the most in its first two."""
-YOUNG_SLACK_BYTES = 32 << 20
-"""Growth that an allocator's habits explain."""
+ROUNDS = 8
+STEADY_BYTES = 1 << 20
+"""What fills up once does so in a few rounds; what leaks does so in most of them."""
 SLACK_FILES = 8
 SLACK_THREADS = 16
 """Pools that start at their first use."""
@@ -23,23 +27,43 @@ SLACK_THREADS = 16
 
 @dataclass
 class Life:
-    """One process: what it held at each look, and when (seconds)."""
+    """One process: at each look its age in seconds, the round of attacks, and what it held."""
 
     role: str
-    looks: list[tuple[float, Holdings]]
+    begun: float
+    looks: list[tuple[float, int, Holdings]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         """How long it was looked at."""
-        return self.looks[-1][0] - self.looks[0][0]
+        return self.looks[-1][0]
 
-    def first(self, seconds: float = WINDOW_SECONDS) -> Holdings:
-        """The most in its first `seconds`."""
-        return _most(held for when, held in self.looks if when - self.looks[0][0] <= seconds)
+    @property
+    def is_old(self) -> bool:
+        """Whether its last minutes can be compared with those after the warm-up."""
+        return self.seconds >= WARM_UP_SECONDS + 2 * WINDOW_SECONDS
 
-    def last(self, seconds: float = WINDOW_SECONDS) -> Holdings:
-        """The most in its last `seconds`."""
-        return _most(held for when, held in self.looks if self.looks[-1][0] - when <= seconds)
+    def early(self) -> Holdings:
+        """What it kept after the warm-up; of a younger life, in its first third."""
+        begin, length = (WARM_UP_SECONDS, WINDOW_SECONDS) if self.is_old else (0.0, self.seconds / 3)
+        return _least(held for age, _, held in self.looks if begin <= age <= begin + length)
+
+    def late(self) -> Holdings:
+        """What it kept at its end."""
+        length = WINDOW_SECONDS if self.is_old else self.seconds / 3
+        return _least(held for age, _, held in self.looks if age >= self.seconds - length)
+
+    def steady_growth(self) -> float:
+        """Bytes that it keeps more with each round: the median of the steps between the rounds' least, without the
+        first two rounds; 0 for fewer than ROUNDS.
+        """
+        rounds: dict[int, int] = {}
+        for _, number, held in self.looks:
+            rounds[number] = min(rounds.get(number, held.memory), held.memory)
+        kept = [rounds[number] for number in sorted(rounds)][2:]
+        if len(rounds) < ROUNDS:
+            return 0.0
+        return statistics.median(after - before for before, after in pairwise(kept))
 
 
 class Lives:
@@ -48,63 +72,44 @@ class Lives:
     def __init__(self) -> None:
         self._lives: dict[int, Life] = {}
 
-    def look(self, now: float, processes: Mapping[str, int]) -> None:
-        """`now`: seconds of a monotonic clock. `processes`: role -> process id."""
+    def look(self, now: float, number: int, processes: Mapping[str, int]) -> None:
+        """`now`: seconds of a monotonic clock; `number`: of the round; `processes`: role -> process id."""
         for role, pid in processes.items():
             held = Holdings.of(pid)
             if held is not None:
-                self._lives.setdefault(pid, Life(role, [])).looks.append((now, held))
+                life = self._lives.setdefault(pid, Life(role, now))
+                life.looks.append((now - life.begun, number, held))
 
     def findings(self) -> list[str]:
         """What grew beyond its bounds within one life."""
-        found = [finding for life in self._lives.values() for finding in grown(life)]
-        return found + [
-            f"{life.role}: {life.first().memory >> 20} MiB in its first ten minutes grew to "
-            f"{life.last().memory >> 20} MiB"
-            for life in self._old()
-            if life.last().memory > life.first().memory * (1 + MOST_GROWTH) + SLACK_BYTES
-        ]
+        return [finding for life in self._lives.values() for finding in grown(life)]
 
     def table(self) -> list[str]:
-        """A row for the longest life of each role from its first to its last look, and one for each life of more than
-        two windows.
-        """
-        rows = [f"{'longest life':<22}{'lived, min':>11}{'MiB':>10}{'files':>10}{'threads':>10}"] if self._lives else []
-        for role in sorted({life.role for life in self._lives.values()}):
-            life = max((each for each in self._lives.values() if each.role == role), key=lambda each: each.seconds)
-            first, last = life.looks[0][1], life.looks[-1][1]
-            rows.append(
-                f"{role:<22}{life.seconds / 60:>11.1f}{first.memory >> 20:>6}>{last.memory >> 20:<5}"
-                f"{first.files:>4}>{last.files:<4}{first.threads:>5}>{last.threads:<4}"
-            )
-        old = self._old_table()
-        return [*rows, "", *old] if old else rows
-
-    def _old_table(self) -> list[str]:
+        """A row for each old life, and for the longest of each role that has none."""
+        if not self._lives:
+            return []
         rows = [
-            f"{'first > last ten minutes':<29}{'lived, min':>10}{'MiB':>14}{'growth':>9}{'files':>10}{'threads':>10}"
+            f"{'kept by':<16}{'lived, min':>11}{'rounds':>8}{'MiB, early > late':>20}{'growth':>9}{'most':>7}"
+            f"{'files':>10}{'threads':>10}"
         ]
-        for life in self._old():
-            first, last = life.first(), life.last()
-            rows.append(
-                f"{life.role:<29}{life.seconds / 60:>10.1f}"
-                f"{first.memory / 2**20:>7.1f}>{last.memory / 2**20:<6.1f}{last.memory / first.memory - 1:>8.2%}"
-                f"{first.files:>6}>{last.files:<3}{first.threads:>6}>{last.threads:<3}"
-            )
-        return rows if len(rows) > 1 else []
-
-    def _old(self) -> list[Life]:
-        return [life for life in self._lives.values() if life.seconds >= 2 * WINDOW_SECONDS]
+        for role in sorted({life.role for life in self._lives.values()}):
+            lives = [life for life in self._lives.values() if life.role == role]
+            old = [life for life in lives if life.is_old]
+            rows += [_row(life) for life in old or [max(lives, key=lambda each: each.seconds)]]
+        return rows
 
 
 def grown(life: Life) -> list[str]:
-    """What grew beyond its bounds after a life's warm-up; nothing for one that is too young to tell."""
-    if life.seconds < 2 * WARM_UP_SECONDS:
-        return []
-    before, after = life.first(WARM_UP_SECONDS), life.last(WARM_UP_SECONDS)
+    """What grew beyond its bounds; a young life of few rounds says nothing."""
     found = []
-    if after.memory > before.memory * (1 + MOST_YOUNG_GROWTH) + YOUNG_SLACK_BYTES:
-        found.append(f"{life.role}: {before.memory >> 20} MiB grew to {after.memory >> 20} MiB")
+    steady = life.steady_growth()
+    if steady > STEADY_BYTES:
+        found.append(f"{life.role}: keeps {steady / 2**20:.1f} MiB more with each round")
+    if not life.is_old:
+        return found
+    before, after = life.early(), life.late()
+    if after.memory > before.memory * (1 + MOST_GROWTH) + SLACK_BYTES:
+        found.append(f"{life.role}: {before.memory >> 20} MiB after ten minutes grew to {after.memory >> 20} MiB")
     if after.files > before.files + SLACK_FILES:
         found.append(f"{life.role}: {before.files} open files grew to {after.files}")
     if after.threads > before.threads + SLACK_THREADS:
@@ -112,7 +117,16 @@ def grown(life: Life) -> list[str]:
     return found
 
 
-def _most(held: Iterable[Holdings]) -> Holdings:
-    """The most of each kind."""
+def _row(life: Life) -> str:
+    early, late, most = life.early(), life.late(), max(held.memory for _, _, held in life.looks)
+    return (
+        f"{life.role:<16}{life.seconds / 60:>11.1f}{len({number for _, number, _ in life.looks}):>8}"
+        f"{early.memory / 2**20:>11.1f} > {late.memory / 2**20:<6.1f}{late.memory / early.memory - 1:>9.2%}"
+        f"{most >> 20:>7}{early.files:>6}>{late.files:<3}{early.threads:>6}>{late.threads:<3}"
+    )
+
+
+def _least(held: Iterable[Holdings]) -> Holdings:
+    """The least of each kind."""
     looks = list(held)
-    return Holdings(*(max(getattr(each, name) for each in looks) for name in ("memory", "files", "threads")))
+    return Holdings(*(min(getattr(each, name) for each in looks) for name in ("memory", "files", "threads")))

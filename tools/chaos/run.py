@@ -162,7 +162,7 @@ def attack_on(run: Run, options: argparse.Namespace, arguments: list[str], folde
             continue
         begun = time.monotonic()
         attack_once(attack, target, source, healthy, run)
-        run.lives.look(time.monotonic(), served.processes())
+        run.lives.look(time.monotonic(), rounds, served.processes())
         run.starts.look()
         print(f"{attack.name:<22}{time.monotonic() - begun:6.1f} s  {dict(healthy.seen)}", flush=True)
 
