@@ -19,7 +19,7 @@ from sidestream.tools.chaos import caches, frames
 from sidestream.tools.chaos.attacks import ATTACKS
 from sidestream.tools.chaos.ending import Ended, Ending
 from sidestream.tools.chaos.lives import Life, Lives, grown
-from sidestream.tools.chaos.questions import Question
+from sidestream.tools.chaos.questions import Question, too_many_strays
 from sidestream.tools.chaos.report import Line, table
 from sidestream.tools.chaos.run import main, order
 from sidestream.tools.chaos.served import Holdings
@@ -133,7 +133,17 @@ def test_a_measured_answer_may_only_be_left_where_two_tokens_are_as_likely() -> 
 
     assert judge(5, 5, 5) == "right"
     assert judge(5, 6, 9) == "tied", "what follows a tie is another text"
-    assert judge(5, 7, 5) == judge(8, 5, 5) == judge(5, 5) == judge(5, 5, 5, 5) == "wrong"
+    assert judge(5, 7, 5) == judge(8, 5, 5) == "strayed"
+    assert judge(5, 5) == judge(5, 5, 5, 5) == "wrong"
+
+
+def test_answers_may_stray_as_often_as_they_did_before_the_attacks() -> None:
+    assert too_many_strays({"right": 500}, 0.0) is None
+    assert too_many_strays({"right": 500, "strayed": 1}, 0.0) is not None, "on a CPU in fp32 none does"
+    assert too_many_strays({"tied": 700, "strayed": 300}, 0.28) is None
+    told = too_many_strays({"tied": 500, "strayed": 500}, 0.28)
+    assert told is not None and "500 of 1000" in told
+    assert too_many_strays({"tied": 5, "strayed": 5}, 0.28) is None, "too few to tell"
 
 
 def test_kills_come_when_they_are_due() -> None:

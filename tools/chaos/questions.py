@@ -3,7 +3,8 @@
 The demo model's are those of its `prompts.json`: what the model was trained to say, not what this server said earlier.
 A random model's answers, and those of random adapters, are measured on the server before anything attacks it. There two
 tokens can be as good as equally likely, and on a GPU it depends on the rest of the batch which of them wins: an answer
-may leave the measured one at such a place, and what follows is not judged.
+may leave the measured one at such a place, and what follows is not judged. In eight bits, random weights also leave it
+at other places. How often they do so is measured too, before the attacks, and must not become more.
 """
 
 import json
@@ -20,6 +21,10 @@ MEASURED_TOKENS = 48
 TIE = 0.25
 """Difference of two log-probabilities below which the rounding of another batch may choose either token."""
 LIKELIEST = 20
+MORE_STRAYS = 0.1
+"""Of all answers: what chance may add to the share of those that stray."""
+ENOUGH = 100
+"""Answers from which a share can be told."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Question:
         return SamplingParams(temperature=0.0, max_tokens=MEASURED_TOKENS, ignore_eos=True)
 
     def judge(self, answer: CompletionOutput) -> str:
-        """`right`, `wrong`, or `tied`: right up to a place where two tokens were as good as equally likely."""
+        """`right` or `wrong`. Of a measured answer also `tied`: right up to a place where two tokens were as good as
+        equally likely, or `strayed`: right up to another place.
+        """
         if self.text is not None:
             return "right" if answer.text.strip() == self.text else "wrong"
         said = answer.token_ids
@@ -55,7 +62,7 @@ class Question:
             return "wrong"
         for token, expected, likely in zip(said, self.tokens, self.likeliest, strict=True):
             if token != expected:
-                return "tied" if likely.get(token, float("-inf")) > max(likely.values()) - TIE else "wrong"
+                return "tied" if likely.get(token, float("-inf")) > max(likely.values()) - TIE else "strayed"
         return "right"
 
 
@@ -84,3 +91,26 @@ def measured(client: Client, adapters: Sequence[str | None], source: random.Rand
         )
         for (prompt, adapter), output in zip(asked, outputs, strict=True)
     ]
+
+
+def undisturbed_strays(client: Client, questions: Sequence[Question]) -> float:
+    """The share of measured answers that stray although nothing attacks the server, when each is asked for alone.
+    Raises what the client raises.
+    """
+    asked = [question for question in questions if question.tokens]
+    said = [
+        question.judge(client.generate([question.asked], question.params, question.adapter)[0].outputs[0])
+        for question in asked
+    ]
+    return said.count("strayed") / len(said) if said else 0.0
+
+
+def too_many_strays(seen: Mapping[str, int], usual: float) -> str | None:
+    """What to say when more answers strayed than chance explains. `usual`: the share before the attacks; where there
+    was none, there may be none.
+    """
+    strayed = seen.get("strayed", 0)
+    answers = strayed + seen.get("right", 0) + seen.get("tied", 0)
+    if not strayed or (usual and (answers < ENOUGH or strayed / answers <= usual + MORE_STRAYS)):
+        return None
+    return f"{strayed} of {answers} answers strayed; {usual:.1%} did before the attacks"

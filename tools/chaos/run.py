@@ -31,6 +31,7 @@ from .ending import Ended, Ending
 from .healthy import HealthyClients
 from .kills import CHILDREN
 from .lives import Lives
+from .questions import too_many_strays, undisturbed_strays
 from .report import Line, delays, table
 from .served import ServedDemo
 from .starts import Starts
@@ -53,6 +54,7 @@ class Run:
     healthy: HealthyClients | None = None
     lives: Lives = field(default_factory=Lives)
     starts: Starts = field(default_factory=Starts)
+    usual_strays: float = 0.0
     findings: list[str] = field(default_factory=list)
 
 
@@ -147,8 +149,11 @@ def attack_on(run: Run, options: argparse.Namespace, arguments: list[str], folde
     run.starts.began(served, seconds)
     with Client(served.address) as client:
         questions = subject.questions(client, source)
+        run.usual_strays = undisturbed_strays(client, questions)
     answers = {question.tokens or question.text for question in questions}
-    print(f"{len(questions)} questions with {len(answers)} different answers", flush=True)
+    print(
+        f"{len(questions)} questions with {len(answers)} different answers; strayed: {run.usual_strays:.1%}", flush=True
+    )
     run.healthy = healthy = HealthyClients(served, questions, options.clients, options.patience)
     healthy.start()
     chosen = [attack for attack in ATTACKS if attack.name in run.lines]
@@ -184,6 +189,8 @@ def close(run: Run) -> None:
         run.healthy.stop()
         run.findings += run.healthy.problems[:8]
         run.findings += [f"{run.healthy.seen['lost']} requests were lost"] if run.healthy.seen["lost"] else []
+        strays = too_many_strays(run.healthy.seen, run.usual_strays)
+        run.findings += [] if strays is None else [strays]
     if run.healthy is None or not run.healthy.answered:
         run.findings.append("no healthy client was ever answered")
     if run.target is None:
