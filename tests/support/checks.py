@@ -88,6 +88,8 @@ def assert_near(
         flat = torch.where(excess.isnan(), torch.full_like(excess, float("inf")), excess).flatten().argmax()
         where = tuple(int(i) for i in torch.unravel_index(flat, actual.shape))
         count = f"{int(wrong.sum())} of {wrong.numel()} elements are off"
+        places = [[*dict.fromkeys(each.tolist())] for each in wrong.nonzero(as_tuple=True)]  # a tile, or one token?
+        count += f" (along each dimension: {[len(each) for each in places]}, from {[min(each) for each in places]})"
         raise AssertionError(
             f"{name}: {count}; worst at {where}: {float(got[where])}, the reference has {float(want[where])}"
         )
