@@ -156,6 +156,8 @@ class Batcher:
                 continue
             elif isinstance(message, tuple):
                 self._requests.progress(*stepper.take(*message))
+                if not self._answers_told:  # before its client hears: this process may be dead at the next beat
+                    self._tell_answers()
                 self._connections.flush()
             elif isinstance(message, StepFailed):
                 stepper.fail(message.step)

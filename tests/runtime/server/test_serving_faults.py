@@ -250,22 +250,24 @@ def test_the_engine_comes_back(tmp_path):
         assert server.stop() == 0
 
 
-def kill_and_await_another(server: Server) -> None:
-    """SIGKILL for the GPU process; returns when another one serves in its place."""
+def kill_and_await_another(server: Server, role: str = "fake_gpu") -> None:
+    """SIGKILL for the GPU process or the batcher; returns when another one serves in its place."""
     lives = max(1, server.log.read_text().count("serving at"))  # the first one may not be told yet
-    os.kill(server.child("fake_gpu"), signal.SIGKILL)
+    os.kill(server.child(role), signal.SIGKILL)
     end = time.monotonic() + 60
     while server.log.read_text().count("serving at") <= lives:
         assert time.monotonic() < end, "no other GPU process was started"
         time.sleep(0.05)
 
 
-def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path):
+@pytest.mark.parametrize("role", ["fake_gpu", "server.batcher"])
+def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path, role):
+    """Each comes as soon as a client has its answer."""
     with serve_fake(tmp_path) as server:
         for _ in range(DEATHS + 1):
             with server.connect() as wire:
                 assert_works(wire)
-            kill_and_await_another(server)
+                kill_and_await_another(server, role)
         assert server.stop() == 0
 
 
