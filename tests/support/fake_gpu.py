@@ -59,8 +59,8 @@ def _holds_thrice(plan: StepPlan, token: int | None) -> bool:
 
 
 class FakeServed:
-    """See `gpu_process.Served`. An adapter's path must be a directory, and it is content-addressed by its path; while a
-    file `held` is in it, it is being read.
+    """See `gpu_process.Served`. An adapter's path must be a directory, of which the last name counts as its content;
+    while a file `held` is in it, it is being read.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -92,7 +92,7 @@ class FakeServed:
         with self._lock:
             number = self._next
             self._next += 1
-        return LoadedAdapter(name, number, 8, hashlib.sha256(f"{path}{number}".encode()).hexdigest())
+        return LoadedAdapter(name, number, 8, hashlib.sha256(f"{Path(path).name}{number}".encode()).hexdigest())
 
     def remove_adapter(self, name: str) -> None:
         pass

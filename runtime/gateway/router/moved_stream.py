@@ -43,10 +43,17 @@ class MovedStream:
         self.ended = False
 
     def continues(self) -> tuple[Continuation, ...]:
-        """What the next engine is told. Nothing for an answer that is wanted whole: it is computed again."""
-        if not self.request.stream or not any(each.token_ids for each in self._completions):
+        """What the next engine is told: what arrived of the answer, if anything did."""
+        if not any(each.token_ids for each in self._completions):
             return ()
         return tuple(Continuation(each.token_ids[:], each.characters, each.finished) for each in self._completions)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the next engine sends tokens as they come: also of an answer that is wanted whole, once an engine
+        died with all of it, so that not every death is one without progress.
+        """
+        return self.request.stream or self.moves > 0
 
     def accepted(self, prompt_tokens: int, adapter_content: str) -> None:
         """An engine has taken the request."""
@@ -72,7 +79,6 @@ class MovedStream:
         """Its engine died. Raises `problem` when that happened too often."""
         self.moves += 1
         self._fruitless += 1
-        self._held.clear()
         self._scored_here = 0
         if self._fruitless > MAX_FRUITLESS or self.moves > MAX_MOVES:
             raise problem
@@ -90,9 +96,6 @@ class MovedStream:
             self.ended = True
             if self.moves:
                 chunks = [*chunks[:-1], structs.replace(chunks[-1], usage=self._usage(chunks[-1].usage))]
-        if not self.request.stream:
-            self._held += chunks
-            return self._held if self.ended else []
         if any(chunk.prompt_logprobs for chunk in chunks):
             chunks = [each for chunk in chunks if (each := self._with_new_scores(chunk)) is not None]
         for chunk in chunks:
@@ -102,7 +105,10 @@ class MovedStream:
             completion.token_ids += chunk.token_ids
             completion.characters += len(chunk.text)
             completion.finished = completion.finished or chunk.finish_reason is not None
-        return chunks
+        if self.request.stream:
+            return chunks
+        self._held += chunks
+        return self._held if self.ended else []
 
     def _with_new_scores(self, chunk: Chunk) -> Chunk | None:
         """A chunk without the prompt's log-probabilities that a former engine has sent; None if nothing is left."""

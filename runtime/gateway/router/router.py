@@ -95,7 +95,7 @@ class Router:
                     priority=request.priority,
                     deadline_seconds=moved.seconds_left(),
                     request_id=request.request_id,
-                    stream=request.stream,
+                    stream=moved.streams,
                     continues=moved.continues(),
                     when_accepted=moved.accepted,
                     owner=request.owner,

@@ -121,10 +121,14 @@ def test_usage_counts_from_the_beginning():
 
 def test_a_whole_answer_comes_once_whatever_dies_in_between():
     stream = stream_of(stream=False)
+    assert not stream.streams
+    stream.moved(EngineDeadError("dead"))
+    assert stream.streams and stream.continues() == (), "nothing of it was known"
+    for _ in range(MAX_FRUITLESS - 1):
+        stream.moved(EngineDeadError("dead"))
     assert stream.take([Chunk("r", 0, 0, "", [1, 2])]) == []
     stream.moved(EngineDeadError("dead"))
-    assert stream.continues() == ()
-    assert stream.take([Chunk("r", 0, 0, "", [1, 2])]) == []
+    assert stream.continues() == (Continuation([1, 2], 0),), "from now on it goes on where it was"
     chunks = stream.take([Chunk("r", 0, 2, "abc", [3], "length", usage=Usage(2, 3))])
     assert [chunk.token_ids for chunk in chunks] == [[1, 2], [3]] and stream.ended
 
