@@ -39,12 +39,16 @@ def test_no_case_is_a_server_error_or_breaks_the_document(endpoint: Endpoint, py
     operation = SCHEMA[endpoint.path][endpoint.method.upper()]
     good, bad = (operation.as_strategy(mode) for mode in GenerationMode)
     count = MANY if pytestconfig.getoption("--exhaustive") else CASES
+    cases = 0
 
     @settings(
         max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
     )
     @given(case=good | bad)
     def tried(case: schemathesis.Case) -> None:
+        nonlocal cases
+        cases += 1
         case.call_and_validate(checks=CHECKS)
 
     tried()
+    assert cases >= count, "no body was left to generate"
