@@ -13,23 +13,29 @@ from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
 from ..core.workspace import workspace
+from .token_masks import allow, check_masks, masked_logits
 
 BLOCK = 4096
 MAX_PIECES = 64
 PROGRAMS_PER_SM = 4
 
 
-def reference(logits: torch.Tensor) -> torch.Tensor:
+def reference(
+    logits: torch.Tensor, masks: torch.Tensor | None = None, mask_rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits; -1 where a row holds NaN or
-    its largest logit is infinite.
+    its largest logit is infinite. masks [M, W], mask_rows [B] int32: which tokens count (see `token_masks`).
     """
+    logits = masked_logits(logits, masks, mask_rows)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     largest = logits.amax(-1, keepdim=True)  # NaN where any logit is
     chosen = ids.where(logits == largest, logits.shape[1]).amin(-1)
     return chosen.where(largest[:, 0].isfinite(), -1).to(torch.int32)
 
 
-def fake(logits: torch.Tensor) -> torch.Tensor:
+def fake(
+    logits: torch.Tensor, masks: torch.Tensor | None = None, mask_rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """The results of `reference`, not filled."""
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
@@ -37,6 +43,8 @@ def fake(logits: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _argmax_kernel(
     logits,
+    masks,
+    mask_rows,
     tokens,
     values,
     ids,
@@ -46,6 +54,7 @@ def _argmax_kernel(
     pieces,
     MAX_PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (piece, row): ids piece * span ... of the row; the last of a row's programs also takes the best of all
@@ -54,6 +63,9 @@ def _argmax_kernel(
     piece, row = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)
     source = logits + row.to(tl.int64) * vocabulary
+    if MASKED:
+        mask_row = tl.load(mask_rows + row)
+        mask = masks + tl.maximum(mask_row, 0).to(tl.int64) * ((vocabulary + 31) // 32)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     index = piece * span + tl.arange(0, BLOCK)
     broken = tl.zeros([BLOCK], tl.int1)
@@ -61,9 +73,11 @@ def _argmax_kernel(
         token = piece * span + start + tl.arange(0, BLOCK)
         inside = (start + tl.arange(0, BLOCK) < span) & (token < vocabulary)
         logit = tl.load(source + token, mask=inside, other=float("-inf")).to(tl.float32)
+        broken |= logit != logit
+        if MASKED:
+            logit = allow(logit, token, inside, mask, mask_row)
         index = tl.where(logit > best, token, index)
         best = tl.where(logit > best, logit, best)
-        broken |= logit != logit
     largest = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
     largest = tl.where(tl.max(broken.to(tl.int32), axis=0) > 0, float("inf"), largest)  # NaN: no number either
@@ -86,10 +100,17 @@ def _argmax_kernel(
 
 
 def launch(
-    logits: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False
+    logits: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
 ) -> None:
     """Enough pieces a row to fill the GPU, a whole number of blocks each. Too short to heed `sm_budget`."""
     require_contiguous("argmax", logits=logits)
+    check_masks("argmax", logits, masks, mask_rows)
     rows, vocabulary = logits.shape
     if rows == 0:
         return
@@ -102,6 +123,8 @@ def launch(
     arrivals = workspace(device, "argmax_arrivals", rows * 4, zero=True).view(torch.int32)
     _argmax_kernel[(pieces, rows)](
         logits,
+        logits if masks is None else masks,
+        logits if mask_rows is None else mask_rows,
         out[0],
         values,
         ids,
@@ -111,6 +134,7 @@ def launch(
         pieces,
         MAX_PIECES=MAX_PIECES,
         BLOCK=BLOCK,
+        MASKED=masks is not None,
         num_warps=8,
         **pdl_options(pdl),
     )

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ..core.registry import register
 from ..core.triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous
+from .token_masks import allow, check_masks, masked_logits
 
 GREEDY_BELOW = 1e-5  # temperatures below this mean argmax
 _MASK = 0xFFFFFFFF
@@ -86,6 +87,8 @@ def reference(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     steps: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw one token a row.
 
@@ -95,8 +98,10 @@ def reference(
     top_p        [B] fp32 in (0, 1], 1 = off
     min_p        [B] fp32 in [0, 1], 0 = off: least probability relative to the best token's
     seeds, steps [B] int64: the noise's key, e.g. a request's seed and the number of tokens it has produced
+    masks        [M, W] int32 and mask_rows [B] int32: which tokens may be drawn (see `token_masks`); before all filters
     returns      [B] int32 token ids; -1 for a row that holds NaN or whose largest logit is infinite
     """
+    logits = masked_logits(logits, masks, mask_rows)
     scores = perturbed_scores(logits, temperature, top_k, top_p, min_p, seeds, steps)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     drawn = ids.where(scores == scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
@@ -111,6 +116,8 @@ def fake(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     steps: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The results of `reference`, not filled."""
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
@@ -175,9 +182,14 @@ def _from_key(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(row, start, vocabulary, BLOCK: tl.constexpr):
+def _load_logits(row, start, vocabulary, mask, mask_row, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Tokens and their logits; those that the row's mask excludes are -inf, but NaN stays."""
     token = start + tl.arange(0, BLOCK)
-    return token, tl.load(row + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    inside = token < vocabulary
+    logit = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if MASKED:
+        logit = tl.where(logit != logit, logit, allow(logit, token, inside, mask, mask_row))
+    return token, logit
 
 
 @triton.jit
@@ -188,21 +200,21 @@ def _best_of(best, index):
 
 
 @triton.jit
-def _count(row, vocabulary, bound, BLOCK: tl.constexpr):
+def _count(row, vocabulary, bound, mask, mask_row, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """How many logits are >= bound."""
     total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocabulary, BLOCK):
-        _, logit = _load_logits(row, start, vocabulary, BLOCK)
+        _, logit = _load_logits(row, start, vocabulary, mask, mask_row, BLOCK, MASKED)
         total += (logit >= bound).to(tl.int32)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def _mass(row, vocabulary, bound, least, largest, inverse, BLOCK: tl.constexpr):
+def _mass(row, vocabulary, bound, least, largest, inverse, mask, mask_row, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """The sum of exp(relative) over logits >= bound whose relative value is >= least."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        _, logit = _load_logits(row, start, vocabulary, BLOCK)
+        _, logit = _load_logits(row, start, vocabulary, mask, mask_row, BLOCK, MASKED)
         relative = (logit - largest) * inverse
         total += tl.where((logit >= bound) & (relative >= least), tl.exp(relative), 0.0)
     return tl.sum(total, axis=0)
@@ -220,8 +232,11 @@ def _draw(
     min_p,
     seed,
     step,
+    mask,
+    mask_row,
     BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The kept token with the largest relative value + noise; relative = (logit - largest) * inverse, kept =
     relative >= least.
@@ -234,17 +249,20 @@ def _draw(
         low, high = _to_key(nearest, SHIFT), _to_key(largest, SHIFT)
         while low < high:
             middle = (low + high + 1) >> 1
-            if _count(row, vocabulary, _from_key(middle, SHIFT), BLOCK) >= top_k:
+            if _count(row, vocabulary, _from_key(middle, SHIFT), mask, mask_row, BLOCK, MASKED) >= top_k:
                 low = middle
             else:
                 high = middle - 1
         least = tl.maximum(least, (_from_key(low, SHIFT) - largest) * inverse)
     if top_p < 1.0:
-        enough = top_p * _mass(row, vocabulary, float("-inf"), least, largest, inverse, BLOCK)
+        enough = top_p * _mass(row, vocabulary, float("-inf"), least, largest, inverse, mask, mask_row, BLOCK, MASKED)
         low, high = _to_key(nearest, SHIFT), _to_key(largest, SHIFT)
         while low < high:
             middle = (low + high + 1) >> 1
-            if _mass(row, vocabulary, _from_key(middle, SHIFT), least, largest, inverse, BLOCK) >= enough:
+            if (
+                _mass(row, vocabulary, _from_key(middle, SHIFT), least, largest, inverse, mask, mask_row, BLOCK, MASKED)
+                >= enough
+            ):
                 low = middle
             else:
                 high = middle - 1
@@ -254,7 +272,7 @@ def _draw(
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     index = tl.arange(0, BLOCK)
     for start in range(0, vocabulary, BLOCK):
-        token, logit = _load_logits(row, start, vocabulary, BLOCK)
+        token, logit = _load_logits(row, start, vocabulary, mask, mask_row, BLOCK, MASKED)
         relative = (logit - largest) * inverse
         score = tl.where(relative >= least, relative + _gumbel(token, key0, key1), float("-inf"))
         index = tl.where(score > best, token, index)
@@ -264,8 +282,8 @@ def _draw(
 
 @triton.jit
 def sample_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, tokens, rows, vocabulary, GREEDY: tl.constexpr,
-    BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, masks, mask_rows, tokens, rows, vocabulary,
+    GREEDY: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes whole rows.
 
@@ -276,11 +294,15 @@ def sample_kernel(
     row_index = tl.program_id(0)
     while row_index < rows:
         row = logits + row_index.to(tl.int64) * vocabulary
+        mask, mask_row = masks, -1
+        if MASKED:
+            mask_row = tl.load(mask_rows + row_index)
+            mask = masks + tl.maximum(mask_row, 0).to(tl.int64) * ((vocabulary + 31) // 32)
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         index = tl.arange(0, BLOCK)
         broken = tl.zeros([BLOCK], tl.int1)
         for start in range(0, vocabulary, BLOCK):
-            token, logit = _load_logits(row, start, vocabulary, BLOCK)
+            token, logit = _load_logits(row, start, vocabulary, mask, mask_row, BLOCK, MASKED)
             index = tl.where(logit > best, token, index)
             best = tl.where(logit > best, logit, best)
             broken |= logit != logit
@@ -300,8 +322,11 @@ def sample_kernel(
                 tl.load(min_ps + row_index),
                 tl.load(seeds + row_index),
                 tl.load(steps + row_index),
+                mask,
+                mask_row,
                 BLOCK,
                 SHIFT,
+                MASKED,
             )
         tl.store(tokens + row_index, chosen)
         row_index += tl.num_programs(0)
@@ -319,6 +344,8 @@ def launch(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     steps: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -327,6 +354,7 @@ def launch(
     """One program a row (at most `sm_budget` programs)."""
     rows, vocabulary = logits.shape
     require_contiguous("sample", logits=logits)
+    check_masks("sample", logits, masks, mask_rows)
     if rows == 0:
         return
     block = min(8192, max(128, next_power_of_2(vocabulary)))
@@ -338,12 +366,15 @@ def launch(
         min_p,
         seeds,
         steps,
+        logits if masks is None else masks,
+        logits if mask_rows is None else mask_rows,
         out[0],
         rows,
         vocabulary,
         GREEDY=GREEDY_BELOW,
         BLOCK=block,
         SHIFT=_UNUSED_BITS[logits.dtype],
+        MASKED=masks is not None,
         num_warps=max(4, block // 256),
         **pdl_options(pdl),
     )
