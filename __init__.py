@@ -11,6 +11,7 @@ __version__ = "0.2.0"
 _HOME = {
     "LLM": "runtime.llm",
     "SamplingParams": "runtime.requests.sampling_params",
+    "StructuredOutputsParams": "runtime.requests.structured_outputs",
     "BeamSearchParams": "runtime.requests.beam_search",
     "BeamSearchOutput": "runtime.requests.beam_search",
     "BeamSearchSequence": "runtime.requests.beam_search",

@@ -26,6 +26,7 @@ from .requests.outputs import FinishReason, Logprob, RequestOutput
 from .requests.request import Request
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
+from .structured.compiler import GrammarCompiler
 from .text.chat import ChatRenderer
 from .text.chat_template import chat_words
 from .text.prompts import without_special_tokens
@@ -102,6 +103,7 @@ class LLM:
         self._closed = False
         self._open_stream: Generator[Any, None, None] | None = None
         self._renderer: ChatRenderer | None = None
+        self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, loaded.eos_ids)
 
     def close(self) -> None:
         """Give all memory back and end the threads, each after its present job; open streams end. May be called twice.
@@ -115,6 +117,7 @@ class LLM:
         self._closed = True
         if self._renderer is not None:
             self._renderer.close()
+        self._grammars.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         del self.engine, self.model, self.compiled, self.registry, self.calibration
@@ -419,6 +422,7 @@ class LLM:
             adapters=self.registry.numbers,
             first=self._requests,
             priority=priority,
+            compile_grammar=self._grammars.compile,
         )
         self._requests += len(requests)
         return requests

@@ -28,6 +28,7 @@ _LISTS = {
     "logit_bias": "biases",
     "allowed_token_ids": "allowed_ids",
     "bad_words": "banned_words",
+    "structured_outputs": "asked_outputs",
 }
 _OURS = frozenset({"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame"})
 _GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})

@@ -15,7 +15,7 @@ from ...compiler.program.program import Bucket, Program
 from ...compiler.run.ahead import KernelsAhead
 from ...compiler.run.emit import BoundProgram
 from ..adapters.stacks import AdapterStacks, Report
-from ..steps.plan import StepPlan, StepResult
+from ..steps.plan import StepMasks, StepPlan, StepResult
 from .buckets import Buckets
 from .programs import ReadyPrograms
 from .progress import progress, stage
@@ -38,11 +38,14 @@ class _Ready:
 
 @dataclass
 class Handle:
-    """A step on its way: pinned copies of what it sampled, and the event after which they are valid."""
+    """A step on its way: pinned copies of what it sampled, and the event after which they are valid. `unsampled`: its
+    plan and logits while it waits for masks.
+    """
 
     step: int
-    samples: DeviceSamples
+    samples: DeviceSamples | None = None
     done: Any = None
+    unsampled: tuple[StepPlan, torch.Tensor] | None = None
 
 
 class ModelRunner:
@@ -81,6 +84,7 @@ class ModelRunner:
         self._sampler = Sampler(buckets.max_num_seqs, device)
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
         self._pool: Any = None
+        self._waiting: Handle | None = None  # for masks
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -117,7 +121,11 @@ class ModelRunner:
             self.programs.build_aside((self.buckets.largest(), self.buckets.largest_decode()), self._make_ready)
 
     def submit(self, plan: StepPlan) -> Handle:
-        """Start a step. On a GPU this returns as soon as everything is launched."""
+        """Start a step. On a GPU this returns as soon as everything is launched. One with `masked_rows` computes its
+        logits, and is sampled by `constrain`.
+        """
+        if self._waiting is not None:
+            raise RuntimeError(f"step {plan.step} came while step {self._waiting.step} waits for masks")
         for slot, number in plan.slot_loads.tolist():
             if self.stacks is None:
                 raise RuntimeError("a plan loads an adapter, but the engine was started without adapter slots")
@@ -135,11 +143,28 @@ class ModelRunner:
             self._capture(ready)
         ready.inputs.fill(plan, self._last_tokens)
         ready.bound.replay()
-        samples = self._sampler(ready.logits[: len(plan.logits_indices)], plan)
+        handle, logits = Handle(plan.step), ready.logits[: len(plan.logits_indices)]
+        if len(plan.masked_rows):
+            handle.unsampled = plan, logits
+            self._waiting = handle
+        else:
+            self._sample(handle, plan, logits)
+        return handle
+
+    def constrain(self, handle: Handle, masks: StepMasks) -> None:
+        """Sample a step that waits for these masks."""
+        if handle.unsampled is None or handle.step != masks.step:
+            raise RuntimeError(f"masks of step {masks.step} came when step {handle.step} waits for none")
+        (plan, logits), handle.unsampled = handle.unsampled, None
+        self._waiting = None
+        self._sample(handle, plan, logits, masks)
+
+    def _sample(self, handle: Handle, plan: StepPlan, logits: torch.Tensor, masks: StepMasks | None = None) -> None:
+        samples = self._sampler(logits, plan, masks)
         # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
         fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
         self._last_tokens[: plan.num_sequences].copy_(fed)
-        return self._send_back(plan.step, samples)
+        self._send_back(handle, samples)
 
     def start_load(self, slot: int, number: int) -> None:
         """Begin to bring an adapter into a slot that no submitted step reads; slot -1: only into host memory.
@@ -171,6 +196,8 @@ class ModelRunner:
             handle.done.synchronize()
             if self.stacks is not None:
                 self.stacks.note_step(time.monotonic())
+        if handle.samples is None:
+            raise RuntimeError(f"step {handle.step} was not sampled: it waits for masks")
         tokens, *others = (None if tensor is None else tensor.numpy() for tensor in vars(handle.samples).values())
         if tokens is None:
             raise RuntimeError(f"step {handle.step} has no tokens")
@@ -211,18 +238,19 @@ class ModelRunner:
             )
         return self._logits[dtype][: shape[0]]
 
-    def _send_back(self, step: int, samples: DeviceSamples) -> Handle:
+    def _send_back(self, handle: Handle, samples: DeviceSamples) -> None:
         if self.device.type != "cuda":
-            return Handle(step, samples)
+            handle.samples = samples
+            return
         stream, sampled, done = copy_stream(self.device, "out"), torch.cuda.Event(), torch.cuda.Event()
         sampled.record(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):  # the next step does not wait for what goes to the host
             sampled.wait(stream)
-            copies = DeviceSamples(
+            handle.samples = DeviceSamples(
                 *(None if tensor is None else _to_pinned(tensor, stream) for tensor in vars(samples).values())  # type: ignore[arg-type]
             )
             done.record(stream)
-        return Handle(step, copies, done)
+        handle.done = done
 
 
 def _to_pinned(tensor: torch.Tensor, stream: Any) -> torch.Tensor:

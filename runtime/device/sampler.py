@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...ops.core.triton_support import cdiv
 from ...ops.rows.argmax import argmax
 from ...ops.rows.sample import sample, top_logprobs
-from ..steps.plan import SamplingPlan, StepPlan
+from ..steps.plan import SamplingPlan, StepMasks, StepPlan
 from .staging import Staging
 
 _NUMBERS = (
@@ -48,18 +49,21 @@ class Sampler:
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.device = device
+        self._max_rows = max_rows
+        self._masks: Staging | None = None
         self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in _NUMBERS], device)
 
-    def __call__(self, logits: torch.Tensor, plan: StepPlan) -> DeviceSamples:
+    def __call__(self, logits: torch.Tensor, plan: StepPlan, masks: StepMasks | None = None) -> DeviceSamples:
         """logits [R, V] of the plan's sequences, in order (rows that sample nothing are computed along), then of other
-        prompt tokens that are scored.
+        prompt tokens that are scored. `masks`: which tokens some of them may get.
         """
         prompts = None if plan.sampling.num_prompt_logprobs < 0 else self._score(logits, plan)
         logits, sampling = logits[: plan.num_sequences], plan.sampling
         scores = logits
         if len(sampling.history_rows) or len(sampling.bias_rows) or len(sampling.allowed_rows):
             scores = edited_logits(logits, sampling)
-        tokens = argmax(scores) if sampling.greedy else self._draw(scores, sampling)
+        masked = () if masks is None or not len(masks.rows) else self._upload(masks, *logits.shape)
+        tokens = argmax(scores, *masked) if sampling.greedy else self._draw(scores, sampling, masked)
         if sampling.num_logprobs < 0:
             return DeviceSamples(tokens, None, None, None, *(prompts or ()))
         chosen = _reported(logits, tokens.clamp_min(0), sampling.num_logprobs)
@@ -76,7 +80,21 @@ class Sampler:
         ids, logprobs, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
         return ids, logprobs, ranks
 
-    def _draw(self, scores: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
+    def _upload(self, masks: StepMasks, rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The masks, and which of them holds for a row (-1: none), on the device."""
+        if self._masks is None:
+            sizes = {"masks": (self._max_rows, cdiv(vocabulary, 32)), "mask_rows": (self._max_rows,)}
+            self._masks = Staging([(name, shape, torch.int32) for name, shape in sizes.items()], self.device)
+        host, count = self._masks.host, len(masks.rows)
+        host["masks"][:count] = masks.words
+        host["mask_rows"][:rows] = -1
+        host["mask_rows"][masks.rows] = np.arange(count)
+        self._masks.upload()
+        return self._masks.device["masks"][:count], self._masks.device["mask_rows"][:rows]
+
+    def _draw(
+        self, scores: torch.Tensor, sampling: SamplingPlan, masked: tuple[torch.Tensor, ...] = ()
+    ) -> torch.Tensor:
         rows = scores.shape[0]
         for name, _ in _NUMBERS:
             self._numbers.host[name][:rows] = getattr(sampling, name)
@@ -90,6 +108,7 @@ class Sampler:
             numbers["min_p"],
             numbers["seeds"],
             numbers["steps"],
+            *masked,
         )
 
 

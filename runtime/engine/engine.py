@@ -14,7 +14,7 @@ from ..requests.sampling_params import SEED_LIMIT, SamplingParams
 from ..scheduling.forbidden import Forbidden
 from ..scheduling.scheduler import Sampled, Scheduler
 from ..scheduling.sequence import Sequence, Status
-from ..steps.plan import StepPlan, StepResult
+from ..steps.plan import StepMasks, StepPlan, StepResult
 from ..steps.runner import Runner
 from ..text.tokenizer import Tokenizer
 from .completion import Completion
@@ -104,6 +104,7 @@ class Engine:
                 # of several completions the first does it, and one that goes on has been scored before
                 scores_prompt=params.prompt_logprobs is not None and index == 0 and not so_far.token_ids,
                 forbidden=forbidden,
+                matcher=None if request.grammar is None else request.grammar.matcher(),
             )
             completion = Completion(sequence, self.tokenizer, stream)
             if so_far.finished:
@@ -148,14 +149,26 @@ class Engine:
         plan = self.plan()
         if plan is not None:
             self._in_flight.append(self.runner.submit(plan))
+            self._constrain()
         deltas, finished = self.take_ended()
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             result = self.runner.collect(self._in_flight.popleft())
-            more, others = self.deliver(self.commit(result), result)
+            progress = self.commit(result)
+            self._constrain()
+            more, others = self.deliver(progress, result)
             deltas, finished = deltas + more, finished + others
         elif plan is None and self.scheduler.has_work:  # everything waits for an adapter on its way
             self.take_loads_in(WAIT_FOR_LOADS)
         return deltas, finished
+
+    def _constrain(self) -> None:
+        masks = self.masks_due()
+        if masks is not None:
+            self.runner.constrain(self._in_flight[0], masks)
+
+    def masks_due(self) -> StepMasks | None:
+        """The masks that the oldest issued step waits for, once; see `Scheduler.masks_due`."""
+        return self.scheduler.masks_due()
 
     def plan(self) -> StepPlan | None:
         """The next step; the copies of adapters that go with it are started."""

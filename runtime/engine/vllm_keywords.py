@@ -58,7 +58,7 @@ FOREIGN: dict[str, Foreign] = {
     "max_seq_len_to_capture": Foreign((8192,), "use enforce_eager=True to replay no CUDA graph"),
     "compilation_config": Foreign((0, {}), "use disable_passes and the other compiler options"),
     "speculative_config": Foreign((), "leave it out; tokens are generated one at a time"),
-    "structured_outputs_config": Foreign(({},), "constrain the text after generation"),
+    "structured_outputs_config": Foreign(({},), "leave it out; requests have structured_outputs"),
     "logits_processors": Foreign(((), []), "use logit_bias, temperature, top_k, top_p or min_p in SamplingParams"),
     "disable_async_output_proc": Foreign((False, True), "leave it out"),
     "override_pooler_config": Foreign((), "leave it out; this LLM generates text"),

@@ -1,6 +1,7 @@
 """What is asked of the engine, and what one step adds to an answer."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from .outputs import FinishReason, Logprob
 from .sampling_params import SamplingParams
@@ -19,6 +20,14 @@ class Continuation:
     finished: bool = False
 
 
+class Constraint(Protocol):
+    """A compiled `StructuredOutputsParams` (`structured.matcher.Grammar`)."""
+
+    def matcher(self) -> Any:
+        """What follows one completion."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked: already tokenized and checked.
@@ -26,7 +35,7 @@ class Request:
     `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is;
     `owner`: whose it is, such as a client's connection: steps are shared fairly between owners;
     `continues`: what there is of each of its completions already, or nothing;
-    `bad_words`: token sequences that its output must not hold.
+    `bad_words`: token sequences that its output must not hold; `grammar`: what its output must look like, compiled.
     """
 
     request_id: str
@@ -39,6 +48,7 @@ class Request:
     owner: str = ""
     continues: tuple[Continuation, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Constraint | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from .checks import (
     check_number,
 )
 from .errors import RequestError
+from .structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 256
 MAX_LOGPROBS = 20
@@ -25,8 +26,7 @@ REFUSED = {
     "best_of": "use n and pick by cumulative_logprob",
     "use_beam_search": "call LLM.beam_search with BeamSearchParams",
     "logits_processors": "use logit_bias, temperature, top_k, top_p or min_p",
-    "guided_decoding": "constrain the text after generation",
-    "structured_outputs": "constrain the text after generation",
+    "guided_decoding": "use structured_outputs",
     "truncate_prompt_tokens": "cut the prompt's token ids before the call",
     "flat_logprobs": "leave it out",
     "extra_args": "leave it out",
@@ -61,6 +61,7 @@ class SamplingParams:
     bad_words            these words are never generated: the last token of a word is banned where the output ends with
                          the word's other tokens. A word is taken with and without a space in front
     skip_reading_prefix_cache  True = compute the whole prompt, also what the prefix cache has
+    structured_outputs   what the answer must look like: StructuredOutputsParams, or its fields as a dict
     detokenize           False = token ids only, the text stays ''
     output_kind          vLLM's RequestOutputKind; `generate` gives whole answers whatever it is, DELTA is refused
 
@@ -94,7 +95,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Any = None
     guided_decoding: Any = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
     output_kind: Any = None
     flat_logprobs: bool = False
@@ -154,6 +155,7 @@ class SamplingParams:
                     "allowed_token_ids is empty, so that nothing could be sampled; leave it out or name one"
                 )
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
+        object.__setattr__(self, "structured_outputs", _as_structured_outputs(self.structured_outputs))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text; set detokenize=True or use stop_token_ids")
 
@@ -201,6 +203,16 @@ class SamplingParams:
         return cast(tuple[str, ...], self.bad_words)
 
     @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        """`structured_outputs`, never as a dict."""
+        return cast(StructuredOutputsParams | None, self.structured_outputs)
+
+    @property
+    def asked_outputs(self) -> dict[str, Any] | None:
+        """`structured_outputs` as a dict of the fields that are given."""
+        return None if self.constraint is None else self.constraint.asked()
+
+    @property
     def greedy(self) -> bool:
         """Whether no random number is drawn."""
         return self.temperature == 0.0
@@ -217,6 +229,18 @@ class SamplingParams:
             if getattr(self, field.name) != _DEFAULTS[field.name]
         )
         return f"SamplingParams({changed})"
+
+
+def _as_structured_outputs(given: Any) -> StructuredOutputsParams | None:
+    if given is None or isinstance(given, StructuredOutputsParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise RequestError(f"structured_outputs must be StructuredOutputsParams, not {type(given).__name__}")
+    try:
+        return StructuredOutputsParams(**given)
+    except TypeError:
+        known = ", ".join(field.name for field in fields(StructuredOutputsParams))
+        raise RequestError(f"structured_outputs has a field that there is not; its fields are {known}") from None
 
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)} | {

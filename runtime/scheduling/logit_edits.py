@@ -30,11 +30,7 @@ class LogitEdits:
         """Append one sequence's; `step` = output tokens so far. Raises RequestError when no token would be left."""
         params = sequence.params
         values: dict[int, float] = dict(params.biases)
-        banned: set[int] = set()
-        if step < params.min_tokens:
-            banned |= sequence.stop_ids | sequence.eos_ids
-        if sequence.forbidden is not None:
-            banned |= sequence.forbidden.after(sequence.tokens, sequence.prompt_length)
+        banned = sequence.banned(step)
         values.update(dict.fromkeys(banned, -np.inf))
         self._bias_rows.extend([row] * len(values))
         self._bias_tokens.extend(values.keys())

@@ -164,6 +164,7 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
         feed_positions=np.array(feed_positions, np.int32),
         feed_rows=np.array(feed_rows, np.int32),
         slot_loads=np.asarray(slot_loads, np.int32).reshape(-1, 2),
+        masked_rows=np.array([index for index in sampled if sequences[index].matcher is not None], np.int32),
         sampling=rows.sampling(row_of, sequences, sample_rows, np.array(steps, np.int64), scores.most),
     )
     for sequence, tokens in work:

@@ -22,9 +22,10 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..requests.errors import RequestError
-from ..steps.plan import StepPlan, StepResult
+from ..steps.plan import StepMasks, StepPlan, StepResult
 from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
+from .masks import masks_of
 from .prompt_scores import Scored, scored_by
 from .rows import SequenceFault, Work, build_plan
 from .sequence import Sequence, Status
@@ -77,6 +78,7 @@ class Scheduler:
         self.clock = clock
         self.timeouts = 0
         self._issued: dict[int, Issued] = {}
+        self._masked = -1  # the last step whose masks were made
         self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
         self._loads: list[tuple[int, int]] = []  # for the plan that is being made
         self._deadlines: list[tuple[float, int, Sequence]] = []
@@ -263,7 +265,20 @@ class Scheduler:
                 )
                 self.timeouts += 1
 
-    def _end(self, sequence: Sequence, reason: str, text: str) -> None:
+    def masks_due(self) -> StepMasks | None:
+        """The masks of the oldest step that has not come back, if it needs some and has none yet: the tokens that they
+        depend on are known. To be called after `schedule`, `commit` and `fail_step`.
+        """
+        step = next(iter(self._issued), self._masked)
+        if step == self._masked:
+            return None
+        plan, sequences = self._issued[step]
+        if not len(plan.masked_rows):
+            return None
+        self._masked = step
+        return masks_of(plan, sequences, self._void.get(step, ()), self._end)
+
+    def _end(self, sequence: Sequence, reason: str, text: str | None) -> None:
         """End a sequence of the scheduler's own accord: `take_ended` tells of it."""
         self.states.finish(sequence, reason, text)
         self._ended.append(sequence)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..requests.sampling_params import SamplingParams
 from ..steps.plan import Int32
+from ..structured.matcher import Matcher
 from .forbidden import Forbidden
 
 
@@ -42,6 +43,7 @@ class Sequence:
     chunked_at  the last step that computed a part of its prompt
     scores_prompt  whether the log-probabilities of its prompt are wanted, and `scored`: how many there are
     forbidden   tokens that may not come next, or None
+    matcher     what its output must look like, or None
     allowed     the only tokens that may be sampled, or None
     edits_logits  whether anything about its logits is changed in some of its steps; `needs_history`: what that is
                   depends on the tokens before
@@ -82,6 +84,7 @@ class Sequence:
     scores_prompt: bool = False
     scored: int = 0
     forbidden: Forbidden | None = None
+    matcher: Matcher | None = None
     allowed: Int32 | None = field(init=False)
     edits_logits: bool = field(init=False)
     needs_history: bool = field(init=False)
@@ -125,6 +128,15 @@ class Sequence:
             self.counts = Counter(dict.fromkeys(self.tokens[: self.prompt_length], 0))
             self.counts.update(self.output_ids)
         return self.counts
+
+    def banned(self, step: int) -> set[int]:
+        """The tokens that may not come next, after `step` tokens of output."""
+        banned: set[int] = set()
+        if step < self.params.min_tokens:
+            banned |= self.stop_ids | self.eos_ids
+        if self.forbidden is not None:
+            banned |= self.forbidden.after(self.tokens, self.prompt_length)
+        return banned
 
     @property
     def finished(self) -> bool:

@@ -31,6 +31,7 @@ from .adapter_desk import AdapterDesk
 from .connections import Connections
 from .front_desk import FrontDesk
 from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
+from .grammar_desk import GrammarDesk
 from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
 from .open_requests import OpenRequests
 from .retries import Retries
@@ -63,8 +64,15 @@ class Batcher:
         self._listener = self._listen()
         self._connections = Connections(self._listener, os.urandom(INSTANCE_BYTES))
         self._requests = OpenRequests(self._connections)
+        self._grammars = GrammarDesk(self._tokenizer)
         self._submissions = Submissions(
-            self._state, self._connections, self._requests, self._tokenizer, self._encoder, settings.max_waiting
+            self._state,
+            self._connections,
+            self._requests,
+            self._tokenizer,
+            self._encoder,
+            self._grammars,
+            settings.max_waiting,
         )
         self._adapters = AdapterDesk(
             self._state, self._connections, self._requests, settings.admin, settings.adapter_roots
@@ -90,7 +98,7 @@ class Batcher:
         self._retries = Retries()
         self._answers_told = 0
         self._expect_gpu(settings.generation)
-        for source in (self._listener.source, channel, *([self._encoder] if self._encoder else [])):
+        for source in (self._listener.source, channel, self._grammars, *([self._encoder] if self._encoder else [])):
             self._poller.register(source, zmq.POLLIN)
 
     def _listen(self) -> Listener:
@@ -124,6 +132,9 @@ class Batcher:
                         self._obey(order)
                 if self._encoder is not None and self._encoder.fileno() in ready:
                     self._take_encoded(self._encoder)
+                if self._grammars.fileno() in ready:
+                    for key, grammar in self._grammars.take():
+                        self._submissions.compiled(key, grammar)
                 now = time.monotonic()
                 if self._listener.pending or self._listener.source in ready or now >= next_tick:
                     self._hear_clients()
@@ -247,6 +258,7 @@ class Batcher:
             self._settings.step_timeout,
             self._clock,
         )
+        self._grammars.ready(ready)
         self._state.phase, self._state.progress = "ready", 1.0
         self._channel.send({"event": "serving"})
         still_open = {}
@@ -309,6 +321,7 @@ class Batcher:
         gc.unfreeze()
         if self._encoder is not None:
             self._encoder.close()
+        self._grammars.close()
         self._listener.close(0)
 
 

@@ -1,7 +1,7 @@
 """Between the batcher and the GPU process: plans one way, results the other, over two private ipc sockets.
 
-A frame pair (kind, body): plans and results are flat arrays (`plan_wire`), everything else small messages. Each thread
-of the GPU process has a socket of its own for results; the batcher hears them all on one.
+A frame pair (kind, body): plans, masks and results are flat arrays (`steps/wire.py`), everything else small messages.
+Each thread of the GPU process has a socket of its own for results; the batcher hears them all on one.
 """
 
 import time
@@ -14,10 +14,10 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from ..steps.plan import StepPlan, StepResult
-from ..steps.wire import pack_plan, pack_result, unpack_plan, unpack_result
+from ..steps.plan import StepMasks, StepPlan, StepResult
+from ..steps.wire import pack_masks, pack_plan, pack_result, unpack_masks, unpack_plan, unpack_result
 
-PLAN, RESULT, MESSAGE = b"P", b"R", b"M"
+PLAN, MASKS, RESULT, MESSAGE = b"P", b"K", b"R", b"M"
 
 
 class Notice(Struct, frozen=True, tag_field="type"):
@@ -154,6 +154,10 @@ class BatcherEnd:
         """Ship a plan."""
         self._send((PLAN, pack_plan(plan)))
 
+    def constrain(self, masks: StepMasks) -> None:
+        """Ship the masks of a step whose plan was shipped."""
+        self._send((MASKS, pack_masks(masks)))
+
     def tell(self, notice: Notice) -> None:
         """Ship a message."""
         self._send((MESSAGE, _encode(notice)))
@@ -207,8 +211,8 @@ class GpuEnd:
         """Readable once the batcher is gone."""
         self.plans.connect(plans)
 
-    def receive(self) -> tuple[StepPlan, int] | Notice | None:
-        """(plan, when it came) or a message, or None."""
+    def receive(self) -> tuple[StepPlan, int] | StepMasks | Notice | None:
+        """(plan, when it came), masks, a message, or None."""
         try:
             kind, body = self.plans.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -216,6 +220,8 @@ class GpuEnd:
         if kind == PLAN:
             # a copy, so that torch takes the arrays without a warning
             return unpack_plan(bytearray(body)), time.monotonic_ns()
+        if kind == MASKS:
+            return unpack_masks(body)
         return _decode(body)
 
     def reporter(self) -> "Reporter":

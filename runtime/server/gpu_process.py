@@ -4,7 +4,8 @@
 
 Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads
 adapters from disk; a fourth says that the process is alive (`watch`). So a plan that arrives while the device is busy
-is launched at once, after the step that runs.
+is launched at once, after the step that runs. A step that needs masks computes its logits meanwhile; it is sampled when
+they have come, and plans after it wait until then.
 """
 
 import logging
@@ -15,7 +16,9 @@ import selectors
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -23,6 +26,7 @@ import msgspec
 import zmq
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..steps.plan import StepMasks, StepPlan
 from ..steps.runner import Runner
 from ..wire.channel import Channel, ChannelClosed
 from .gpu_link import (
@@ -94,6 +98,8 @@ class _Loop:
         self._runner = served.runner
         self._reporter = link.reporter()
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._plans: deque[tuple[StepPlan, int]] = deque()
+        self._unsampled: _Step | None = None  # launched, and waiting for masks
         self._errands: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
         self._loads = 0
         self._in_host_memory: set[int] = set()
@@ -153,19 +159,39 @@ class _Loop:
             self._runner.forget_adapter(message.number)
         elif isinstance(message, Notice):
             self._errands.put(message)  # type: ignore[arg-type]
+        elif isinstance(message, StepMasks):
+            self._sample(message)
         else:
-            plan, received = message
-            self._steps.put(self._launch(plan, received))
+            self._plans.append(message)
+        while self._plans and self._unsampled is None:
+            plan, received = self._plans.popleft()
+            step = self._launch(plan.step, received, partial(self._runner.submit, plan))
+            if step.problem is None and len(plan.masked_rows):
+                self._unsampled = step
+            else:
+                self._steps.put(step)
 
-    def _launch(self, plan: Any, received: int) -> _Step:
+    def _sample(self, masks: StepMasks) -> None:
+        """The step that waits for these masks goes on; those of one that has failed come too late."""
+        step = self._unsampled
+        if step is None or step.step != masks.step:
+            return
+        self._unsampled = None
+        self._steps.put(self._launch(step.step, step.received, partial(self._constrain, step.handle, masks)))
+
+    def _constrain(self, handle: Any, masks: StepMasks) -> Any:
+        self._runner.constrain(handle, masks)
+        return handle
+
+    def _launch(self, number: int, received: int, launch: Callable[[], Any]) -> _Step:
         try:
-            handle = self._runner.submit(plan)
+            handle = launch()
         except Exception as error:
-            _log.exception("step %d failed", plan.step)
+            _log.exception("step %d failed", number)
             if is_fatal(error):
                 self._broken.set()
-            return _Step(plan.step, None, received, received, STEP_FAULT)
-        return _Step(plan.step, handle, received, time.monotonic_ns())
+            return _Step(number, None, received, received, STEP_FAULT)
+        return _Step(number, handle, received, time.monotonic_ns())
 
     def _report_loads(self) -> None:
         for slot, number, problem in self._runner.loaded():

@@ -10,7 +10,7 @@ from ..engine.engine import Engine
 from ..requests.outputs import RequestOutput
 from ..requests.request import Delta, Request
 from ..scheduling.scheduler import Scheduler, SchedulerLimits
-from ..steps.plan import AHEAD, StepPlan, StepResult
+from ..steps.plan import AHEAD, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 from .watch import AwakeClock, StepWatch
@@ -49,6 +49,10 @@ class RemoteRunner:
     def submit(self, plan: StepPlan) -> None:
         """Ship a step."""
         self._link.submit(plan)
+
+    def constrain(self, handle: Any, masks: StepMasks) -> None:
+        """Ship a step's masks."""
+        self._link.constrain(masks)
 
     def collect(self, handle: Any) -> StepResult:
         """Never called: results come as messages."""
@@ -119,6 +123,13 @@ class Stepper:
             self._remote.submit(plan)
             self.watch.shipped(plan.step)
             self.in_flight += 1
+            self._constrain()
+
+    def _constrain(self) -> None:
+        """Ship the masks that the oldest step in flight waits for."""
+        masks = self.engine.masks_due()
+        if masks is not None:
+            self._remote.constrain(None, masks)
 
     def take(self, result: StepResult, timing: Timing) -> Progress:
         """A step's tokens: first the next plan goes out, then they become text."""
@@ -126,6 +137,7 @@ class Stepper:
         self.in_flight -= 1
         self.watch.returned()
         progress = self.engine.commit(result)
+        self._constrain()
         self.pump(continuing=True)
         self.plan_seconds += time.perf_counter() - begin
         output = self.engine.deliver(progress, result)
@@ -139,6 +151,7 @@ class Stepper:
         self.failed_steps += 1
         self._continuing.pop(step, None)
         self.scheduler.fail_step(step)
+        self._constrain()
 
     def requests_of(self, step: int) -> set[str]:
         """The ids of the requests that a step in flight computes."""

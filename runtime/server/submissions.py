@@ -2,18 +2,21 @@
 
 import logging
 from collections.abc import Collection
+from typing import Any
 
 from msgspec import structs
 
 from ..requests.errors import RequestError
-from ..requests.request import Continuation, Request
+from ..requests.request import Constraint, Continuation, Request
 from ..requests.sampling_params import SamplingParams
+from ..requests.structured_outputs import StructuredOutputsParams
 from ..text.bad_words import bad_word_ids
 from ..text.encoder import INLINE_CHARACTERS, Encoder
 from ..text.prompts import check_continues, check_request
 from ..text.tokenizer import Tokenizer
 from ..wire.protocol import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
 from .connections import Client, Connections
+from .grammar_desk import GrammarDesk
 from .open_requests import OpenRequest, OpenRequests
 from .state import ServerState
 from .stepper import Stepper
@@ -49,12 +52,15 @@ class Submissions:
         requests: OpenRequests,
         tokenizer: Tokenizer | None,
         encoder: Encoder | None,
+        grammars: GrammarDesk,
         max_waiting: int,
     ) -> None:
         self._state, self._connections, self._requests = state, connections, requests
         self._tokenizer, self._encoder = tokenizer, encoder
+        self._grammars = grammars
         self._max_waiting = max_waiting
         self._encoding: dict[str, tuple[OpenRequest, Submit, SamplingParams]] = {}
+        self._compiling: dict[str, tuple[OpenRequest, Submit, SamplingParams, list[int]]] = {}
         self._default_params = SamplingParams()
 
     def submit(self, client: Client, message: Submit) -> None:
@@ -122,23 +128,65 @@ class Submissions:
         A client may hold as many places as are free at most (Choudhury and Hahne's dynamic threshold): one alone gets
         half of them, and whoever comes next still finds some.
         """
-        free = self._max_waiting - stepper.scheduler.num_waiting - len(self._encoding)
+        free = self._max_waiting - stepper.scheduler.num_waiting - len(self._encoding) - len(self._compiling)
         if count > free:
             return "too many requests are waiting"
         if count + self._max_waiting - free <= free:  # nobody can hold more than all do
             return None
         held = stepper.scheduler.states.waiting.held_by(f"{client.number}:")
-        held += sum(request.client is client for request, _, _ in self._encoding.values())
+        held += sum(request.client is client for request, *_ in self._encoding.values())
+        held += sum(request.client is client for request, *_ in self._compiling.values())
         if held + count <= free:
             return None
         return f"too many requests are waiting: {held} of them are this client's, what is left ({free}) is for others"
 
     def _params(self, message: Submit) -> SamplingParams:
-        changed = {name: value for name, value in structs.asdict(message.sampling).items() if value != _DEFAULTS[name]}
+        given: dict[str, Any] = structs.asdict(message.sampling)
+        changed = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+        asked = changed.get("structured_outputs")
+        if asked is not None:
+            changed["structured_outputs"] = StructuredOutputsParams(**structs.asdict(asked))
         return SamplingParams(**changed) if changed else self._default_params
 
     def _enqueue(self, request: OpenRequest, message: Submit, params: SamplingParams, ids: list[int]) -> None:
-        """Hand a tokenized request to the engine."""
+        """Hand a tokenized request to the engine, or to the grammars' thread first."""
+        constraint = params.constraint
+        if constraint is None:
+            self._add(request, message, params, ids)
+        elif self._grammars.has_room(constraint):
+            self._compiling[request.key] = request, message, params, ids
+            self._grammars.put(request.key, constraint, request.client.number)
+        else:
+            text = "too many schemas and grammars wait to be compiled"
+            self._requests.refuse(request, "overloaded", text, OVERLOAD_RETRY, how="refused")
+
+    def compiled(self, key: str, outcome: Constraint | Exception) -> None:
+        """Take an outcome of the grammars' thread in; nothing happens to one that is nobody's any more."""
+        entry = self._compiling.pop(key, None)
+        if entry is None or self._requests.get(key) is not entry[0]:
+            return
+        request, message, params, ids = entry
+        if isinstance(outcome, RequestError):
+            self._requests.refuse(request, "invalid_request", str(outcome)[:4096], how="refused")
+        elif isinstance(outcome, Exception):
+            _log.error("a fault while a constraint was compiled", exc_info=outcome)
+            self.fail(request)
+        else:
+            try:
+                self._add(request, message, params, ids, outcome)
+            except Exception:
+                _log.exception("a fault while a request of client %d was queued", request.client.number)
+                self.fail(request)
+
+    def _add(
+        self,
+        request: OpenRequest,
+        message: Submit,
+        params: SamplingParams,
+        ids: list[int],
+        grammar: Constraint | None = None,
+    ) -> None:
+        """Hand a request to the engine."""
         stepper = self._state.stepper
         if stepper is None:
             self._requests.refuse(request, "engine_dead", "the engine died", LOADING_RETRY)
@@ -169,6 +217,7 @@ class Submissions:
                     f"{request.client.number}:{message.owner}",
                     continues,
                     bad_words=banned,
+                    grammar=grammar,
                 ),
                 request.stream,
             )
@@ -225,6 +274,8 @@ class Submissions:
             self._requests.refuse(request, "engine_dead", "the engine died while this request was open", retry_after)
 
     def _drop(self, request: OpenRequest) -> None:
+        if self._compiling.pop(request.key, None) is not None:
+            self._grammars.discard(request.key)
         if self._encoding.pop(request.key, None) is not None and self._encoder is not None:
             self._encoder.discard(request.key)
         if request.admitted and self._state.stepper is not None:

@@ -3,7 +3,7 @@
 Nothing in here refers to a tensor or a device, so that a plan can cross a process boundary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,11 @@ more.
 
 SCORED_ROWS = 128
 """Prompt tokens of which a step may give log-probabilities next to the rows that it samples."""
+
+
+def no_rows() -> Int32:
+    """An empty array."""
+    return np.zeros(0, np.int32)
 
 
 def most_logits(max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -75,6 +80,7 @@ class StepPlan:
                         are wanted
     sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
     feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
+    masked_rows [M]     sampled sequences that need a mask: the step samples when its StepMasks have come
     slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
                         while steps run
     """
@@ -96,6 +102,7 @@ class StepPlan:
     feed_rows: Int32
     slot_loads: Int32
     sampling: SamplingPlan
+    masked_rows: Int32 = field(default_factory=no_rows)
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +118,20 @@ class StepPlan:
     def uses_lora(self) -> bool:
         """Whether any token has an adapter."""
         return bool((self.adapter_index >= 0).any())
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """Which tokens a step's rows may get. It follows a plan with `masked_rows` as soon as the tokens before are known,
+    while the device computes the step's logits.
+
+    rows [M] (sequences of the plan; those of `masked_rows` that ended meanwhile are left out), words [M, W]: a bit for
+    each token, 32 a word, lowest bit first
+    """
+
+    step: int
+    rows: Int32
+    words: Int32
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from .plan import StepPlan, StepResult
+from .plan import StepMasks, StepPlan, StepResult
 
 
 class Runner(Protocol):
@@ -14,6 +14,12 @@ class Runner(Protocol):
 
     def submit(self, plan: StepPlan) -> Any:
         """Start a step; returns at once where the device works by itself."""
+        ...
+
+    def constrain(self, handle: Any, masks: StepMasks) -> None:
+        """The masks of the last submitted step, whose plan has `masked_rows`: it is sampled now. No step is submitted
+        before.
+        """
         ...
 
     def collect(self, handle: Any) -> StepResult:

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from .plan import SamplingPlan, StepPlan, StepResult
+from .plan import SamplingPlan, StepMasks, StepPlan, StepResult
 
 _LONG = ("seeds", "steps")
 _SAMPLING_FLOATS = (
@@ -44,6 +44,7 @@ _PLAN = (
     "sample_rows",
     "feed_positions",
     "feed_rows",
+    "masked_rows",
 )
 _FLAGS = 7  # step, decode, greedy, num_logprobs, num_prompt_logprobs, rows of the block table, rows of slot_loads
 _HEADER = _FLAGS + len(_LONG) + len(_SAMPLING_FLOATS) + len(_SAMPLING_INTS) + len(_PLAN) + 1
@@ -98,6 +99,21 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     return StepPlan(
         step=step, decode=bool(decode), block_table=block_table, slot_loads=slot_loads, sampling=sampling, **arrays
     )
+
+
+def pack_masks(masks: StepMasks) -> bytes:
+    """Masks as one frame."""
+    head = np.asarray([masks.step, *masks.words.shape], np.int32)
+    return b"".join((head.tobytes(), masks.rows.tobytes(), np.ascontiguousarray(masks.words).tobytes()))
+
+
+def unpack_masks(frame: bytes | bytearray) -> StepMasks:
+    """The masks in a frame of `pack_masks`. Raises ValueError for a frame that is cut short."""
+    step, rows, words = np.frombuffer(frame, np.int32, 3).tolist()
+    if not rows:
+        return StepMasks(step, np.zeros(0, np.int32), np.zeros((0, words), np.int32))
+    masks = np.frombuffer(frame, np.int32, rows * words, 12 + 4 * rows).reshape(rows, words)
+    return StepMasks(step, np.frombuffer(frame, np.int32, rows, 12), masks)
 
 
 def pack_result(result: StepResult) -> bytes:

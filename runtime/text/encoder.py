@@ -21,14 +21,13 @@ LARGE_CHARACTERS = 1 << 16
 """A text from here on takes so much memory while it is encoded (some 250 bytes a character) that it is given back."""
 
 
-class Encoder:
-    """A thread that encodes texts. Owners take turns, one text each; an owner's texts keep their order.
+class Worker:
+    """A thread that does work on texts. Owners take turns, one piece of work each; an owner's work keeps its order.
 
     `fileno` is readable when outcomes can be taken.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, name: str) -> None:
         self._work: dict[str, tuple[Callable[[], Any], int]] = {}
         self._lines: dict[Hashable, deque[str]] = {}
         self._characters = 0
@@ -36,27 +35,21 @@ class Encoder:
         self._changed = threading.Condition()
         self._outcomes: deque[tuple[str, Any]] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="sidestream-encoder", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
         """For polling."""
         return self._event
 
-    def has_room(self, text: str) -> bool:
-        """Whether `put` may be called with this text."""
-        return self.has_room_for(len(text))
-
     def has_room_for(self, characters: int) -> bool:
         """Whether `put_work` may be called with so many."""
         return self._characters + characters <= MAX_CHARACTERS
 
-    def put(self, key: str, text: str, owner: Hashable, add_special_tokens: bool = True) -> None:
-        """Encode `text`; its outcome will carry `key`, which no other waiting text has."""
-        self.put_work(key, partial(self._tokenizer.encode, text, add_special_tokens), len(text), owner)
-
     def put_work(self, key: str, work: Callable[[], Any], characters: int, owner: Hashable) -> None:
-        """Have `work` done in its turn; `characters`: how much it holds."""
+        """Have `work` done in its turn; its outcome will carry `key`, which no other waiting work has. `characters`:
+        how much it holds.
+        """
         with self._changed:
             self._work[key] = work, characters
             self._characters += characters
@@ -64,12 +57,12 @@ class Encoder:
             self._changed.notify()
 
     def discard(self, key: str) -> None:
-        """Nobody wants this text's ids any more."""
+        """Nobody wants this outcome any more."""
         with self._changed:
             self._characters -= self._work.pop(key, (None, 0))[1]
 
     def take(self) -> list[tuple[str, Any]]:
-        """(key, ids or what went wrong) of the texts that are done; of other work what it returned."""
+        """(key, what the work returned or raised) of what is done."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
@@ -120,6 +113,22 @@ class Encoder:
             outcome = error
         self._outcomes.append((key, outcome))
         os.eventfd_write(self._event, 1)
+
+
+class Encoder(Worker):
+    """A worker that encodes texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        super().__init__("sidestream-encoder")
+
+    def has_room(self, text: str) -> bool:
+        """Whether `put` may be called with this text."""
+        return self.has_room_for(len(text))
+
+    def put(self, key: str, text: str, owner: Hashable, add_special_tokens: bool = True) -> None:
+        """Encode `text`: the outcome are its ids."""
+        self.put_work(key, partial(self._tokenizer.encode, text, add_special_tokens), len(text), owner)
 
 
 def give_back_memory() -> None:

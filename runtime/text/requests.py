@@ -1,11 +1,12 @@
 """What `LLM.generate` is given, as the engine's requests."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..requests.errors import RequestError
-from ..requests.request import Request
+from ..requests.request import Constraint, Request
 from ..requests.sampling_params import SamplingParams
+from ..requests.structured_outputs import StructuredOutputsParams
 from .bad_words import bad_word_ids
 from .prompts import adds_special_tokens, as_list, check_request, one_for_each, text_or_ids
 from .tokenizer import Tokenizer
@@ -22,6 +23,7 @@ def make_requests(
     adapters: Mapping[str, int],
     first: int,
     priority: Any = None,
+    compile_grammar: Callable[[StructuredOutputsParams], Constraint],
 ) -> list[Request]:
     """One request a prompt, numbered from `first`.
 
@@ -45,9 +47,17 @@ def make_requests(
                 "call add_adapter first"
             )
         banned = bad_word_ids(params[index].banned_words, tokenizer, vocabulary, where)
+        constraint = params[index].constraint
         requests.append(
             Request(
-                str(first + index), text, ids or [], params[index], chosen[index], priorities[index], bad_words=banned
+                str(first + index),
+                text,
+                ids or [],
+                params[index],
+                chosen[index],
+                priorities[index],
+                bad_words=banned,
+                grammar=None if constraint is None else compile_grammar(constraint),
             )
         )
     return requests

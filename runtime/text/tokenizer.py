@@ -74,6 +74,15 @@ class FastTokenizer:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
+    @property
+    def size(self) -> int:
+        """One more than the highest id."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def definition(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def byte_table(self, skip_special_tokens: bool) -> BytePieces | None:
         """Every token's bytes, if the tokenizer is a byte-level one."""
         if skip_special_tokens not in self._tables:
@@ -124,6 +133,38 @@ class SentencePieceTokenizer:
         if not 0 <= token_id < self._processor.get_piece_size():
             return ""
         return str(self._processor.id_to_piece(token_id)).replace("\u2581", " ")
+
+    @property
+    def bos_id(self) -> int:
+        """The id that begins a text, or -1."""
+        return int(self._processor.bos_id())
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a text, or -1."""
+        return int(self._processor.eos_id())
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The ids of a piece of text in the midst of another: no token for the start, no space put in front."""
+        mark = "\u2402"  # what stands before the text takes the space that a text's first word gets
+        processor = self._processor
+        return list(processor.encode(mark + text))[len(processor.encode(mark)) :]
+
+    def pieces(self) -> tuple[list[bytes], list[int]]:
+        """(the bytes of every token, the special ones)."""
+        processor = self._processor
+        made: list[bytes] = []
+        special: list[int] = []
+        for token in range(processor.get_piece_size()):
+            piece = processor.id_to_piece(token)
+            if processor.is_control(token) or processor.is_unknown(token):
+                special.append(token)
+                made.append(piece.encode())
+            elif processor.is_byte(token):
+                made.append(bytes([int(piece[3:5], 16)]))
+            else:
+                made.append(piece.replace("\u2581", " ").encode())
+        return made, special
 
 
 def load_tokenizer(directory: Path | None) -> Tokenizer | None:

@@ -76,6 +76,21 @@ RETRYABLE: frozenset[str] = frozenset(
 """Codes after which the same request may succeed, on a fresh connection or after `retry_after` seconds."""
 
 
+Constraint = Annotated[str, Meta(min_length=1, max_length=1 << 18)]
+
+
+class StructuredOutputs(Struct, frozen=True, omit_defaults=True):
+    """The fields of `StructuredOutputsParams` that travel; `json`: the schema as JSON text."""
+
+    json: Constraint | None = None
+    regex: Constraint | None = None
+    choice: Annotated[list[Constraint], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: Constraint | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: Constraint | None = None
+
+
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """The fields of `SamplingParams` that travel, with its defaults and meanings."""
 
@@ -98,6 +113,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     logit_bias: Annotated[dict[TokenId, float], Meta(max_length=1024)] = {}
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(max_length=256)] = []
+    structured_outputs: StructuredOutputs | None = None
     skip_reading_prefix_cache: bool | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True

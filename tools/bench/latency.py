@@ -29,9 +29,25 @@ from ..options.environment import collect
 from ..options.models import LLAMA_8B, add_shape, check_one_model, pick_adapters, shape_fields
 from .engine_run import SHORT_OUTPUT, measure
 from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
+from .model_directory import write_model
 from .profile_run import write_profile
 from .random_model import write_random_adapter
 
+ENDLESS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+            "state": {"enum": ["open", "closed", "unknown"]},
+        },
+        "required": ["name", "count", "state"],
+        "additionalProperties": False,
+    },
+    "minItems": 4096,
+}
+"""A schema of which no answer is complete while it is measured."""
 LORA_CHOICES = ("none", "zipf", "four")
 
 DESCRIPTION = """\
@@ -67,6 +83,7 @@ class Row:
     tokens_per_second: float
     floor_ms: float
     share_of_floor: float
+    structured: bool = False
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -136,6 +153,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="instead of the table: turn off one optimisation at a time and print what each is worth, us a layer (GPU)",
     )
     parser.add_argument(
+        "--structured",
+        action="store_true",
+        help="measure each line again with answers that must fit a JSON schema (marked +json)",
+    )
+    parser.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
@@ -184,16 +206,21 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         adapters = make_adapters(options, config, Path(scratch))
         started = time.perf_counter()
-        llm = build(options, config, directory, adapters)
+        if options.structured and directory is None:
+            write_model(Path(scratch) / "model", config, 0, options.lora_rank)  # constraints need a tokenizer
+            llm = build(options, str(Path(scratch) / "model"), directory, adapters)
+        else:
+            llm = build(options, config, directory, adapters)
         start_up = time.perf_counter() - started
         print(f"ready after {start_up:.1f} s\n")
         print(header())
         rows = []
         for kind in options.lora:
             for concurrency in options.concurrency:
-                row = measure_row(llm, options, config, kind, list(adapters), concurrency)
-                rows.append(row)
-                print(line(row, llm.device.type == "cuda"), flush=True)
+                for structured in (False, True)[: 1 + options.structured]:
+                    row = measure_row(llm, options, config, kind, list(adapters), concurrency, structured)
+                    rows.append(row)
+                    print(line(row, llm.device.type == "cuda"), flush=True)
         if options.profile is not None:
             again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
             steps = write_profile(llm, again, options.profile)
@@ -217,8 +244,10 @@ def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory
     }
 
 
-def build(options: argparse.Namespace, config: dict[str, Any], directory: Path | None, adapters: dict[str, str]) -> Any:
-    """The engine under test."""
+def build(
+    options: argparse.Namespace, config: dict[str, Any] | str, directory: Path | None, adapters: dict[str, str]
+) -> Any:
+    """The engine under test; without a checkpoint's directory one with random weights."""
     from ...runtime.llm import LLM
 
     arguments = precision_arguments(options) | given(options, "gpu_memory_utilization", "device")
@@ -238,7 +267,13 @@ def build(options: argparse.Namespace, config: dict[str, Any], directory: Path |
 
 
 def load(
-    llm: Any, options: argparse.Namespace, config: dict[str, Any], kind: str, names: Sequence[str], concurrency: int
+    llm: Any,
+    options: argparse.Namespace,
+    config: dict[str, Any],
+    kind: str,
+    names: Sequence[str],
+    concurrency: int,
+    structured: bool = False,
 ) -> tuple[Callable[[int], None], int]:
     """(a function that makes so many outputs for each request, adapters in use)."""
     from ...runtime.requests.sampling_params import SamplingParams
@@ -248,7 +283,13 @@ def load(
     chosen = pick_adapters(kind, names, concurrency, options.seed)
 
     def generate(length: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            structured_outputs={"json": ENDLESS} if structured else None,
+        )
         outputs = llm.generate(prompts, params, adapter=chosen, use_tqdm=False)
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
         if made != length * concurrency:
@@ -258,10 +299,16 @@ def load(
 
 
 def measure_row(
-    llm: Any, options: argparse.Namespace, config: dict[str, Any], kind: str, names: Sequence[str], concurrency: int
+    llm: Any,
+    options: argparse.Namespace,
+    config: dict[str, Any],
+    kind: str,
+    names: Sequence[str],
+    concurrency: int,
+    structured: bool = False,
 ) -> Row:
     """One line of the table."""
-    generate, active = load(llm, options, config, kind, names, concurrency)
+    generate, active = load(llm, options, config, kind, names, concurrency, structured)
     step, spread, whole = measure(generate, options.output_len, options.num_iters)
     middle_context = options.input_len + (SHORT_OUTPUT + options.output_len) / 2
     floor = decode_floor_ms(
@@ -270,7 +317,8 @@ def measure_row(
         concurrency * middle_context,
         active * adapter_bytes(config, options.lora_rank, element_bytes=4 if options.precision == "fp32" else 2),
     )
-    return Row(concurrency, kind, active, step, spread, concurrency * options.output_len / whole, floor, floor / step)
+    rate = concurrency * options.output_len / whole
+    return Row(concurrency, kind, active, step, spread, rate, floor, floor / step, structured)
 
 
 def kv_element_bytes(options: argparse.Namespace) -> int:
@@ -283,16 +331,17 @@ def kv_element_bytes(options: argparse.Namespace) -> int:
 def header() -> str:
     """The table's head."""
     return (
-        f"{'lora':<6}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
+        f"{'lora':<10}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
     )
 
 
 def line(row: Row, on_gpu: bool = True) -> str:
     """A row of the table; on a CPU without the floor, which is of a GPU's memory."""
-    return (
-        f"{row.lora:<6}{row.concurrency:>5}{row.active_adapters:>10}{row.ms_per_step:>10.3f}{row.spread_percent:>8.1f}%{row.tokens_per_second:>11.0f}"
-        + (f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}" if on_gpu else f"{'-':>10}{'-':>10}")
-    )
+    name = row.lora + "+json" * row.structured
+    counts = f"{name:<10}{row.concurrency:>5}{row.active_adapters:>10}"
+    times = f"{row.ms_per_step:>10.3f}{row.spread_percent:>8.1f}%{row.tokens_per_second:>11.0f}"
+    floor = f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}" if on_gpu else f"{'-':>10}{'-':>10}"
+    return counts + times + floor
 
 
 def write(options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Row], start_up: float) -> None:

@@ -21,7 +21,7 @@ from ...runtime.requests.request import Request
 from ...runtime.requests.sampling_params import SamplingParams
 from ...runtime.scheduling.limits import SchedulerLimits
 from ...runtime.scheduling.scheduler import Scheduler
-from ...runtime.steps.plan import StepPlan, StepResult
+from ...runtime.steps.plan import StepMasks, StepPlan, StepResult
 from ..options.engine import positive
 
 VOCABULARY = 32000
@@ -40,6 +40,9 @@ class InstantRunner:
     def submit(self, plan: StepPlan) -> StepResult:
         """Compute nothing."""
         return StepResult(plan.step, self._source.integers(VOCABULARY, size=plan.num_sequences, dtype=np.int32))
+
+    def constrain(self, handle: StepResult, masks: StepMasks) -> None:
+        """No request here is constrained."""
 
     def collect(self, handle: StepResult) -> StepResult:
         """What `submit` made up."""

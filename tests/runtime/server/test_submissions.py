@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from sidestream.runtime.server.connections import Client
 from sidestream.runtime.server.gpu_link import Ready
+from sidestream.runtime.server.grammar_desk import GrammarDesk
 from sidestream.runtime.server.open_requests import OpenRequests
 from sidestream.runtime.server.state import ServerState
 from sidestream.runtime.server.stepper import Stepper
@@ -39,9 +40,8 @@ class Desk:
         ready = Ready(100, 64, 64, 1024, 4, 256, 0, [0], [])
         self.said = Said()
         self.requests = OpenRequests(self.said)
-        self.submissions = Submissions(
-            ServerState(stepper=Stepper(ready, Link(), None)), self.said, self.requests, None, None, max_waiting
-        )
+        state, grammars = ServerState(stepper=Stepper(ready, Link(), None)), GrammarDesk(None)
+        self.submissions = Submissions(state, self.said, self.requests, None, None, grammars, max_waiting)
         self.clients: dict[int, Client] = {}
         self.asked = 0
 

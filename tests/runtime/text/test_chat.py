@@ -107,7 +107,7 @@ def test_the_tokens_of_a_chat_are_those_of_transformers(
     prompts = map(without_special_tokens, renderer.prompts(chat_words(tmp_path)._replace(template=template), TALK))
     (request,) = make_requests(
         list(prompts), None, None, tokenizer=load_tokenizer(tmp_path), vocabulary=500, max_model_len=500, adapters={},
-        first=0,
+        first=0, compile_grammar=lambda constraint: None,
     )  # fmt: skip
     assert request.prompt_ids == theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
 

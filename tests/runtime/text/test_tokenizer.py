@@ -6,6 +6,7 @@ import pytest
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.text.detokenizer import Detokenizer, StopStrings
 from sidestream.runtime.text.tokenizer import eos_token_ids, load_tokenizer
+from support.pieces import sentencepiece_model
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -37,23 +38,7 @@ def fast(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def piece(tmp_path_factory):
-    import sentencepiece
-
-    directory = tmp_path_factory.mktemp("piece")
-    (directory / "text").write_text("\n".join([TEXTS[0]] * 200 + TEXTS), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(directory / "text"),
-        model_prefix=str(directory / "tokenizer"),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=0.98,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        num_threads=1,
-        minloglevel=2,
-    )
-    return load_tokenizer(directory)
+    return load_tokenizer(sentencepiece_model(tmp_path_factory.mktemp("piece"), [TEXTS[0]] * 200 + TEXTS))
 
 
 @pytest.mark.parametrize("kind", ["fast", "piece"])

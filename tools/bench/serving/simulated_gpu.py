@@ -15,7 +15,7 @@ from ....ops.core.kv_layout import PAGE_SIZE
 from ....runtime.server import gpu_process
 from ....runtime.server.gpu_link import LoadedAdapter, Ready
 from ....runtime.server.settings import ServeSettings
-from ....runtime.steps.plan import StepPlan, StepResult
+from ....runtime.steps.plan import StepMasks, StepPlan, StepResult
 
 
 class SimulatedSizes(msgspec.Struct, kw_only=True):
@@ -39,6 +39,11 @@ class HashRunner:
     def submit(self, plan: StepPlan) -> StepResult:
         """A step's tokens, at once."""
         return StepResult(plan.step, ((plan.context_lens * 31 + 7) % 90 + 32).astype(np.int32))
+
+    def constrain(self, handle: StepResult, masks: StepMasks) -> None:
+        """The first token that a row may get."""
+        bits = np.unpackbits(np.ascontiguousarray(masks.words).view(np.uint8), axis=1, bitorder="little")
+        handle.tokens[masks.rows] = bits.argmax(1)
 
     def collect(self, handle: StepResult) -> StepResult:
         """The same."""
@@ -65,6 +70,10 @@ class TimedRunner:
         handle = self.inner.submit(plan)
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
         return handle, self._free_at
+
+    def constrain(self, handle: tuple[Any, float], masks: StepMasks) -> None:
+        """A step's masks have come in time."""
+        self.inner.constrain(handle[0], masks)
 
     def collect(self, handle: tuple[Any, float]) -> StepResult:
         """Wait for a step's end."""

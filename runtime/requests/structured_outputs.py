@@ -1,0 +1,144 @@
+"""What an answer must look like: `StructuredOutputsParams`, with the spellings that vLLM's users know."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from .errors import RequestError
+
+MAX_CONSTRAINT_BYTES = 256 << 10
+"""Of a schema, a grammar, a regular expression or all choices, as UTF-8."""
+MAX_NESTING = 64
+MAX_CONSTRAINT_CHOICES = 4096
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_REFUSED = {
+    "structural_tag": "use grammar",
+    "disable_additional_properties": "write additionalProperties: false into the schema",
+}
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """One constraint on the answer; checked on construction, compiled when the request comes.
+
+    json          a JSON schema, as a dict or as JSON text
+    regex         a regular expression that the whole answer matches (Rust's syntax: no look-around, no back references)
+    choice        the answer is one of these strings
+    grammar       a context-free grammar, in Lark's or in GBNF's notation
+    json_object   True: any JSON object
+    disable_any_whitespace  no white space between JSON's tokens
+    whitespace_pattern      a regular expression of the white space between JSON's tokens
+
+    Exactly one of the first five is given. The other fields are vLLM's: `disable_fallback` asks for nothing here, and
+    the rest is refused.
+
+    Raises RequestError.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        for name, remedy in _REFUSED.items():
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"structured_outputs.{name} is not supported; {remedy}")
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs needs exactly one of {', '.join(_KINDS)}; this has {', '.join(given) or 'none'}"
+            )
+        for name in ("json_object", "disable_fallback", "disable_any_whitespace"):
+            if getattr(self, name) not in (None, True, False):
+                raise RequestError(f"structured_outputs.{name}={getattr(self, name)!r} must be True or False")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise RequestError(f"structured_outputs.{name} must be a text that is not empty")
+        if self.json is not None:
+            object.__setattr__(self, "json", _as_schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _as_choices(self.choice))
+        if self.json is None and self.json_object is not True:
+            for name in ("disable_any_whitespace", "whitespace_pattern"):
+                if getattr(self, name):
+                    raise RequestError(f"structured_outputs.{name} goes with json or json_object only; leave it out")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise RequestError("structured_outputs.whitespace_pattern contradicts disable_any_whitespace")
+        size = len(self.text.encode("utf-8", "surrogatepass")) + len(self.whitespace_pattern or "")
+        if size > MAX_CONSTRAINT_BYTES:
+            raise RequestError(
+                f"structured_outputs.{self.kind} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which of the constraints is given."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """The constraint as text: the schema as JSON, the choices as a JSON list."""
+        if self.choice is not None:
+            return json.dumps(self.choice, ensure_ascii=False)
+        if self.json_object:
+            return '{"type": "object"}'
+        return cast(str, self.json or self.regex or self.grammar)
+
+    def asked(self) -> dict[str, Any]:
+        """The fields that are given, by name; choices as a list."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: list(value) if name == "choice" else value
+            for name, value in found.items()
+            if value not in (None, False) and name != "disable_fallback"
+        }
+
+
+def _as_schema_text(schema: Any) -> str:
+    """A schema as JSON text; `$ref` and keywords are left to the compiler."""
+    try:
+        if isinstance(schema, str):
+            if len(schema) > MAX_CONSTRAINT_BYTES:
+                return schema  # its size is refused
+            text, schema = schema, json.loads(schema)
+        else:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise RequestError(f"structured_outputs.json is nested deeper than {MAX_NESTING} levels") from None
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"structured_outputs.json is no JSON: {str(error)[:200]}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(f"structured_outputs.json must be a JSON schema, not a {type(schema).__name__}")
+    level: list[Any] = [schema]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for entry in level
+            if isinstance(entry, (dict, list))
+            for child in (entry.values() if isinstance(entry, dict) else entry)
+        ]
+        if not level:
+            return text
+    raise RequestError(f"structured_outputs.json is nested deeper than {MAX_NESTING} levels; define parts in $defs")
+
+
+def _as_choices(choices: Any) -> tuple[str, ...]:
+    if not isinstance(choices, Sequence) or isinstance(choices, (str, bytes)) or not choices:
+        raise RequestError("structured_outputs.choice must be a list of strings that is not empty")
+    if len(choices) > MAX_CONSTRAINT_CHOICES:
+        raise RequestError(
+            f"structured_outputs.choice has {len(choices)} entries; at most {MAX_CONSTRAINT_CHOICES} are allowed"
+        )
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise RequestError(f"structured_outputs.choice holds {str(choice)[:40]!r}; each must be a text, not empty")
+    return tuple(choices)

@@ -1,0 +1,91 @@
+"""From `StructuredOutputsParams` to a `Grammar`: what is plain is compiled at once, all else after a trial."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from threading import Lock
+from typing import Any
+
+from ..requests.errors import RequestError
+from ..requests.structured_outputs import StructuredOutputsParams
+from ..text.tokenizer import Tokenizer
+from .matcher import Grammar
+from .plain import is_plain
+from .trial import LIMITS, Trial, refusal
+from .vocabulary import grammar_vocabulary, import_llguidance
+
+KEPT = 64
+WHITESPACE = r"[ \n\r\t]{0,32}"
+"""Between JSON's tokens: a model that prints nothing but white space would never end."""
+
+
+class GrammarCompiler:
+    """Compiles for one model, one constraint at a time, and keeps the last ones. Thread-safe.
+
+    tokenizer, vocabulary, eos_ids   as for `grammar_vocabulary`
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int, eos_ids: Iterable[int]) -> None:
+        self._tokenizer, self._vocabulary, self._eos_ids = tokenizer, vocabulary, tuple(eos_ids)
+        self._lock = Lock()
+        self._trial = Trial()
+        self._tokens: Any = None
+        self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Read the model's tokens, which takes a second where there are many. Raises RequestError."""
+        with self._lock:
+            self._prepare()
+
+    def _prepare(self) -> Any:
+        if self._tokens is None:
+            self._tokens = grammar_vocabulary(self._tokenizer, self._vocabulary, self._eos_ids)
+        return self._tokens
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The constraint, compiled.
+
+        Raises RequestError for one that cannot be, with llguidance's reason, and where the package is missing.
+        """
+        with self._lock:
+            grammar = self._kept.get(params)
+            if grammar is None:
+                grammar = self._compile(params)
+                self._kept[params] = grammar
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(params)
+            return grammar
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        llguidance, tokens = import_llguidance(), self._prepare()
+        source = self._source(params)
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(refusal(params.kind, matcher.get_error()))
+        return Grammar(matcher, tokens.vocab_size, self._vocabulary, tokens.eos_tokens, params.kind)
+
+    def _source(self, params: StructuredOutputsParams) -> str:
+        """llguidance's form of the constraint. Raises RequestError."""
+        text, kind = params.text, params.kind
+        if kind in ("json", "json_object"):
+            options = self._json_options(params)
+            if is_plain(text) and params.whitespace_pattern is None:
+                matcher = import_llguidance().LLMatcher
+                return str(matcher.grammar_from_json_schema(text, defaults=options))
+            return self._trial.grammar("json", text, options)
+        if params.choice is not None:
+            lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
+            return str(import_llguidance().LLMatcher.grammar_from_lark(lark))
+        return self._trial.grammar(kind, text, {})
+
+    @staticmethod
+    def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+        if params.disable_any_whitespace:
+            return {"whitespace_flexible": False}
+        return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+
+    def close(self) -> None:
+        """End the trial's child process."""
+        self._trial.close()

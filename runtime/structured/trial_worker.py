@@ -1,0 +1,82 @@
+"""Tries constraints, as a script of its own: `trial` runs it in a child process, because llguidance's own limits bound
+neither the time nor the memory of every compilation (an integer that is a multiple of 999983 takes half a minute).
+
+One JSON object a line: {} when it is ready, then {"kind", "text", "options", "limits", "steps", "seconds"} in,
+{"grammar"} or {"error"} out. Needs nothing but llguidance; its vocabulary are the bytes.
+"""
+
+import json
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+MEMORY_BYTES = 1 << 30
+END = 256
+
+
+class Bytes:
+    """One token a byte."""
+
+    def __init__(self) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"</s>"]
+        self.eos_token_id, self.bos_token_id, self.special_token_ids = END, None, [END]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """A text's tokens."""
+        return list(text)
+
+
+def grammar_of(kind: str, text: str, options: Any) -> str:
+    """llguidance's own form of a constraint. Raises ValueError."""
+    matcher = llguidance.LLMatcher
+    if kind == "json":
+        return str(matcher.grammar_from_json_schema(text, defaults=options))
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(text))
+    return str(matcher.grammar_from_lark(any_to_lark(text)))
+
+
+def tried(asked: dict[str, Any], vocabulary: Any) -> dict[str, str]:
+    """Compiles it and goes some random steps."""
+    grammar = grammar_of(asked["kind"], asked["text"], asked["options"])
+    limits = llguidance.LLParserLimits(**asked["limits"])
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    chance = random.Random(0)
+    for _ in range(asked["steps"]):
+        begin = time.monotonic()
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [token for token in range(END) if mask >> token & 1]
+        if not allowed:
+            break
+        matcher.consume_token(chance.choice(allowed))
+        if time.monotonic() - begin > asked["seconds"]:
+            return {"error": f"a step of it takes more than {asked['seconds']:g} s"}
+    return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    wrapped = llguidance.TokenizerWrapper(Bytes())
+    vocabulary = llguidance.LLTokenizer(wrapped, n_vocab=END + 1, eos_token=END)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        try:
+            answer = tried(json.loads(line), vocabulary)
+        except MemoryError:
+            answer = {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
+        except Exception as problem:  # whatever a constraint brings about; the child goes on
+            answer = {"error": f"{problem}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

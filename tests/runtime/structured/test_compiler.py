@@ -1,0 +1,137 @@
+"""Constraints become masks for any tokenizer, and hopeless ones become errors in bounded time."""
+
+import json
+import random
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import regex
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sidestream import RequestError, StructuredOutputsParams
+from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.runtime.structured import trial
+from sidestream.runtime.structured.compiler import GrammarCompiler
+from sidestream.runtime.structured.matcher import Matcher, fill_masks
+from sidestream.runtime.structured.plain import is_plain
+from sidestream.runtime.text.tokenizer import FastTokenizer, eos_token_ids, load_tokenizer
+from support.pieces import sentencepiece_model
+
+FOX = "The quick brown fox jumps over the lazy dog."
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["fast", "piece"])
+def model(request, tmp_path_factory):
+    """(compiler, tokenizer, the tokens that end a text), for a vocabulary larger than the tokenizer's."""
+    if request.param == "fast":
+        tokenizer, ends, size = load_tokenizer(Path(DEMO_MODEL)), eos_token_ids(Path(DEMO_MODEL)), 520
+    else:
+        directory = sentencepiece_model(tmp_path_factory.mktemp("piece"), [FOX] * 200 + [json.dumps(PERSON), "yes no"])
+        tokenizer, ends, size = load_tokenizer(directory), frozenset({2}), 320
+    compiler = GrammarCompiler(tokenizer, size, ends)
+    yield compiler, tokenizer, ends
+    compiler.close()
+
+
+def allowed_in(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(matcher: Matcher, ends: frozenset[int], seed: int, most: int = 300) -> list[int]:
+    """Tokens drawn from the masks until the answer may end."""
+    chance, tokens = random.Random(seed), []
+    for _ in range(most):
+        matcher.advance(tokens, 0)
+        (mask,) = fill_masks([matcher])
+        choices = allowed_in(mask)
+        assert choices and not matcher.failed
+        if ends & set(choices):
+            return tokens
+        tokens.append(chance.choice(choices))
+    raise AssertionError("the answer does not end")
+
+
+def test_tokens_of_the_masks_spell_what_was_asked_for(model):
+    compiler, tokenizer, ends = model
+    grammar = compiler.compile(StructuredOutputsParams(json=PERSON, disable_any_whitespace=True))
+    for seed in range(8):
+        tokens = walk(grammar.matcher(), ends, seed)
+        jsonschema.validate(json.loads(tokenizer.decode(tokens)), PERSON)
+    pattern = "(yes|no)-[0-9é]{2,4}x"
+    for seed in range(8):
+        tokens = walk(compiler.compile(StructuredOutputsParams(regex=pattern)).matcher(), ends, seed)
+        assert regex.fullmatch(pattern, tokenizer.decode(tokens))
+    assert grammar.words == len(fill_masks([grammar.matcher()])[0])
+
+
+def test_a_state_follows_from_the_tokens(model):
+    """A matcher that has seen all tokens at once, as after a new start, allows the same as one that followed."""
+    compiler, _, ends = model
+    grammar = compiler.compile(StructuredOutputsParams(json=PERSON))
+    assert compiler.compile(StructuredOutputsParams(json=json.dumps(PERSON))) is grammar, "compiled once"
+    followed = grammar.matcher()
+    tokens = walk(followed, ends, 3)
+    again = grammar.matcher()
+    for count in (len(tokens) // 2, len(tokens)):
+        again.advance([7, 7, *tokens[:count]], 2)
+    fresh = [grammar.matcher() for _ in range(3)]
+    for matcher in fresh:
+        matcher.advance(tokens, 0)
+    masks = fill_masks([followed, again, *fresh])
+    assert (masks == masks[0]).all() and followed.accepting
+    with pytest.raises(RequestError, match="cannot be used"):
+        grammar.matcher().advance([tokens[-1]] * 9, 0)
+
+
+def test_plain_schemas_need_no_trial_and_others_have_one(model, monkeypatch):
+    compiler, _, _ = model
+    tried = []
+    original = trial.Trial.grammar
+    monkeypatch.setattr(trial.Trial, "grammar", lambda self, *args: tried.append(args[0]) or original(self, *args))
+    compiler.compile(StructuredOutputsParams(json={**PERSON, "title": "plain"}))
+    compiler.compile(StructuredOutputsParams(choice=["a", 'b"\n', "é"]))
+    assert tried == []
+    compiler.compile(StructuredOutputsParams(json={"type": "string", "pattern": "^a+$"}))
+    assert tried == ["json"]
+    for risky in (
+        {"multipleOf": 3}, {"maxLength": 10**6}, {"pattern": "a"}, {"allOf": [{}]}, {"anyOf": [{}], "properties": {}},
+        {"properties": {"x": {"items": {"not": {}}}}}, {"minimum": 10**300}, {"items": [1]}, {"unknown": 1},
+    ):  # fmt: skip
+        assert not is_plain(json.dumps(risky)), risky
+
+
+def test_hopeless_constraints_are_one_error(model, monkeypatch):
+    compiler, _, _ = model
+    monkeypatch.setattr(trial, "TRIAL_SECONDS", 0.5)
+    for constraint, said in (
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "it takes more than 0.5 s to compile"),
+        ({"json": {"type": "string", "allOf": [{"pattern": f"a{n}.*b{n}"} for n in range(20)]}}, "to compile|too much"),
+        ({"regex": "("}, "unclosed group"),
+        ({"grammar": "start: x"}, "x"),
+    ):
+        (kind,) = constraint
+        with pytest.raises(RequestError, match=f"structured_outputs.{kind} cannot be used: .*({said})"):
+            compiler.compile(StructuredOutputsParams(**constraint))
+    assert compiler.compile(StructuredOutputsParams(regex="a+b")), "the child process was started again"
+
+
+@settings(max_examples=50, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(name=st.text(max_size=9), age=st.integers(0, 99))
+def test_what_fits_a_schema_is_allowed(model, name, age):
+    """The masks are not too narrow either."""
+    compiler, tokenizer, _ = model
+    fast = isinstance(tokenizer, FastTokenizer)
+    text = json.dumps(
+        {"name": name if fast else name.encode("ascii", "replace").decode(), "age": age}, ensure_ascii=False
+    )
+    matcher = compiler.compile(StructuredOutputsParams(json=PERSON)).matcher()
+    matcher.advance(tokenizer.encode(text, False) if fast else tokenizer.encode_inside(text), 0)
+    assert matcher.accepting

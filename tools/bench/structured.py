@@ -1,0 +1,90 @@
+"""How long constraints take on the CPU: `python -m sidestream.tools.bench.structured MODEL`.
+
+MODEL is a directory with a tokenizer and a config.json, such as a Llama's; without one it is the demo model. Printed
+are the time from a schema of 50 kB to its first mask (read, compiled, filled; nothing kept from before), and the time
+of a step's masks for batches of answers that are under way.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...runtime.demo_model import DEMO_MODEL
+from ...runtime.requests.structured_outputs import StructuredOutputsParams
+from ...runtime.structured.compiler import GrammarCompiler
+from ...runtime.structured.matcher import Matcher, fill_masks
+from ...runtime.text.tokenizer import eos_token_ids, load_tokenizer
+
+SCHEMA_BYTES = 50_000
+REPEATS = 9
+STEPS = 50
+
+
+def big_schema(number: int) -> dict[str, Any]:
+    """A schema of 50 kB: objects of required texts, numbers and enumerations; each number has names of its own."""
+    schema: dict[str, Any] = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    while len(json.dumps(schema)) < SCHEMA_BYTES:
+        name = f"part_{number}_{len(schema['required'])}"
+        fields: dict[str, Any] = {
+            "title": {"type": "string", "maxLength": 80},
+            "count": {"type": "integer", "minimum": 0, "maximum": 1000},
+            "state": {"enum": ["open", "closed", "unknown", None]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        }
+        schema["properties"][name] = {"type": "object", "properties": fields, "required": list(fields)}
+        schema["required"].append(name)
+    return schema
+
+
+def step(matchers: list[Matcher], outputs: list[list[int]], ends: set[int], chance: random.Random) -> float:
+    """Seconds of one step's masks; then each answer gets a token that its mask allows, or begins again."""
+    begin = time.perf_counter()
+    for matcher, output in zip(matchers, outputs, strict=True):
+        matcher.advance(output, 0)
+    masks = fill_masks(matchers)
+    seconds = time.perf_counter() - begin
+    for row, mask in enumerate(masks):
+        allowed = np.flatnonzero(np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")).tolist()
+        token = chance.choice(allowed)
+        if token in ends:
+            matchers[row], outputs[row] = matchers[row].grammar.matcher(), []
+        else:
+            outputs[row].append(token)
+    return seconds
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.bench.structured", description=__doc__)
+    parser.add_argument("model", nargs="?", type=Path, default=Path(DEMO_MODEL))
+    model = parser.parse_args().model
+    tokenizer = load_tokenizer(model)
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    compiler = GrammarCompiler(tokenizer, vocabulary, eos_token_ids(model))
+    begin = time.perf_counter()
+    compiler.prepare()
+    print(f"{vocabulary} tokens read in {time.perf_counter() - begin:.3f} s, once at the start")
+    firsts = []
+    for number in range(REPEATS):
+        text = json.dumps(big_schema(number))
+        begin = time.perf_counter()
+        fill_masks([compiler.compile(StructuredOutputsParams(json=text)).matcher()])
+        firsts.append(1e3 * (time.perf_counter() - begin))
+    print(f"schema of {len(text)} bytes to its first mask: median {statistics.median(firsts):.1f} ms of {REPEATS}")
+    grammar = compiler.compile(StructuredOutputsParams(json=big_schema(0)))
+    ends, chance = set(grammar.eos_ids), random.Random(0)
+    for count in (1, 8, 64, 256):
+        matchers, outputs = [grammar.matcher() for _ in range(count)], [[] for _ in range(count)]  # type: ignore[var-annotated]
+        seconds = [step(matchers, outputs, ends, chance) for _ in range(STEPS)]
+        print(f"masks of a step of {count:3} answers: median {1e3 * statistics.median(seconds[5:]):.3f} ms")
+    compiler.close()
+
+
+if __name__ == "__main__":
+    main()
