@@ -13,6 +13,7 @@ from ...requests.sampling_params import SamplingParams
 from ...wire.protocol import Chunk
 from ..contracts import EngineRequest, Exchange, GatewayError, Ticket, UsageRecord
 from ..shapes.common import PromptTokensDetails, Usage
+from ..shapes.constraints import told_of
 from .desk import Desk, Target, caller_of, new_id, request_id_of
 from .errors import CLIENT_GONE, as_gateway_error
 
@@ -80,6 +81,7 @@ class Answering:
         self._priority, self._deadline = priority, deadline
         self.counts = Counts()
         self.headers = dict(ticket.headers)
+        self.constrained_by = "structured_outputs"  # the field of the body that asks for a constraint
         self._started = time.monotonic()
         self._recorded = False
         self._pieces: Pieces | None = None
@@ -107,6 +109,10 @@ class Answering:
             status, error = 200, ""
         except Exception as problem:
             told = as_gateway_error(problem)
+            if told.param == "structured_outputs":
+                told = GatewayError(
+                    told.status, told_of(self.constrained_by, told.message), told.kind, told.code, self.constrained_by
+                )
             status, error = told.status, told.code or told.kind
             raise told from None
         finally:

@@ -9,13 +9,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..contracts import GatewayError
-from ..shapes.chat import AnswerMessage, ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatRequest
+from ..shapes.chat import ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatRequest
 from ..shapes.logprobs import chat_logprobs, prompt_logprobs
+from ..shapes.tools import for_template
+from ..tools.formats import format_of
 from .answering import Answering, Piece, admit
 from .bodies import read_body, while_connected
 from .completions import whole
 from .desk import Desk, caller_of, json_response, new_id
 from .errors import error_body
+from .spoken import Spoken
 from .sse import EventStream, Frame, error_event, joined
 
 
@@ -29,22 +32,32 @@ class Chats:
         """Answers one request."""
         desk = self._desk
         body = await read_body(request, ChatRequest, desk.settings)
-        params, messages = body.sampling(), body.conversation()
+        params, messages, tools = body.sampling(), body.conversation(), body.offered
         target = await desk.target(caller_of(request), body.model)
+        form = format_of(target.model.chat_template) if tools else None
+        if tools:
+            params = body.with_tools(params, form)
         prompt = await desk.chat_prompt(
-            target.model, messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+            target.model,
+            messages,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+            for_template(tools) if tools else None,
         )
         stream = bool(body.stream)
         deadline = body.deadline_seconds
         answering = admit(
             desk, request, target, [prompt], params, stream, body.priority, deadline, add_special_tokens=False
         )
+        answering.constrained_by = body.constrained_by
+        spoken = [Spoken(form, [tool.function.name for tool in tools]) for _ in range(params.n)]
         answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
         try:
             if stream:
                 first = await while_connected(request, answering.first())
                 frame = Frame("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
-                events = _events(answering, first, frame, top, params.n)
+                events = _events(answering, first, frame, top, spoken)
                 return EventStream(events, answering.headers, answering.close)
             choices = await while_connected(request, whole(answering, 1, params.n))
         except BaseException:
@@ -61,9 +74,9 @@ class Chats:
             choices=[
                 ChatChoice(
                     index=index,
-                    message=AnswerMessage(role="assistant", content=choice.text),
+                    message=spoken[index].message(choice.text),
                     logprobs=chat_logprobs(choice.places, top) if body.logprobs else None,
-                    finish_reason=choice.finish_reason,
+                    finish_reason=spoken[index].reason(choice.finish_reason),
                     stop_reason=choice.stop_reason,
                 )
                 for index, choice in enumerate(choices)
@@ -72,24 +85,26 @@ class Chats:
         return json_response(answer, answering.headers)
 
 
-async def _events(answering: Answering, first: Piece, frame: Frame, top: int, n: int) -> AsyncGenerator[bytes, None]:
+async def _events(
+    answering: Answering, first: Piece, frame: Frame, top: int, spoken: list[Spoken]
+) -> AsyncGenerator[bytes, None]:
     """One write for all that arrived together; the first has each answer's role. `top`: how many log-probabilities are
-    told of a token.
+    told of a token; `spoken`: one for each answer.
     """
-    parts = [
-        frame.event(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))) for index in range(n)
-    ]
+    begun = ChatDelta(role="assistant", content="")
+    parts = [frame.event(ChatChunkChoice(index=index, delta=begun)) for index in range(len(spoken))]
     try:
         async for _, chunks in answering.all(first):
             for chunk in chunks:
                 logprobs = chat_logprobs(chunk.logprobs, top) if chunk.logprobs else None
-                if not chunk.text and logprobs is None and chunk.finish_reason is None:
+                delta = spoken[chunk.index].delta(chunk.text, chunk.finish_reason is not None)
+                if delta is None and logprobs is None and chunk.finish_reason is None:
                     continue
                 choice = ChatChunkChoice(
                     index=chunk.index,
-                    delta=ChatDelta(content=chunk.text) if chunk.text else ChatDelta(),
+                    delta=delta or ChatDelta(),
                     logprobs=logprobs,
-                    finish_reason=chunk.finish_reason,  # type: ignore[arg-type]  # no abort: that is an error
+                    finish_reason=spoken[chunk.index].reason(chunk.finish_reason),
                     stop_reason=UNSET if chunk.stop_reason is None else chunk.stop_reason,
                 )
                 parts.append(frame.event(choice))

@@ -70,6 +70,7 @@ class Completions:
         )
         stream = bool(body.stream)
         answering = admit(desk, request, target, prompts, params, stream, body.priority, body.deadline_seconds)
+        answering.constrained_by = body.constrained_by
         answer_id, created = new_id("cmpl"), int(time.time())
         try:
             if stream:

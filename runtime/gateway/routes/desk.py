@@ -64,10 +64,11 @@ class Desk:
     async def chat_prompt(
         self,
         model: ModelInfo,
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt that the model's chat template makes of a conversation. Raises GatewayError 400."""
         words = ChatWords(model.chat_template, model.bos_token, model.eos_token)
@@ -84,6 +85,7 @@ class Desk:
                 add_generation_prompt=not goes_on if add_generation_prompt is None else add_generation_prompt,
                 continue_final_message=goes_on,
                 chat_template_kwargs=template_kwargs,
+                tools=tools,
             )
         except RequestError as problem:
             raise GatewayError(400, str(problem), param="messages") from None

@@ -48,6 +48,7 @@ class Responses:
         prompt = await desk.chat_prompt(target.model, body.conversation_messages())
         stream, top = bool(body.stream), body.top_logprobs or 0
         answering = admit(desk, request, target, [prompt], params, stream, body.priority, add_special_tokens=False)
+        answering.constrained_by = "text"
         begun = Response(
             id=new_id("resp"),
             created_at=int(time.time()),
@@ -59,6 +60,7 @@ class Responses:
             temperature=params.temperature,
             top_p=params.top_p,
             metadata=body.metadata or {},
+            text=body.told_format(),
         )
         try:
             if stream:

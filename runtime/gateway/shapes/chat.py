@@ -1,14 +1,29 @@
 """/v1/chat/completions."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
 from ...requests.sampling_params import SamplingParams
 from ..contracts import GatewayError
+from ..tools.formats import ToolFormat
 from .common import Answer, Body, Ignored, Refused, Text, Usage
+from .constraints import as_constraint, schema_of
 from .logprobs import ChatLogprobs, PromptLogprobs
 from .sampling import LogprobCount, SamplingBody, TokenCount, refuse, sampling_params
+from .tools import (
+    MAX_TOOLS,
+    PastCall,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    Tools,
+    grammar_of,
+    offered,
+    past_calls,
+)
 
 MAX_MESSAGES = 4096
 
@@ -30,8 +45,9 @@ class ChatMessage(Body, frozen=True, kw_only=True):
     refusal: Ignored = None
     annotations: Ignored = None
     audio: Refused = None
-    tool_calls: Refused = None
+    tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Refused = None
+    parsed: Ignored = None
 
 
 class ChatRequest(SamplingBody, frozen=True, kw_only=True):
@@ -41,9 +57,9 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     max_completion_tokens: TokenCount | None = None
-    tools: Refused = None
-    tool_choice: Annotated[Any, Meta(description='"none" only; null and "auto" without tools are the same')] = None
-    parallel_tool_calls: Ignored = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Refused = None
     function_call: Refused = None
     audio: Refused = None
@@ -63,7 +79,33 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
     chat_template: Refused = None
     documents: Refused = None
 
-    def conversation(self) -> list[dict[str, str]]:
+    @property
+    def constrained_by(self) -> str:
+        """The field that says what the answer must look like."""
+        return "tools" if self.offered else super().constrained_by
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of. Raises GatewayError 400 that names the field."""
+        return offered(self.tools, self.tool_choice)
+
+    def with_tools(self, params: SamplingParams, form: ToolFormat | None) -> SamplingParams:
+        """`params` of an answer that may call the tools, spelled in the model's way. Raises GatewayError 400."""
+        if form is None:
+            raise GatewayError(
+                400,
+                "tools: the model's chat template knows none that Sidestream can read (Llama 3's, Hermes', Qwen's)",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        if self.structured_outputs is not None:
+            text = "structured_outputs and tools contradict each other; use response_format"
+            raise GatewayError(400, text, param="structured_outputs")
+        answer = schema_of(self.response_format)
+        grammar = grammar_of(form, self.offered, self.tool_choice, self.parallel_tool_calls, answer)
+        return replace(params, structured_outputs=as_constraint("tools", grammar=grammar))
+
+    def conversation(self) -> list[dict[str, Any]]:
         """The messages for the chat template. Raises GatewayError 400 that names the field."""
         return [plain_message(message, f"messages[{place}]") for place, message in enumerate(self.messages)]
 
@@ -71,8 +113,6 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
         """How tokens are drawn. Raises GatewayError 400 that names the field."""
         for field in _REFUSED:
             refuse(field, getattr(self, field))
-        if self.tool_choice not in (None, "none", "auto"):
-            refuse("tool_choice", self.tool_choice)
         if self.modalities not in (None, ["text"]):
             refuse("modalities", self.modalities)
         if self.top_logprobs and not self.logprobs:
@@ -82,7 +122,6 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
 
 
 _REFUSED = (
-    "tools",
     "functions",
     "function_call",
     "audio",
@@ -95,9 +134,9 @@ _REFUSED = (
 )
 
 
-def plain_message(message: ChatMessage, where: str) -> dict[str, str]:
+def plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message as chat templates take it. Raises GatewayError 400; its text begins with `where`."""
-    for field in ("audio", "tool_calls", "function_call"):
+    for field in ("audio", "function_call"):
         if getattr(message, field):
             raise GatewayError(
                 400,
@@ -106,14 +145,18 @@ def plain_message(message: ChatMessage, where: str) -> dict[str, str]:
                 param=f"{where}.{field}",
             )
     content = message.content
+    if content is None and message.tool_calls:
+        content = ""
     if content is None:
         raise GatewayError(400, f"{where}.content is missing; give a text", param=f"{where}.content")
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    made = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
     if message.name is not None:
         made["name"] = message.name
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        made["tool_calls"] = past_calls(message.tool_calls, where)
     return made
 
 
@@ -121,8 +164,9 @@ class AnswerMessage(Answer, frozen=True, kw_only=True):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Answer, frozen=True, kw_only=True):
@@ -131,7 +175,7 @@ class ChatChoice(Answer, frozen=True, kw_only=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = None
 
 
@@ -152,6 +196,7 @@ class ChatDelta(Answer, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer, frozen=True, kw_only=True):
@@ -160,7 +205,7 @@ class ChatChunkChoice(Answer, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | UnsetType = UNSET
 
 

@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta, field, structs
 
 from ...requests.sampling_params import SEED_LIMIT, SamplingParams
 from ..contracts import GatewayError
 from .chat import MAX_MESSAGES
 from .common import Answer, Body, Ignored, ModelName, Refused, Text
+from .constraints import JsonSchemaFormat, ResponseFormat, Schema
 from .logprobs import ChatLogprob
 from .sampling import LogprobCount, SamplingBody, TokenCount, refuse, sampling_params
 
@@ -33,10 +34,27 @@ class InputMessage(Body, frozen=True, kw_only=True):
     status: Ignored = None
 
 
-class TextOptions(Body, frozen=True, kw_only=True):
-    """`format`: {"type": "text"} only."""
+class ResponseTextFormat(Body, frozen=True, kw_only=True):
+    """As `response_format` of a chat, with the schema's fields next to `type`."""
 
-    format: dict[str, Any] | None = None
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    schema: Schema | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+    def as_response_format(self) -> ResponseFormat:
+        """The same of a chat. Raises GatewayError 400."""
+        if self.type == "json_schema" and self.schema is None:
+            raise GatewayError(400, "text.format.schema is missing; give a JSON schema", param="text.format")
+        schema = JsonSchemaFormat(name=self.name or "", schema=self.schema, strict=self.strict)
+        return ResponseFormat(type=self.type, json_schema=schema if self.type == "json_schema" else None)
+
+
+class TextOptions(Body, frozen=True, kw_only=True):
+    """`format`: any text, any JSON object, or what fits a JSON schema."""
+
+    format: ResponseTextFormat | None = None
     verbosity: Refused = None
 
 
@@ -99,6 +117,13 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
             made.append({"role": "system" if message.role == "developer" else message.role, "content": text})
         return made
 
+    def told_format(self) -> "TextFormat":
+        """The format, as the answer repeats it."""
+        form = None if self.text is None else self.text.format
+        if form is None:
+            return TextFormat()
+        return TextFormat(format={name: value for name, value in structs.asdict(form).items() if value is not None})
+
     def sampling(self) -> SamplingParams:
         """How tokens are drawn. Raises GatewayError 400 that names the field."""
         for name in _REFUSED:
@@ -109,13 +134,17 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
             raise GatewayError(400, "truncation is not supported; shorten the input", param="truncation")
         if self.text is not None:
             refuse("text.verbosity", self.text.verbosity)
-            if self.text.format not in (None, {"type": "text"}):
-                refuse("text.format", self.text.format)
         for entry in self.include or ():
             if entry != LOGPROBS:
                 raise GatewayError(400, f"include may name {LOGPROBS} only", param="include")
+        form = None if self.text is None or self.text.format is None else self.text.format.as_response_format()
         body = SamplingBody(
-            temperature=self.temperature, top_p=self.top_p, seed=self.seed, top_k=self.top_k, min_p=self.min_p
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            response_format=form,
         )
         return sampling_params(body, self.max_output_tokens, (self.top_logprobs or 0) if self.wants_logprobs else None)
 
@@ -178,9 +207,9 @@ class ResponseError(Answer, frozen=True, kw_only=True):
 
 
 class TextFormat(Answer, frozen=True, kw_only=True):
-    """Plain text."""
+    """What was asked for."""
 
-    format: dict[str, str] = field(default_factory=lambda: {"type": "text"})
+    format: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
 
 
 class Response(Answer, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from ...requests.errors import RequestError
 from ...requests.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_LIMIT, SamplingParams
 from ..contracts import GatewayError
 from .common import Body, Ignored, ModelName, Refused, StreamOptions, TokenId
+from .constraints import ResponseFormat, StructuredOutputsBody, constraint_of
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
@@ -49,7 +50,7 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     user: Ignored = None
     metadata: Ignored = None
-    response_format: Annotated[dict[str, Any], Meta(description='{"type": "text"} only')] | None = None
+    response_format: ResponseFormat | None = None
 
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -65,19 +66,27 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
     truncate_prompt_tokens: Refused = None
-    structured_outputs: Refused = None
+    structured_outputs: StructuredOutputsBody | None = None
     guided_json: Refused = None
     guided_regex: Refused = None
     guided_choice: Refused = None
     guided_grammar: Refused = None
 
+    @property
+    def constrained_by(self) -> str:
+        """The field that says what the answer must look like."""
+        return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
 
 REMEDIES = {
     "audio": "the model writes text only",
-    "functions": "ask for the call in the prompt, and read it from the text",
-    "function_call": "ask for the call in the prompt, and read it from the text",
-    "tools": "ask for the call in the prompt, and read it from the text",
-    "response_format": "only {'type': 'text'} is; check the text after generation",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "tools": "use /v1/chat/completions",
     "suffix": "put the text that follows into the prompt",
     "previous_response_id": "answers are not kept; send the whole conversation in input",
     "conversation": "conversations are not kept; send the whole conversation in input",
@@ -105,7 +114,6 @@ _SAME = (
 )
 _REFUSED_WHEN_SET = (
     "truncate_prompt_tokens",
-    "structured_outputs",
     "guided_json",
     "guided_regex",
     "guided_choice",
@@ -129,20 +137,19 @@ def sampling_params(body: SamplingBody, max_tokens: int | None, logprobs: int | 
     """
     for field in _REFUSED_WHEN_SET:
         refuse(field, getattr(body, field))
-    if body.response_format not in (None, {"type": "text"}):
-        refuse("response_format", body.response_format)
     if body.stream_options is not None and not body.stream:
         raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise GatewayError(400, "prompt_logprobs are told in whole answers; leave stream out", param="prompt_logprobs")
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    constraint = constraint_of(body.response_format, body.structured_outputs)
     try:
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured_outputs=constraint, **given)
     except RequestError as problem:
         raise GatewayError(400, str(problem), param=field_of(str(problem))) from None
 
 
 def field_of(message: str) -> str | None:
     """The field that an error's text begins with."""
-    word = message.replace("=", " ").replace("[", " ").partition(" ")[0]
+    word = message.replace("=", " ").replace("[", " ").replace(".", " ").partition(" ")[0]
     return word if word in SamplingBody.__struct_fields__ else None

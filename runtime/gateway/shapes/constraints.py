@@ -1,0 +1,83 @@
+"""What a body says about the answer's form: `response_format`, and vLLM's `structured_outputs`."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from ...requests.errors import RequestError
+from ...requests.structured_outputs import StructuredOutputsParams
+from ..contracts import GatewayError
+from .common import Body, Ignored, Text
+
+Schema = dict[str, Any] | bool
+
+
+class JsonSchemaFormat(Body, frozen=True, kw_only=True):
+    """A named schema. Answers fit it whether it is `strict` or not."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    schema: Schema | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body, frozen=True, kw_only=True):
+    """Any text, any JSON object, or what fits a JSON schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputsBody(Body, frozen=True, kw_only=True):
+    """vLLM's spelling; exactly one of the first five."""
+
+    json: Schema | Text | None = None
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    disable_fallback: Ignored = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Text | None = None
+
+
+def schema_of(form: ResponseFormat | None) -> Schema | None:
+    """The schema that `response_format` asks for; None for any text. Raises GatewayError 400."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "object"}
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise GatewayError(
+            400, "response_format.json_schema.schema is missing; give a JSON schema", param="response_format"
+        )
+    return form.json_schema.schema
+
+
+def constraint_of(form: ResponseFormat | None, outputs: StructuredOutputsBody | None) -> StructuredOutputsParams | None:
+    """What the answer must look like. Raises GatewayError 400 that names the field."""
+    schema = schema_of(form)
+    if outputs is None:
+        return None if schema is None else as_constraint("response_format", json=schema)
+    if schema is not None:
+        raise GatewayError(
+            400, "response_format and structured_outputs say the same; give one of them", param="structured_outputs"
+        )
+    given = {name: getattr(outputs, name) for name in outputs.__struct_fields__ if name != "disable_fallback"}
+    return as_constraint("structured_outputs", **{name: value for name, value in given.items() if value is not None})
+
+
+def as_constraint(field: str, **constraint: Any) -> StructuredOutputsParams:
+    """A constraint that `field` of a body asks for. Raises GatewayError 400 that names it."""
+    try:
+        return StructuredOutputsParams(**constraint)
+    except RequestError as problem:
+        raise GatewayError(400, told_of(field, str(problem)), param=field) from None
+
+
+def told_of(field: str, message: str) -> str:
+    """An error about a constraint, in the words of the body's field that asks for it."""
+    if field == "structured_outputs" or not message.startswith("structured_outputs"):
+        return message
+    _, _, rest = message.partition(" ")
+    return f"{field} {rest}"
