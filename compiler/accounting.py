@@ -153,6 +153,14 @@ def _balanced(e: Expectation) -> int | None:
     return _layers(e, "balance_keys") if e.on("fuse_rope_append", "lift_rope", "lift_rms_norm") and e.clean else 0
 
 
+def _smoothed(e: Expectation) -> int | None:
+    if not e.options.smooth_channels or e.options.precision != "int8":
+        return 0
+    if not e.shape.paged or not e.on("lift_rms_norm") or (e.shape.lora_linears and not e.on("lift_lora")):
+        return None
+    return 2 * e.shape.layers + int(e.options.lm_head == "auto")
+
+
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_bias": lambda e: e.shape.biases,
     "lift_embedding": lambda e: 1 if e.shape.paged else None,
@@ -163,6 +171,7 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "rotate_values": lambda e: (
         _layers(e, "rotate_values") if e.shape.paged and (e.on("lift_lora") or not e.shape.lora_linears) else None
     ),
+    "smooth_channels": _smoothed,
     "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,
     "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
     "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,

@@ -18,6 +18,7 @@ LoraLowering = Literal["auto", "serial", "side_stream"]
 LoraDtype = Literal["auto", "bf16", "int8", "fp8"]
 WholeLayer = Literal["auto", "on", "off"]
 LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options that are chosen by layer
+NORM_ROTATIONS = (8, 16, 32, 64, 128)
 EIGHT_BITS = ("int8", "fp8")  # precisions that quantize
 DEFAULT_PRECISION: Precision = "int8"
 # kv_dtype="auto" where nothing was calibrated
@@ -124,6 +125,18 @@ class CompileOptions:
         "in int8 mode, blocks of columns of what a norm (8) or SiLU (128) makes are rotated before they are quantized, "
         "and the weights' with them",
     )
+    norm_rotation: int = option(
+        8,
+        "in int8 mode, columns of a rotated block of what a norm makes",
+        more="a power of two up to 128; wider blocks round finer and cost time, and leave whole_layer's launch out",
+    )
+    smooth_channels: bool = option(
+        False,
+        "in int8 mode, make the channels behind each norm alike by calibrated powers of two",
+        unset="as calibrated, else off",
+        more="folded into the norm's gain and the columns of the weights and adapters that read it",
+        calibrated=True,
+    )
     lm_head: Literal["auto", "bf16"] = option(
         "auto", "whether the output projection is quantized as the other linears are, or stays in bf16"
     )
@@ -178,6 +191,8 @@ class CompileOptions:
         object.__setattr__(self, "disable", tuple(self.disable))
         for name in LAYERED:
             object.__setattr__(self, name, _layers(name, getattr(self, name)))
+        if self.norm_rotation not in NORM_ROTATIONS:
+            raise OptionError(f"norm_rotation={self.norm_rotation!r} must be one of {NORM_ROTATIONS}")
         if self.lora_sm_share is not None and not 0.0 < self.lora_sm_share < 1.0:
             raise OptionError(
                 f"lora_sm_share={self.lora_sm_share} must lie between 0 and 1; 0.25 gives LoRA a quarter of the SMs"

@@ -41,6 +41,7 @@ from .passes.quantize_linears import quantize_linears
 from .passes.quantize_lora import quantize_lora
 from .passes.rotate_values import rotate_values
 from .passes.round_lora_ranks import round_lora_ranks
+from .passes.smooth_channels import smooth_channels
 from .passes.widen_kv_once import widen_kv_once
 from .program.program import Bucket
 from .records import PassRecord, graph_lines, op_counts, text_of
@@ -77,6 +78,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(lift_lora, "keeps"),
     Pass(fold_multipliers, "keeps"),
     Pass(rotate_values, "keeps"),  # while each projection still has a weight of its own
+    Pass(smooth_channels, "keeps"),
     # Fewer and larger ops, same numbers.
     Pass(pack_projections, "keeps"),
     Pass(fuse_silu_mul, "keeps"),

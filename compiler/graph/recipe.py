@@ -33,6 +33,7 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "multiply": (2, frozenset()),
     "key_balance": (None, frozenset({"kv_heads", "width"})),
     "norm_balance": (2, frozenset({"kv_heads"})),
+    "smooth": (2, frozenset({"sign"})),
     "cast": (1, frozenset({"dtype"})),
     "quantize": (1, frozenset({"dtype", "rotate"})),
     "item": (1, frozenset({"index"})),
@@ -200,6 +201,11 @@ def norm_balance(query: Recipe, key: Recipe, kv_heads: int) -> Recipe:
     return Recipe("norm_balance", (query, key), {"kv_heads": kv_heads})
 
 
+def smooth(recipe: Recipe, exponents: Recipe, sign: int) -> Recipe:
+    """The last dimension times 2^(sign * exponents), `exponents` [K] of whole numbers: exact in every float dtype."""
+    return Recipe("smooth", (recipe, exponents), {"sign": sign})
+
+
 def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
     """Converted to `dtype`."""
     return Recipe("cast", (recipe,), {"dtype": str(dtype).removeprefix("torch.")})
@@ -261,7 +267,8 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
             found = lookup(recipe.attrs["name"])
         except KeyError:
             return torch.zeros(recipe.attrs["shape"])
-        if tuple(found.shape) != recipe.attrs["shape"]:
+        wanted = recipe.attrs["shape"]  # after a dimension of layers where several are made at once
+        if tuple(found.shape[max(found.dim() - len(wanted), 0) :]) != wanted:
             raise RecipeError(
                 f"{recipe} is {tuple(found.shape)}, the model needs {recipe.attrs['shape']}: it was calibrated for "
                 "another model"
@@ -304,6 +311,11 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
         return hadamard_reference(blocks).flatten(-2).movedim(-1, attrs["dim"]).contiguous()
     if recipe.op == "multiply":
         return (first.float() * operands[1].to(first.device).float()).to(first.dtype)
+    if recipe.op == "smooth":
+        exponents = operands[1].to(first.device)
+        while 1 < exponents.dim() < first.dim():  # layers [L, K] of stacks [L, R, K]
+            exponents = exponents.unsqueeze(-2)
+        return first * torch.exp2(attrs["sign"] * exponents).to(first.dtype)
     if recipe.op == "key_balance":
         return key_balance_factors(
             first, operands[1], operands[2], attrs["kv_heads"], attrs["width"], tuple(operands[3:])

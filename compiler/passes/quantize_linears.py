@@ -5,7 +5,7 @@ from torch import fx
 
 from ...ops.attention.paged_attention import paged_attention
 from ...ops.linear.linear_8bit import linear_8bit
-from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES, quantize_rowwise
+from ...ops.rows.quantize import SILU_ROTATES, quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul
 from ..graph.nodes import aten, bind, insert_call, insert_picks, insert_placeholder, is_call, shape_of, through_views
 from ..graph.recipe import item, quantize
@@ -22,11 +22,11 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=128)
             linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
-    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 after SiLU, 8 after a norm),
-    which leaves the product as it was and no column far larger than the others; not where attention makes x, whose
-    heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a bias,
-    sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8
-    mode only.
+    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 after SiLU, `norm_rotation` after a
+    norm), which leaves the product as it was and no column far larger than the others; not where attention makes x,
+    whose heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a
+    bias, sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and
+    fp8 mode only.
     """
     report = PassReport(0)
     if not context.options.quantizes:
@@ -40,7 +40,8 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
             report.rejected.append(f"{node.name}: {reason}")
             continue
         x, weight = bind(node).input, bind(node).weight
-        rotate = _rotation(x) if dtype == torch.int8 and context.options.rotate_activations else 0
+        rotates = dtype == torch.int8 and context.options.rotate_activations
+        rotate = _rotation(x, context.options.norm_rotation) if rotates else 0
         recipe = quantize(weight.meta["recipe"], dtype, rotate)
         shape = tuple(int(size) for size in shape_of(weight))
         stored = insert_placeholder(
@@ -67,10 +68,10 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     return report
 
 
-def _rotation(x: fx.Node) -> int:
+def _rotation(x: fx.Node, norm_rotation: int) -> int:
     """Columns of a rotated block of an activation, by what makes it."""
     source = through_views(x)
-    return 0 if is_call(source, paged_attention) else SILU_ROTATES if is_call(source, silu_mul) else NORM_ROTATES
+    return 0 if is_call(source, paged_attention) else SILU_ROTATES if is_call(source, silu_mul) else norm_rotation
 
 
 def _refusal(node: fx.Node, last: bool, context: Context) -> str | None:

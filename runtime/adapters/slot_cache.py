@@ -165,9 +165,10 @@ def packing_key(
     dtype: torch.dtype,
     config: LlamaConfig,
     lora: LoraShape,
+    constants: Mapping[str, torch.Tensor],
 ) -> str:
-    """A hash of everything, but an adapter's content, that decides its slots' bytes: recipes, shapes and dtypes,
-    sources, releases, the processor's kind.
+    """A hash of everything, but an adapter's content, that decides its slots' bytes: recipes and the constants that
+    they name, shapes and dtypes, sources, releases, the processor's kind.
     """
     content = {
         "sources": _sources(),
@@ -177,6 +178,9 @@ def packing_key(
         "lora": [lora.rank, *lora.targets],
         "dtype": str(dtype),
         "slots": [[list(shape), str(kind)] for shape, kind in shapes],
+        "constants": {
+            name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() for name, value in constants.items()
+        },
         "recipes": [f"{name}: {recipe}" for name, recipe in recipes.items()],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,12 @@ class AdapterStacks:
         registry: AdapterRegistry,
         lora: LoraShape,
         keep: int,
+        constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.stacks = dict(stacks)
         self.lora = lora
         self.device_calls = threading.Lock()
-        self.store = AdapterStore(recipes, stacks, registry, lora, keep, self.device_calls)
+        self.store = AdapterStore(recipes, stacks, registry, lora, keep, self.device_calls, constants)
         self._registry = registry
         self._device = next(iter(stacks.values())).device
         self._copies_into = SlotCopies(

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class AdapterStore:
     and used again; while `use`d, a block is never given to another adapter. `device_calls` is held while memory is
     page-locked, bit by bit once `gently` is set: when steps run.
 
+    constants   tensors of a calibration that recipes name besides an adapter's own
     cache   what is kept of packed adapters between runs (the registry's), or None
     """
 
@@ -79,6 +81,7 @@ class AdapterStore:
         lora: LoraShape,
         keep: int,
         device_calls: Any,
+        constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._registry = registry
         self._lora = lora
@@ -97,6 +100,8 @@ class AdapterStore:
         self._preparing = threading.Lock()
         self._packing = Packing(recipes, [shape for shape, _ in self._shapes])
         self._recipes = recipes
+        sources = frozenset[str]().union(*(recipe.sources() for recipe in recipes.values()))
+        self._constants = {name: constants[name].cpu() for name in sorted(sources & constants.keys())}
         self.cache = registry.cache
 
     @property
@@ -180,7 +185,7 @@ class AdapterStore:
 
     @cached_property
     def _packing_key(self) -> str:
-        return packing_key(self._recipes, self._shapes, self._dtype, self._registry.config, self._lora)
+        return packing_key(self._recipes, self._shapes, self._dtype, self._registry.config, self._lora, self._constants)
 
     def _kept(self, number: int) -> str | None:
         """The key under which the cache has the adapter, unless its files may have changed since it was registered."""
@@ -203,9 +208,12 @@ class AdapterStore:
         return adapter
 
     def _pack(self, adapter: Adapter, block: Block) -> None:
-        self._packing.pack(
-            lambda name: slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype), block.tensors
-        )
+        def find(name: str) -> torch.Tensor:
+            if name in self._constants:
+                return self._constants[name]
+            return slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype)
+
+        self._packing.pack(find, block.tensors)
 
     def forget(self, number: int) -> None:
         """Drop the block of an adapter that the registry has dropped."""

@@ -143,7 +143,13 @@ def load_model(
     config, engine = source.config, options.engine
     weights = None if options.dummy else source.directory
     calibration, compiler_options = calibrated(
-        engine.calibration, config, weights, options.compiler, options.hadamard, options.center_keys
+        engine.calibration,
+        config,
+        weights,
+        options.compiler,
+        options.hadamard,
+        options.center_keys,
+        options.smooth_channels,
     )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.sliding_window)
@@ -212,8 +218,8 @@ def _build(
     num_pages = num_kv_pages(largest, config, engine, sizes, device)
     buckets = _buckets(sizes, num_pages, lora is not None, device)
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
+    constants = {} if calibration is None else calibration.tensors()
     with _timed(seconds, "load"):
-        constants = {} if calibration is None else calibration.tensors()
         weights = WeightSource(
             _recipes(largest, "weight"),
             None if options.dummy else source.directory,
@@ -231,7 +237,7 @@ def _build(
     stacks = (
         None
         if lora is None
-        else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, engine.max_cpu_loras)
+        else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, engine.max_cpu_loras, constants)
     )
     tensors.update(stack_tensors)
     tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))

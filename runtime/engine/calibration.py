@@ -1,8 +1,8 @@
-"""What `sidestream calibrate` has measured of a model's keys and values, as a file, and what it decides: the KV cache's
-dtype and, by layer, how K is treated.
+"""What `sidestream calibrate` has measured of a model's keys, values and norms, as a file, and what it decides: the KV
+cache's dtype, by layer how K is treated, and how channels behind norms are smoothed.
 
-A calibration is one safetensors file: each layer's mean key as a tensor, and in the metadata one JSON object with the
-figures and the model that they are of.
+A calibration is one safetensors file: each layer's mean key and each norm's exponents as tensors, and in the metadata
+one JSON object with the figures and the model that they are of.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from safetensors.torch import save
 
 from ...compiler.options import DEFAULT_KV_DTYPE, CompileOptions, OptionError
 from ...compiler.passes.center_keys import key_center_name
+from ...compiler.passes.smooth_channels import SUFFIX
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
 
@@ -31,6 +32,7 @@ WORTH = 0.95  # another treatment than the first must bring the error below this
 # and another cache dtype than the precision's own, which is what whole answers were measured with, below this share of
 # its error
 WORTH_DTYPE = 0.8
+MOST_EXPONENT = 8
 _MAX_METADATA = 16 << 20
 _FINGERPRINT_ROWS = 4
 
@@ -79,6 +81,8 @@ class Calibration:
     key_centers   by layer, the mean key [kv heads, head dim] fp32, after RoPE, before any Hadamard transform
     tokens        how many tokens were looked at
     adapters      names of the adapters that ran, next to the base
+    channel_exponents  by name (`channel_exponents_name`) what each channel behind a norm is divided by, as powers of
+                  two: int8 [hidden size]; none in files of earlier releases
     """
 
     fingerprint: str
@@ -86,6 +90,7 @@ class Calibration:
     key_centers: Sequence[torch.Tensor]
     tokens: int = 0
     adapters: tuple[str, ...] = field(default=())
+    channel_exponents: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def error(self, kv_dtype: str) -> float:
         """Root mean square over the layers."""
@@ -101,10 +106,18 @@ class Calibration:
         """Relative error of attention's output by the values alone, root mean square over the layers."""
         return (sum(layer.value_errors[kv_dtype, rotated] ** 2 for layer in self.layers) / len(self.layers)) ** 0.5
 
-    def options(self, options: CompileOptions, hadamard: bool = True, center_keys: bool = True) -> CompileOptions:
-        """`options` with a dtype where it says "auto", and with Hadamard and centring by layer where these are left
+    def options(
+        self,
+        options: CompileOptions,
+        hadamard: bool = True,
+        center_keys: bool = True,
+        smooth_channels: bool = True,
+    ) -> CompileOptions:
+        """`options` with a dtype where it says "auto", and with Hadamard, centring and smoothing where these are left
         to the calibration.
         """
+        if smooth_channels and options.precision == "int8":
+            options = replace(options, smooth_channels=bool(self.channel_exponents))
         if not options.quantizes_kv:
             return options
         kv_dtype: Any = self.kv_dtype(options.precision) if options.kv_dtype == "auto" else options.kv_dtype
@@ -118,7 +131,8 @@ class Calibration:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The constants under the names that recipes look for."""
-        return {key_center_name(layer): center for layer, center in enumerate(self.key_centers)}
+        centers = {key_center_name(layer): center for layer, center in enumerate(self.key_centers)}
+        return {**centers, **self.channel_exponents}
 
     def save(self, path: str | Path) -> None:
         """Write the file."""
@@ -173,9 +187,12 @@ def _parse(content: Any, tensors: Mapping[str, torch.Tensor]) -> Calibration:
         center.dtype != torch.float32 or center.dim() != 2 or not bool(center.isfinite().all()) for center in centers
     ):
         raise ValueError("its key centers are not finite fp32 matrices")
-    return Calibration(
-        str(content["fingerprint"]), layers, centers, int(content["tokens"]), tuple(map(str, content["adapters"]))
-    )
+    exponents = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{SUFFIX}")}
+    for name, tensor in exponents.items():
+        if tensor.dtype != torch.int8 or tensor.dim() != 1 or bool((tensor.abs() > MOST_EXPONENT).any()):
+            raise ValueError(f"{name} does not hold whole numbers of at most {MOST_EXPONENT}")
+    names = tuple(map(str, content["adapters"]))
+    return Calibration(str(content["fingerprint"]), layers, centers, int(content["tokens"]), names, exponents)
 
 
 def _figures(entry: Any) -> LayerFigures:
@@ -246,6 +263,12 @@ def find_calibration(
         )
         ours = f"{config.num_hidden_layers} of {wanted[0]} x {wanted[1]}"
         raise CalibrationError(f"calibration {path} is of another model: it has {theirs}, this one {ours}; {again}")
+    widths = {len(exponents) for exponents in given.channel_exponents.values()}
+    if widths - {config.hidden_size}:
+        raise CalibrationError(
+            f"calibration {path} is of another model: it has norms of {max(widths)} channels, this one of "
+            f"{config.hidden_size}; {again}"
+        )
     if given.fingerprint != fingerprint(config, Checkpoint(directory, config)):
         raise CalibrationError(
             f"calibration {path} is of another model of the same shape: its weights differ from those in "
@@ -261,15 +284,21 @@ def calibrated(
     options: CompileOptions,
     hadamard: bool,
     center_keys: bool,
+    smooth_channels: bool,
 ) -> tuple[Calibration | None, CompileOptions]:
     """The calibration in use (see `find_calibration`; None where nothing is quantized) and the options with what it
     decides (see `Calibration.options`).
 
     Raises OptionError for keys that are to be centred when nothing was calibrated.
     """
-    found = find_calibration(given, config, directory) if options.quantizes_kv else None
+    found = find_calibration(given, config, directory) if options.quantizes else None
+    if options.smooth_channels and not getattr(found, "channel_exponents", None):
+        raise OptionError(
+            "smooth_channels=True needs a calibration that measured the norms: write one with `sidestream calibrate`, "
+            "and give calibration=FILE"
+        )
     if found is not None:
-        return found, found.options(options, hadamard, center_keys)
+        return found, found.options(options, hadamard, center_keys, smooth_channels)
     if options.center_keys:
         raise OptionError(
             f"center_keys={options.center_keys} needs the keys' means: write them with `sidestream calibrate`, and "

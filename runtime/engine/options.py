@@ -30,7 +30,7 @@ class EngineOptions:
         None,
         "what `sidestream calibrate` wrote",
         unset="sidestream_calibration.safetensors in the model's directory, if it is there",
-        more="decides what kv_dtype, hadamard and center_keys come to where they are not given",
+        more="decides what kv_dtype, hadamard, center_keys and smooth_channels come to where they are not given",
     )
     passes: Any = option(
         None,

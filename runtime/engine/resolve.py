@@ -86,7 +86,7 @@ def resolve_sizes(
 class LoadOptions:
     """How a model is loaded, checked as far as that goes without the model: what `LLM`'s keywords come to.
 
-    hadamard, center_keys  whether the calibration decides this field of `compiler`
+    hadamard, center_keys, smooth_channels  whether the calibration decides this field of `compiler`
     """
 
     engine: EngineOptions
@@ -95,6 +95,7 @@ class LoadOptions:
     passes: tuple[Pass, ...]
     hadamard: bool
     center_keys: bool
+    smooth_channels: bool
 
     @property
     def dummy(self) -> bool:
@@ -114,7 +115,7 @@ def load_options(**keywords: Any) -> LoadOptions:
     compiler = replace(compile_options(engine, given), size_independent=device.type == "cpu")
     passes = PASSES if engine.passes is None else engine.passes
     check_disabled(compiler, passes)
-    undecided = ("hadamard" not in given, "center_keys" not in given)
+    undecided = ("hadamard" not in given, "center_keys" not in given, "smooth_channels" not in given)
     return LoadOptions(engine, compiler, device, passes, *undecided)
 
 

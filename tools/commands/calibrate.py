@@ -1,4 +1,6 @@
-"""`sidestream calibrate`: look at a model's keys and values, and decide how its KV cache is quantized."""
+"""`sidestream calibrate`: look at a model's keys, values and norms, and decide how its KV cache is quantized and its
+channels are smoothed.
+"""
 
 import argparse
 import sys
@@ -29,8 +31,10 @@ keys and values:
                      (--rotate-values)
   K treated          what is chosen for the layer in the mode that --precision names: Hadamard, centring
   gain               error of the scores with that mode's own cache and Hadamard over that of what is chosen
-The file holds the keys' means and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE) and
---calibration FILE then decide what kv_dtype "auto" means (the mode's own type, int8 or e4m3, unless the other one's
+The largest value of every channel behind each norm sets the powers of two by which `smooth_channels` brings them to one
+size in int8 mode: no figure of the table, and the largest gain where a model has channels of outliers.
+The file holds the keys' means, those powers and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE)
+and --calibration FILE then decide what kv_dtype "auto" means (the mode's own type, int8 or e4m3, unless the other one's
 error is far smaller), and where keys are transformed and centred; as sidestream_calibration.safetensors in the model's
 directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard."""
 

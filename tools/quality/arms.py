@@ -92,6 +92,19 @@ ARMS: tuple[Arm, ...] = (
     ),
     _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
     _int8(
+        "int8-calibrated-not-smoothed",
+        "the same without smoothed channels behind norms",
+        smooth_channels=False,
+        calibrated=True,
+    ),
+    _int8("int8-rotated-64", "the default with norms rotated by 64 columns instead of 8", norm_rotation=64),
+    _int8(
+        "int8-calibrated-64",
+        "what `sidestream calibrate` chooses, with norms rotated by 64 columns",
+        norm_rotation=64,
+        calibrated=True,
+    ),
+    _int8(
         "int8-rotated-values", "the default with each head of V rotated (folded into the weights)", rotate_values=True
     ),
     _int8("int8-kv-e4m3", "an e4m3 cache", kv_dtype="fp8_e4m3"),

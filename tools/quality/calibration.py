@@ -2,11 +2,19 @@
 `sidestream calibrate` decides by.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..options.models import batch_inputs
+
+# a norm's name in its module -> the linears there that read it; what remains is read by the head
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    "norm": (),
+}
 
 
 @dataclass
@@ -98,6 +106,7 @@ def calibrate(
     layers = [Sums() for _ in range(model.config.num_hidden_layers)]
     factors = [_balance(layer, model.config) for layer in model.model.layers]
     softmax_scale = model.config.head_dim**-0.5
+    norms = NormSizes(model)
     with tqdm(total=2 * len(jobs), desc="Calibrating", unit="run", disable=not progress, leave=False) as bar:
         for second in (False, True):
             for ids, slot in jobs:
@@ -110,9 +119,60 @@ def calibrate(
                     else:
                         layer.look(k, v)
                 bar.update()
+    norms.remove()
     # of keys as the model makes them
     centers = [(layer.center() / factor).cpu() for layer, factor in zip(layers, factors, strict=True)]
-    return Calibration(mark, [layer.figures() for layer in layers], centers, layers[0].tokens, tuple(names))
+    figures = [layer.figures() for layer in layers]
+    return Calibration(mark, figures, centers, layers[0].tokens, tuple(names), exponents(model, norms.largest))
+
+
+class NormSizes:
+    """The largest magnitude of every channel that each norm makes, from now until `remove`."""
+
+    def __init__(self, model: Any) -> None:
+        self.largest: dict[str, Any] = {}
+        self._hooks = [
+            module.register_forward_hook(partial(self._look, name))
+            for name, module in model.named_modules()
+            if name.rpartition(".")[2] in READERS
+        ]
+
+    def _look(self, name: str, module: Any, arguments: Any, output: Any) -> None:
+        import torch
+
+        sizes = output.float().abs().flatten(0, -2).amax(0)
+        self.largest[name] = torch.maximum(self.largest.get(name, sizes), sizes)
+
+    def remove(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def exponents(model: Any, largest: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> int8 [hidden size]: what each channel behind a norm is divided by, as a power of two.
+
+    A channel's size is its largest magnitude over the text, and so is its weight column's over all rows; the square
+    root of their ratio, each by its median, leaves both alike (SmoothQuant with its default share of one half).
+    """
+    import torch
+
+    from ...compiler.passes.smooth_channels import channel_exponents_name
+    from ...runtime.engine.calibration import MOST_EXPONENT
+
+    found = {}
+    for name, sizes in largest.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        readers = READERS[name.rpartition(".")[2]]
+        head = model.model.embed_tokens if model.lm_head is None else model.lm_head
+        weights = [owner.get_submodule(reader).weight for reader in readers] or [head.weight]
+        columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
+        ratio = (sizes / sizes.median().clamp_min(1e-12)) / (columns / columns.median().clamp_min(1e-12)).clamp_min(
+            1e-6
+        )
+        powers = (ratio.clamp_min(1e-9).log2() / 2).round().clamp(-MOST_EXPONENT, MOST_EXPONENT)
+        found[channel_exponents_name(f"{name}.weight")] = powers.to(torch.int8).cpu()
+    return found
 
 
 def _balance(layer: Any, config: Any) -> Any:

@@ -13,7 +13,7 @@ import msgspec
 
 from .checkpoint import NEEDED, real_model
 
-CALIBRATION_TEXTS = 8
+CALIBRATION_TEXTS, CPU_CALIBRATION_TEXTS = 8, 2
 
 
 def add_options(group: Any, positive: Callable[[str], int]) -> None:
@@ -79,7 +79,12 @@ def run(options: argparse.Namespace) -> int:
     calibration = None
     if any(arm.calibrated for arm in arms):
         progress("calibration")
-        calibration = calibrate_model(directory, adapters, calibration_texts(_other_texts(tokenizer)), options.device)
+        calibration = calibrate_model(
+            directory,
+            adapters,
+            calibration_texts(_other_texts(tokenizer, CALIBRATION_TEXTS if on_gpu else CPU_CALIBRATION_TEXTS)),
+            options.device,
+        )
     found = measure(directory, adapters, documents, arms, options.device, calibration, progress)
     base = [document for document in documents if document.adapter is None]
     findings = Findings(
@@ -108,12 +113,12 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(each.problem for each in found) else 0
 
 
-def _other_texts(tokenizer: Any) -> list[Any]:
+def _other_texts(tokenizer: Any, count: int) -> list[Any]:
     """Text for the calibration, which no arm is measured with."""
     from ..corpus import documents
     from ..teacher_forced import Document
 
-    return [Document(tokenizer.encode(text)) for text in documents("train", CALIBRATION_TEXTS)]
+    return [Document(tokenizer.encode(text)) for text in documents("train", count)]
 
 
 def _digest(texts: Sequence[Sequence[int]]) -> str:
