@@ -1,4 +1,4 @@
-"""Keeps docs/quality.md and docs/quality.svg true: makes them from the raw output in docs/measurements.
+"""Keeps docs/quality.md and its pictures true: makes them from the raw output in docs/measurements.
 
 python -m sidestream.tools.pages.quality            exit code 1 and a diff when they are not what was measured
 python -m sidestream.tools.pages.quality --write    write them
@@ -9,13 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..quality.page import page
 from ..quality.plot import plot
+from ..quality.real.measure import Findings
+from ..quality.real.picture import picture as real_picture
+from ..quality.real.report import section
 from ..quality.report import rounds_of
 from .excerpts import keep_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, PICTURE = DOCS / "quality.md", DOCS / "quality.svg"
+PAGE, PICTURE, REAL_PICTURE = DOCS / "quality.md", DOCS / "quality.svg", DOCS / "real_model.svg"
+REAL = ("real_model_h200.json", "real_model_cpu.json")  # the first that is there
 MODELS = """\
 `python -m sidestream.tools.quality.train` makes the models with its defaults (base `a443dc3361f6d6b4`,
 `measurements/eval_models_h200.txt`). It adds up in one order: runs on the same kind of GPU and with the same
@@ -29,12 +35,24 @@ coin tosses (with twice the steps and four times the scale top-1 agreement was 9
 def measured(_: str = "") -> str:
     """The page as the raw output has it."""
     about = _raw()
-    return page(rounds_of(about), about, PICTURE, PAGE, MODELS)
+    real = [section(found, REAL_PICTURE.name) for found in _real()]
+    return page(rounds_of(about), about, PICTURE, PAGE, MODELS, "".join(real))
 
 
 def picture(_: str = "") -> str:
     """The picture as the raw output has it."""
     return plot(rounds_of(_raw()))
+
+
+def picture_of_the_real_model(_: str = "") -> str:
+    """The same for the real model."""
+    return "".join(real_picture(found) for found in _real())
+
+
+def _real() -> list[Findings]:
+    """What was measured on the real model, or nothing."""
+    paths = [path for name in REAL if (path := DOCS / "measurements" / name).is_file()]
+    return [msgspec.json.decode(path.read_bytes(), type=Findings) for path in paths[:1]]
 
 
 def _raw() -> dict[str, Any]:
@@ -44,7 +62,7 @@ def _raw() -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    pages = {PAGE: measured, PICTURE: picture}
+    pages = {PAGE: measured, PICTURE: picture, **({REAL_PICTURE: picture_of_the_real_model} if _real() else {})}
     return keep_pages("python -m sidestream.tools.pages.quality", str(__doc__), pages, arguments)
 
 

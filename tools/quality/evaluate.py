@@ -24,7 +24,7 @@ from .divergence import Divergence, divergences
 from .exact import accuracies, ask, needles
 from .suite import Suite, by_text, interleaved
 from .teacher_forced import Document, Scorer, compare, plan, step_sizes
-from .verdict import ArmResult, conditions
+from .verdict import ArmResult, judge
 
 AGAIN = "bf16 again"
 CACHE_BYTES = 3 << 30  # of the KV cache of an engine on a GPU, in 16 bits
@@ -191,7 +191,7 @@ def evaluate(
     for arm in arms:
         if arm.name in raw:
             result.results.append(_result(arm, suite, raw[arm.name], raw[REFERENCE], model.whole))
-            result.results[-1].conditions = conditions(result.results[-1], again.pooled)
+    judge(result.results, again.pooled)
     return result
 
 

@@ -13,7 +13,7 @@ from .evaluate import Round
 from .exact import Accuracy
 from .statistics import loss_bounds
 from .teacher_forced import KINDS
-from .verdict import ArmResult, Condition
+from .verdict import ArmResult, Condition, judge
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,11 @@ def as_json(rounds: Sequence[Round], about: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounds_of(values: dict[str, Any]) -> list[Round]:
-    """The rounds that `as_json` wrote."""
-    return [msgspec.convert({**each, "results": each["arms"]}, Round) for each in values["rounds"]]
+    """The rounds that `as_json` wrote, judged by today's protocol."""
+    rounds = [msgspec.convert({**each, "results": each["arms"]}, Round) for each in values["rounds"]]
+    for found in rounds:
+        judge(found.results, found.again.pooled)
+    return rounds
 
 
 def _result(result: ArmResult) -> dict[str, Any]:

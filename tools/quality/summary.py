@@ -7,7 +7,7 @@ from ...compiler.records import WIDTH
 from .arms import DEFAULT
 from .evaluate import Round
 from .report import Table
-from .verdict import MOST_FLIPS, ArmResult
+from .verdict import MOST_FLIPS, ArmResult, noise_of
 
 ARMS = ("bf16-unfused", DEFAULT, "fp8", "fp8-tensorwise")
 
@@ -35,12 +35,12 @@ def _sentences(found: Round) -> str:
     ]
     if missed:
         sentences.append(f"It does not meet: {', '.join(missed)}.")
-    own, flips = found.again.pooled, default.pooled
+    (own, whose), flips = noise_of(found.results, found.again.pooled), default.pooled
     if own is not None and flips is not None and own.items == flips.items:
         sentences.append(
             f"{flips.flips:,} of {flips.items:,} answers change between right and wrong; our limit is "
-            f"{MOST_FLIPS * own.flips:g}, which is {MOST_FLIPS:g} times the {own.flips:,} that change when bf16 runs "
-            "at another load."
+            f"{MOST_FLIPS * own.flips:g}, which is {MOST_FLIPS:g} times the {own.flips:,} of "
+            f"{whose}."
         )
     return " ".join(sentences)
 

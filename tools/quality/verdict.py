@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .arms import UNFUSED
 from .divergence import ALL, Divergence, Share
 from .exact import Accuracy, Needle
 from .statistics import loss_bounds
 
 State = Literal["met", "missed", "undecided", "not measured"]
 MOST_LOSS, MOST_POOLED_LOSS = 0.01, 0.005
-MOST_FLIPS = 2.0  # times those of bf16 against itself
+MOST_FLIPS = 2.0  # times those of bf16 computed in another way
+ITSELF = "bf16 against itself"
 MOST_MEAN_KL, LEAST_TOP_1, MOST_PERPLEXITY_RATIO = 0.005, 0.97, 1.005
 MOST_NEEDLE_DIFFERENCE = 0.02
 FEWEST_TOKENS, FEWEST_DOCUMENTS, FEWEST_ITEMS = 200_000, 400, 3500
@@ -67,9 +69,26 @@ class ArmResult:
         return "gap" if any(condition.state == "missed" for condition in self.conditions) else "not decided"
 
 
-def conditions(result: ArmResult, noise: Accuracy | None) -> list[Condition]:
-    """The protocol's conditions for an arm; `noise`: bf16 against itself at another load."""
-    found = [_losses(result.accuracies), _pooled(result.pooled), _flips(result.pooled, noise)]
+def judge(results: Sequence[ArmResult], again: Accuracy | None) -> None:
+    """Give every arm its conditions.
+
+    Flips are judged by those of bf16 computed in another way (the arm UNFUSED), which differs in every rounding as
+    another engine's bf16 does; where that arm did not run, by those of bf16 at another load.
+    """
+    noise, whose = noise_of(results, again)
+    for result in results:
+        result.conditions = conditions(result, noise, whose)
+
+
+def noise_of(results: Sequence[ArmResult], again: Accuracy | None) -> tuple[Accuracy | None, str]:
+    """The answers that flips are judged by, and whose they are."""
+    other = next((result.pooled for result in results if result.arm == UNFUSED), None)
+    return (other, UNFUSED) if other is not None else (again, ITSELF)
+
+
+def conditions(result: ArmResult, noise: Accuracy | None, whose: str = ITSELF) -> list[Condition]:
+    """The protocol's conditions for an arm; `noise`: the answers of `whose`, which its flips are compared with."""
+    found = [_losses(result.accuracies), _pooled(result.pooled), _flips(result.pooled, noise, whose)]
     found += [
         _divergence(
             result,
@@ -159,15 +178,15 @@ def _pooled(pooled: Accuracy | None) -> Condition:
     )
 
 
-def _flips(pooled: Accuracy | None, noise: Accuracy | None) -> Condition:
-    limit = f"<= {MOST_FLIPS:g} times those of bf16 against itself"
+def _flips(pooled: Accuracy | None, noise: Accuracy | None, whose: str) -> Condition:
+    limit = f"<= {MOST_FLIPS:g} times those of {whose}"
     if pooled is None or noise is None:
         return Condition("answer flips", "", limit, "not measured", telling=False)
     rate, own = pooled.flips / pooled.items, noise.flips / noise.items
     state: State = "met" if rate <= MOST_FLIPS * own + SLACK else "missed"
     return Condition(
         "answer flips",
-        f"{pooled.flips} of {pooled.items}, bf16 against itself {noise.flips} of {noise.items}",
+        f"{pooled.flips} of {pooled.items}, {whose} {noise.flips} of {noise.items}",
         limit,
         state,
         telling=False,

@@ -21,9 +21,10 @@ def screen(found: Findings) -> str:
 
 def verdict(found: Findings) -> str:
     """Sentences about the default and about bf16 itself, the base model's figures."""
+    readers = f"the base model and each of {len(found.adapters)} adapters" if found.adapters else "the base model"
     said = [
-        f"{found.model}, {found.tokens:,} tokens of natural text for the base model and each of "
-        f"{len(found.adapters)} adapters, compared with transformers in fp32 on {found.device}."
+        f"{found.model}, {found.tokens:,} tokens of natural text for {readers}, compared with transformers in fp32 on "
+        f"{found.device}."
     ]
     for arm in (REFERENCE, DEFAULT, CALIBRATED):
         one = _base(found, arm)
@@ -49,10 +50,11 @@ def section(found: Findings, picture: str) -> str:
     shown = table(found).markdown().partition("\n\n")[2]
     arms = [f"- `{each.arm}`: {each.about}" for each in found.arms]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    adapters = f" with the adapters {', '.join(found.adapters)}" if found.adapters else ""
     how = (
-        f"`sidestream eval --real` fetched the model, trained the adapters ({', '.join(found.adapters)}) and measured, "
-        f"in {found.seconds:.0f} s with {versions}. The text is Python's language reference and licence and sources of "
-        f"its standard library (sha256 of the token ids `{found.texts[:16]}`)."
+        f"Measured by `sidestream eval --real`{adapters} in {found.seconds:.0f} s with {versions}. The text is "
+        "Python's language reference and licence and sources of its standard library (sha256 of the token ids "
+        f"`{found.texts[:16]}`)."
     )
     return "\n".join(
         (
