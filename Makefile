@@ -6,6 +6,8 @@ PIP    := $(PY) -m pip install --disable-pip-version-check
 SAY    := @printf '\033[1m== %s\033[0m\n'
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
+# the tests start hundreds of processes, and each would compile its modules again
+unexport PYTHONDONTWRITEBYTECODE
 
 # Without an NVIDIA GPU the CPU build of torch is enough: it comes first, and exactly this release, so that the package's own requirement finds it and pulls no CUDA packages.
 TORCH_ON_CPU := torch==2.13.0

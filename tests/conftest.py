@@ -1,7 +1,8 @@
 """Sets up every test run:
 
 `interpret` tests need TRITON_INTERPRET=1 (a process of their own), `gpu` tests a CUDA device. A test marked
-`machine_code` compiles its first configuration only, and with --exhaustive all of them.
+`machine_code` compiles its first configuration only, and with --exhaustive all of them. A test marked `first` starts
+before all others: what takes minutes must not be what one process still does when the other has ended.
 """
 
 import os
@@ -20,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--exhaustive"):
         keep_one_configuration(config, items)
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
     for item in items:
         if item.get_closest_marker("interpret") and not INTERPRETING:
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,19 @@ HTTP = "http://127.0.0.1:8000"  # where the pages say that a server answers; the
 LONG = {"eval", "bench latency", "bench throughput", "bench startup", "--shape"}  # with --exhaustive only
 CLIENTS = ("complete", "chat", "bench serve")
 
-# Runs commands one after the other in one process: arguments as a JSON line in, [exit code, stdout, stderr] out.
+# Runs commands and examples one after the other in one process: a JSON line with arguments, or with Python's code, in;
+# [exit code, stdout, stderr] out.
 DRIVER = """
 import contextlib, io, json, sys, traceback
 from sidestream.tools import cli
 answers = sys.stdout
 for line in sys.stdin:
-    sys.argv = ["sidestream", *json.loads(line)]
+    given = json.loads(line)
+    sys.argv = ["sidestream", *given] if isinstance(given, list) else ["-c"]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = cli.main(sys.argv[1:])
+            code = cli.main(given) if isinstance(given, list) else exec(given, {"__name__": "__main__"}) or 0
         except SystemExit as left:
             code = left.code
         except BaseException:
@@ -79,8 +80,8 @@ class Session:
             **more,
         )
 
-    def run(self, arguments: list[str]) -> Answer:
-        """A command of `sidestream`."""
+    def run(self, arguments: list[str] | str) -> Answer:
+        """A command of `sidestream`, or an example in Python."""
         assert self.driver.stdin is not None and self.driver.stdout is not None
         print(json.dumps(arguments), file=self.driver.stdin, flush=True)
         return Answer(*json.loads(self.driver.stdout.readline()))
@@ -123,9 +124,9 @@ class Session:
         self.driver.communicate(timeout=120)
 
 
-@contextmanager
-def session(installed: Installed, place: Path) -> Iterator[Session]:
-    made = Session(installed, place)
+@pytest.fixture(scope="module")
+def shell(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    made = Session(installed, tmp_path_factory.mktemp("hour"))
     try:
         yield made
     finally:
@@ -145,68 +146,69 @@ def test_the_checkout_is_out_of_sight_and_the_version_is_said(installed: Install
     "code",
     [pytest.param(code, id=f"{page}-{number}") for number, (page, server, code) in enumerate(EXAMPLES) if not server],
 )
-def test_an_example_runs(code: str, installed: Installed, tmp_path: Path) -> None:
-    make_places(" ".join(re.findall(r'"((?:models|adapters)/[^"]*)"', code)), tmp_path)
-    done = installed.run("python", "-c", code, cwd=tmp_path, more="import peft" in code or "from peft" in code)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "print" not in code or done.stdout.strip()
+def test_an_example_runs(code: str, shell: Session) -> None:
+    make_places(" ".join(re.findall(r'"((?:models|adapters)/[^"]*)"', code)), shell.place)
+    if "import peft" in code or "from peft" in code:
+        done = shell.installed.run("python", "-c", code, cwd=shell.place, more=True)
+        answer = Answer(done.returncode, done.stdout, done.stderr)
+    else:
+        answer = shell.run(code)
+    assert answer.code == 0, answer.err[-3000:]
+    assert "print" not in code or answer.out.strip()
 
 
-def test_every_command_line_runs(installed: Installed, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_every_command_line_runs(shell: Session, pytestconfig: pytest.Config) -> None:
     tried, wrong = set(), []
-    with session(installed, tmp_path) as shell:
-        shell.run(["keygen", "server-keys"])
-        for page in PAGES:
-            for line in commands(page.read_text()):
-                words = shlex.split(line)
-                if words[0] in NOT_RUN or "=" in words[0]:
-                    continue
-                if words[0] == "curl":
-                    tried.add(line)
-                    if shell.server is None:
-                        shell.serve(["serve"])
-                    if problem := shell.curl(words):
-                        wrong.append(f"{page.name}: {line}\n{problem}")
-                    continue
-                assert words[0] == "sidestream", f"{page.name}: nobody knows how to try {line}"
-                name = name_of(words[1:])
-                if line in tried or name == "COMMAND":
-                    continue
-                if LONG & {name, *words} and not pytestconfig.getoption("--exhaustive"):
-                    continue
+    shell.run(["keygen", "server-keys"])
+    for page in PAGES:
+        for line in commands(page.read_text()):
+            words = shlex.split(line)
+            if words[0] in NOT_RUN or "=" in words[0]:
+                continue
+            if words[0] == "curl":
                 tried.add(line)
-                make_places(line, tmp_path)
-                if name == "serve":
-                    shell.serve([*words[1:], "--lora-modules", f"pirate={DEMO_MODEL / 'adapters' / 'pirate'}"])
-                    continue
-                if name in CLIENTS and shell.server is None:
+                if shell.server is None:
                     shell.serve(["serve"])
-                answer = shell.run(smaller(words[1:], tmp_path))
-                missing = next((what for sign, what in NEEDS.items() if sign == name or sign in words), None)
-                if missing is not None:
-                    good = answer.code == 2 and missing in answer.err and len(answer.err.splitlines()) == 1
-                else:
-                    good = answer.code == 0 and bool(answer.out.strip()) and "error" not in answer.err
-                own = (str(tmp_path), str(installed.home))  # lines with long paths of this run may be wide
-                good = good and all(
-                    len(each) <= 100 or any(path in each for path in own) for each in answer.out.splitlines()
+                if problem := shell.curl(words):
+                    wrong.append(f"{page.name}: {line}\n{problem}")
+                continue
+            assert words[0] == "sidestream", f"{page.name}: nobody knows how to try {line}"
+            name = name_of(words[1:])
+            if line in tried or name == "COMMAND":
+                continue
+            if LONG & {name, *words} and not pytestconfig.getoption("--exhaustive"):
+                continue
+            tried.add(line)
+            make_places(line, shell.place)
+            if name == "serve":
+                shell.serve([*words[1:], "--lora-modules", f"pirate={DEMO_MODEL / 'adapters' / 'pirate'}"])
+                continue
+            if name in CLIENTS and shell.server is None:
+                shell.serve(["serve"])
+            answer = shell.run(smaller(words[1:], shell.place))
+            missing = next((what for sign, what in NEEDS.items() if sign == name or sign in words), None)
+            if missing is not None:
+                good = answer.code == 2 and missing in answer.err and len(answer.err.splitlines()) == 1
+            else:
+                good = answer.code == 0 and bool(answer.out.strip()) and "error" not in answer.err
+            own = (str(shell.place), str(shell.installed.home))  # lines with long paths of this run may be wide
+            good = good and all(
+                len(each) <= 100 or any(path in each for path in own) for each in answer.out.splitlines()
+            )
+            if not good:
+                wrong.append(f"{page.name}: {line}\nexit code {answer.code}\n{answer.out[-1500:]}{answer.err[-2500:]}")
+        for number, (name, server, code) in enumerate(EXAMPLES):
+            if server and name == page.name:
+                if shell.server is None:
+                    shell.serve(["serve"])
+                done = shell.installed.run(
+                    *("python", "-c", code.replace(HTTP, shell.http)),
+                    cwd=shell.place,
+                    more="openai" in code,
+                    XDG_RUNTIME_DIR=shell.environment["XDG_RUNTIME_DIR"],
                 )
-                if not good:
-                    wrong.append(
-                        f"{page.name}: {line}\nexit code {answer.code}\n{answer.out[-1500:]}{answer.err[-2500:]}"
-                    )
-            for number, (name, server, code) in enumerate(EXAMPLES):
-                if server and name == page.name:
-                    if shell.server is None:
-                        shell.serve(["serve"])
-                    done = installed.run(
-                        *("python", "-c", code.replace(HTTP, shell.http)),
-                        cwd=tmp_path,
-                        more="openai" in code,
-                        XDG_RUNTIME_DIR=shell.environment["XDG_RUNTIME_DIR"],
-                    )
-                    if done.returncode or not done.stdout.strip():
-                        wrong.append(f"{page.name}: example {number}\n{done.stdout}{done.stderr[-3000:]}")
-            shell.stop()
+                if done.returncode or not done.stdout.strip():
+                    wrong.append(f"{page.name}: example {number}\n{done.stdout}{done.stderr[-3000:]}")
+        shell.stop()
     assert len(tried) >= 10
     assert not wrong, "\n\n".join(wrong)

@@ -40,6 +40,8 @@ from sidestream.runtime.wire.protocol import (
 
 TESTS = Path(__file__).parent.parent
 FAKE_GPU = [sys.executable, "-m", "support.fake_gpu"]
+GUARD = 60.0
+"""Seconds after which a wait fails; on a busy machine a second's work may take ten."""
 GREEDY = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -90,7 +92,7 @@ class Wire:
     def send(self, message: Message, instance: bytes | None = None) -> None:
         self.socket.send(encode(message, self.instance if instance is None else instance))
 
-    def hello(self, timeout: float = 60.0) -> "Wire":
+    def hello(self, timeout: float = GUARD) -> "Wire":
         """Say hello until welcomed."""
         until = time.monotonic() + timeout
         while time.monotonic() < until:
@@ -139,7 +141,7 @@ class Wire:
             self.others.append(message)
         return True
 
-    def until(self, condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float = GUARD) -> None:
         end = time.monotonic() + timeout
         while not condition():
             left = end - time.monotonic()
@@ -147,12 +149,12 @@ class Wire:
                 raise TimeoutError("it did not happen")
             self.receive(min(left, 0.2))
 
-    def answer(self, request_id: str, timeout: float = 20.0) -> Answer:
+    def answer(self, request_id: str, timeout: float = GUARD) -> Answer:
         """Wait for a request's end."""
         self.until(lambda: self.answers[request_id].over, timeout)
         return self.answers[request_id]
 
-    def call(self, message: Any, timeout: float = 20.0) -> Any:
+    def call(self, message: Any, timeout: float = GUARD) -> Any:
         """Send a call and wait for its answer."""
         self.send(message)
         self.until(lambda: any(getattr(other, "call", None) == message.call for other in self.others), timeout)
@@ -192,7 +194,7 @@ class Server:
         finally:
             wire.socket.close(0)
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout: float = 10.0) -> dict[str, Any]:
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout: float = GUARD) -> dict[str, Any]:
         """Stats until they meet the condition."""
         with self.connect() as wire:
             end = time.monotonic() + timeout
@@ -215,7 +217,7 @@ class Server:
                     return int(entry.name)
         raise LookupError(f"no child runs {module}:\n{self.log.read_text()}")
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = GUARD) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout)
 

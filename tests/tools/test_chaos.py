@@ -211,6 +211,7 @@ def test_damage_changes_half_of_the_files(tmp_path: Path) -> None:
     assert 4 <= len(changed) <= 5, "a file may be exchanged for itself"
 
 
+@pytest.mark.first
 def test_two_minutes_of_everything_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--minutes", "2", "--seed", "1"])
     told = capsys.readouterr().out

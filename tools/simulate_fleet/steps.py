@@ -68,15 +68,15 @@ def estimated() -> StepTimes:
         graphs.append(optimize(captured, CompileOptions(), names, text=False).captured.graph_module)
     blocks = CONTEXT // PAGE_SIZE + 1
 
-    def seconds(bucket: Bucket, adapters: int) -> float:
-        few, more = (
-            total_seconds(estimate(build_program(graph, bucket, CompileOptions()), Assumptions(CONTEXT, adapters)))
-            for graph in graphs
-        )
-        return few + (LAYERS - 1) * (more - few)
+    def seconds(bucket: Bucket, adapters: tuple[int, ...]) -> tuple[float, ...]:
+        programs = [build_program(graph, bucket, CompileOptions()) for graph in graphs]
 
-    decode = tuple(
-        tuple(seconds(Bucket(count, count, count * blocks, blocks, decode=True), each) for each in ADAPTERS)
-        for count in SEQUENCES
-    )
-    return StepTimes(decode, seconds(Bucket(PROMPT_TOKENS, 1, blocks, blocks), 1) / PROMPT_TOKENS)
+        def of(count: int) -> float:
+            few, more = (total_seconds(estimate(program, Assumptions(CONTEXT, count))) for program in programs)
+            return few + (LAYERS - 1) * (more - few)
+
+        return tuple(map(of, adapters))
+
+    decode = tuple(seconds(Bucket(count, count, count * blocks, blocks, decode=True), ADAPTERS) for count in SEQUENCES)
+    (prompt,) = seconds(Bucket(PROMPT_TOKENS, 1, blocks, blocks), (1,))
+    return StepTimes(decode, prompt / PROMPT_TOKENS)

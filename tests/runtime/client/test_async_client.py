@@ -417,7 +417,7 @@ def test_no_socket_stays_behind(server: WireServer) -> None:
     before = sockets()
     for _ in range(10):
         go(once())
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while sockets() > before + 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert sockets() <= before + 2

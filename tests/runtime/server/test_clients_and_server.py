@@ -73,7 +73,7 @@ def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while (values := await client.stats())["pages_in_use"] or values["requests_open"]:
                 assert time.monotonic() < deadline, values
                 await asyncio.sleep(0.02)
@@ -87,7 +87,7 @@ def test_death_and_drain_are_told(tmp_path: Path) -> None:
         next(stream)
         server.process.send_signal(signal.SIGTERM)
         refused = None
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while refused is None and time.monotonic() < deadline:
             try:
                 client.generate([[1]], SamplingParams(max_tokens=1))

@@ -9,7 +9,7 @@ from sidestream.runtime.server.gpu_process import is_fatal, without_directories
 from sidestream.runtime.steps.plan import StepResult
 
 
-def receive(end, timeout=5.0):
+def receive(end, timeout=60.0):
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         if isinstance(end, BatcherEnd):

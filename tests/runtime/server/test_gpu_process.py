@@ -44,7 +44,7 @@ def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_pa
         batcher = BatcherEnd(context, tmp_path, 0)
         for ticket in range(3):
             batcher.tell(Load(ticket, f"a{ticket}", "/adapters"))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not served.reading.wait(0.01) and time.monotonic() < deadline:
             batcher.flush()
         heard = [batcher.receive() for _ in range(100)]

@@ -294,7 +294,7 @@ def test_the_death_of_the_supervisor_ends_everything(tmp_path):
         children = [server.child("fake_gpu"), server.child("server.batcher")]
         server.process.kill()
         server.process.wait()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while any(_alive(child) for child in children):
             assert time.monotonic() < end, "children outlive the supervisor"
             time.sleep(0.05)

@@ -25,7 +25,7 @@ RECORD = UsageRecord(
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
