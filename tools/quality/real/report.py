@@ -48,7 +48,7 @@ def table(found: Findings) -> Table:
 def section(found: Findings, picture: str) -> str:
     """The top of docs/quality.md: a paragraph, the table, the picture, and what each arm is."""
     shown = table(found).markdown().partition("\n\n")[2]
-    arms = [f"- `{each.arm}`: {each.about}" for each in found.arms]
+    arms = [f"- `{each.arm}`: {'nothing quantized' if each.arm == REFERENCE else each.about}" for each in found.arms]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     adapters = f" with the adapters {', '.join(found.adapters)}" if found.adapters else ""
     how = (
