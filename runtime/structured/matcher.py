@@ -14,6 +14,8 @@ from .vocabulary import import_llguidance
 
 SLOW_SECONDS = 0.25
 """A step's masks that take longer are looked at one by one, and a mask that does ends its request."""
+FEW = 8
+"""So many masks are filled sooner than other threads wake up."""
 TOO_SLOW = "a step of it takes more than {:g} s"
 
 
@@ -86,7 +88,7 @@ def fill_masks(matchers: Sequence[Matcher]) -> Int32:
     apart = [row for row, matcher in enumerate(matchers) if matcher.suspicious]
     together = [row for row, matcher in enumerate(matchers) if not matcher.suspicious]
     begin = time.monotonic()
-    if len(together) > 1:
+    if len(together) > FEW:
         jobs = [(matchers[row].state, row) for row in together]
         _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, words * 4, len(masks))
     else:
