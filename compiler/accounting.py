@@ -24,8 +24,8 @@ class PassCountError(RuntimeError):
 class ModelShape:
     """What the counts depend on: decoder layers, projections with LoRA, how many of these remain when q/k/v and gate/up
     are packed, whether attention reads a paged cache (our Llama) or is left to ATen (transformers'), projections with a
-    bias, norms of the heads of q and k, whether q/k/v and gate/up are packed already (transformers' Phi-3), and layers
-    without RoPE."""
+    bias, norms of the heads of q and k, whether q/k/v and gate/up are packed already (transformers' Phi-3), layers
+    without RoPE, and projections that are stored in eight bits."""
 
     layers: int
     lora_linears: int
@@ -35,12 +35,14 @@ class ModelShape:
     head_norms: int = 0
     packed: bool = False
     unrotated: int = 0
+    stored: int = 0
 
 
 def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelShape | None:
     """Reads the shape off parameter and buffer names (any spelling with `layers.N` and `q_proj`); None when there
     are no such layers. `negations`: of the graph; RoPE has two a layer, and fewer (not none) mean layers without it.
     """
+    names = list(names)
     layers: set[str] = set()
     projections: set[str] = set()
     adapted: set[tuple[str, str]] = set()
@@ -61,9 +63,10 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
         if head_norm is not None:
             head_norms.add((layer[1], head_norm[1]))
     packed = {(layer, _PACKED_WITH.get(projection, projection)) for layer, projection in adapted}
+    stored = sum(name.endswith(".weight_scale") for name in names)
     counts = len(layers), len(adapted), len(packed), paged, len(biases), len(head_norms)
     unrotated = len(layers) - negations // 2 if 0 < negations < 2 * len(layers) else 0
-    return ModelShape(*counts, "qkv" in projections, unrotated) if layers else None
+    return ModelShape(*counts, "qkv" in projections, unrotated, stored) if layers else None
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,12 @@ def _layers(e: Expectation, option: str) -> int:
     return sum(e.options.applies(option, layer) for layer in range(e.shape.layers))
 
 
+def _values_rotated(e: Expectation) -> int | None:
+    if not e.shape.paged or (e.shape.lora_linears and not e.on("lift_lora")):
+        return None
+    return 0 if e.shape.stored else _layers(e, "rotate_values")
+
+
 def _rope_appended(e: Expectation) -> int:
     if not e.shape.paged or not e.clean or (e.shape.head_norms and not e.on("lift_rms_norm")):
         return 0
@@ -158,19 +167,18 @@ def _smoothed(e: Expectation) -> int | None:
         return 0
     if not e.shape.paged or not e.on("lift_rms_norm") or (e.shape.lora_linears and not e.on("lift_lora")):
         return None
-    return 2 * e.shape.layers + int(e.options.lm_head == "auto")
+    return (0 if e.shape.stored else 2 * e.shape.layers) + int(e.options.lm_head == "auto")
 
 
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
+    "lift_stored_weights": lambda e: e.shape.stored,
     "lift_bias": lambda e: e.shape.biases,
     "lift_embedding": lambda e: 1 if e.shape.paged else None,
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1 + e.shape.head_norms,
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * (e.shape.layers - e.shape.unrotated),
     "lift_lora": lambda e: e.shape.lora_linears,
-    "rotate_values": lambda e: (
-        _layers(e, "rotate_values") if e.shape.paged and (e.on("lift_lora") or not e.shape.lora_linears) else None
-    ),
+    "rotate_values": _values_rotated,
     "smooth_channels": _smoothed,
     "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,
     "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,

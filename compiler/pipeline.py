@@ -32,6 +32,7 @@ from .passes.lift_lora import lift_lora
 from .passes.lift_rms_norm import lift_rms_norm
 from .passes.lift_rope import lift_rope
 from .passes.lift_rope_angles import lift_rope_angles
+from .passes.lift_stored_weights import lift_stored_weights
 from .passes.lower_lora import lower_lora
 from .passes.normalize import normalize
 from .passes.pack_projections import pack_projections
@@ -70,6 +71,7 @@ class Pass:
 PASSES: tuple[Pass, ...] = (
     # ATen idioms -> semantic ops. Everything that depends on a model's or a release's spelling is in these.
     Pass(normalize, "keeps"),
+    Pass(lift_stored_weights, "keeps"),
     Pass(lift_bias, "keeps"),
     Pass(lift_embedding, "keeps"),
     Pass(lift_rms_norm, "keeps"),

@@ -6,6 +6,7 @@ lora              a linear layer with LoRA stacks, and the stacks' shape
 rotary            rotary position embedding: frequencies and rotation
 config            config.json: shapes, constants, and what is refused
 families          which architectures are served, and in what each differs from Llama
+stored_weights    projections that a checkpoint stores in eight bits already
 config_fields     the fields of config.json, checked one by one
 
 Files:

@@ -4,6 +4,7 @@ anything is loaded, read lazily.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 from .config import LlamaConfig
 from .config_fields import read_json_object
 from .safetensors_file import SafetensorsFile
+from .stored_weights import FILE_DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _AGAIN = "download or copy it again"
 _MAX_INDEX_BYTES = 64 << 20
+_BYTES = {"F32": 4, "I8": 1, "F8_E4M3": 1}
 _HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")  # old Llama checkpoints carry it; it follows from the config
 
 
@@ -55,14 +58,15 @@ class Checkpoint:
                         f"{_AGAIN}"
                     )
                 self._home[name] = file
+        self._format = "" if config is None else config.weight_format
         self._parts: dict[str, tuple[str, int, int]] = {}
         if config is not None and config.packed_checkpoint:
             self._take_apart(config)
 
     def _take_apart(self, config: LlamaConfig) -> None:
         """Show the projections that a packed tensor holds instead of it, so that nobody else has to know."""
-        for module in config.stored_modules():
-            parts, name = config.parts_of(module), f"{module}.weight"
+        for module, kind in product(config.stored_modules(), ("weight", "weight_scale")):
+            parts, name = config.parts_of(module), f"{module}.{kind}"
             if len(parts) == 1 or name not in self._home:
                 continue
             file = self._home.pop(name)
@@ -73,8 +77,8 @@ class Checkpoint:
                     f"{wanted} rows: use the config.json that came with the weights"
                 )
             for part, row, end in parts:
-                self._home[f"{part}.weight"] = file
-                self._parts[f"{part}.weight"] = (name, row, end)
+                self._home[f"{part}.{kind}"] = file
+                self._parts[f"{part}.{kind}"] = (name, row, end)
 
     def _open_shards(self, index: Path) -> list[SafetensorsFile]:
         """The shards that the index names, in name order, each proved to hold what the index says."""
@@ -133,7 +137,7 @@ class Checkpoint:
         return (end - row, *file.shapes[packed][1:])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored (bf16, fp16 or fp32), a view of the memory map: read-only by convention."""
+        """One tensor as stored (bf16, fp16, fp32 or eight bits), a view of the memory map: read-only by convention."""
         file = self._file(name)
         if name not in self._parts:
             return file.tensor(name)
@@ -147,7 +151,7 @@ class Checkpoint:
             count = 1
             for extent in self.shape(name):
                 count *= extent
-            total += count * (4 if self._file(name).dtypes[self._stored(name)] == "F32" else 2)
+            total += count * _BYTES.get(self._file(name).dtypes[self._stored(name)], 2)
         return total
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,11 +177,18 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
             file = self._home[name]
             if self.shape(name) != tuple(shape):
-                found = f"{file.path.name}: tensor {name!r} has shape {list(self.shape(name))}"
+                which = f"{file.path.name}: tensor {name!r} has shape {list(self.shape(name))}"
                 raise CheckpointError(
-                    f"{found}, config.json implies {list(shape)}: use the config.json that came with the weights"
+                    f"{which}, config.json implies {list(shape)}: use the config.json that came with the weights"
                 )
-            file.check_floating(self._stored(name))
+            found = file.dtypes[self._stored(name)]
+            if f"{name}_scale" not in expected:
+                file.check_floating(self._stored(name))
+            elif found != FILE_DTYPES[self._format]:
+                raise CheckpointError(
+                    f"{file.path.name}: tensor {name!r} has dtype {found}, quantization_config says "
+                    f"{FILE_DTYPES[self._format]}: use the config.json that came with the weights"
+                )
         for name in self._home:
             if name in expected or _HARMLESS.fullmatch(name) or (tied and name == "lm_head.weight"):
                 continue

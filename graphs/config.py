@@ -10,6 +10,7 @@ from typing import Any
 
 from .config_fields import ConfigError, integer, number, read_json_object, token_ids
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
+from .stored_weights import stored_format
 
 HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -38,6 +39,7 @@ class LlamaConfig:
     embedding_multiplier, residual_multiplier  factors of the embedding, and of what each layer adds to the residual
     attention_multiplier  the softmax scale; None: head_dim ** -0.5
     logits_scaling        what logits are divided by
+    weight_format         "int8" or "fp8" where a checkpoint's projections are stored so, with a scale for each channel
     packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
     sliding_window        how many tokens back attention looks; contexts up to that long need no window
     """
@@ -64,6 +66,7 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
+    weight_format: str = ""
     packed_checkpoint: bool = False
     sliding_window: int | None = None
 
@@ -115,6 +118,7 @@ class LlamaConfig:
             dtype=dtype,
             bos_token_id=token_ids(fields, "bos_token_id")[0] if fields.get("bos_token_id") is not None else None,
             eos_token_ids=token_ids(fields, "eos_token_id") if eos is not None else (),
+            weight_format=stored_format(fields),
             **family.differences(fields),
         )
 
@@ -182,11 +186,6 @@ def _refuse_foreign(fields: Mapping[str, Any]) -> None:
     if activation not in ("silu", "swish"):
         raise ConfigError(
             f"hidden_act {activation!r} is not supported: only 'silu' is; use a checkpoint that was trained with it"
-        )
-    if fields.get("quantization_config"):
-        raise ConfigError(
-            "quantization_config is set: this checkpoint is already quantized; use the bf16 original, Sidestream "
-            "quantizes it while loading"
         )
 
 

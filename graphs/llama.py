@@ -17,6 +17,7 @@ from ..ops.core.kv_layout import kv_cache_shape
 from .config import LlamaConfig
 from .lora import LoRALinear, LoraShape
 from .rotary import apply_rotary, inverse_frequencies
+from .stored_weights import STORED_DTYPES
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 
@@ -317,4 +318,5 @@ def _projection(
 ) -> LoRALinear:
     outputs, inputs = config.module_shape(name)
     stacks = lora if lora is not None and name in lora.targets else None
-    return LoRALinear(inputs, outputs, stacks, dtype, device, bias=name in config.biases)
+    stored = STORED_DTYPES.get(config.weight_format)
+    return LoRALinear(inputs, outputs, stacks, dtype, device, bias=name in config.biases, stored=stored)

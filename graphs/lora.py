@@ -45,7 +45,8 @@ class LoRALinear(nn.Module):
     """y = x W^T (+ b), plus (x A^T) B^T of the adapter that each token names.
 
     weight [N, K], bias [N] or None; with adapters lora_a [S, R, K] and lora_b [S, N, R] (alpha / rank is folded into
-    B). `lora` is None when this projection has none.
+    B). `lora` is None when this projection has none. `stored`: the checkpoint has eight-bit values and a scale [N, 1]
+    (fp32) for each output channel.
     """
 
     lora_a: torch.Tensor
@@ -59,11 +60,16 @@ class LoRALinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | None = None,
         bias: bool = False,
+        stored: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False
+            torch.empty(out_features, in_features, dtype=stored or dtype, device=device), requires_grad=False
         )
+        self.weight_scale: nn.Parameter | None = None
+        if stored is not None:
+            scales = torch.empty(out_features, 1, dtype=torch.float32, device=device)
+            self.weight_scale = nn.Parameter(scales, requires_grad=False)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
@@ -74,7 +80,10 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
         """x [T, K], adapter_index [T] (slot, -1 = none) -> [T, N]."""
-        y = F.linear(x, self.weight, self.bias)
+        weight: torch.Tensor = self.weight
+        if self.weight_scale is not None:
+            weight = (weight.to(torch.float32) * self.weight_scale).to(x.dtype)
+        y = F.linear(x, weight, self.bias)
         if not self.has_lora:
             return y
         slot = adapter_index.clamp(min=0)

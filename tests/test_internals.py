@@ -73,7 +73,7 @@ def test_the_custom_pass_runs_and_is_the_one_on_its_page(tmp_path: Path) -> None
     assert re.search(r"^angles_on_side +lowers +1 +0 ", done.stdout, re.MULTILINE) and re.search(
         r"^rope_angles +side +1 .*not on it", done.stdout, re.MULTILINE
     )
-    changed = (tmp_path / "dump" / "05_angles_on_side.diff").read_text()
+    changed = (tmp_path / "dump" / "06_angles_on_side.diff").read_text()
     assert "side stream, 25% of the SMs" in changed
 
 

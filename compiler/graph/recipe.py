@@ -36,6 +36,8 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "smooth": (2, frozenset({"sign"})),
     "cast": (1, frozenset({"dtype"})),
     "quantize": (1, frozenset({"dtype", "rotate"})),
+    "dequantize": (2, frozenset({"stored", "dtype"})),
+    "row_scales": (1, frozenset()),
     "item": (1, frozenset({"index"})),
 }
 
@@ -171,7 +173,12 @@ def hadamard(recipe: Recipe, dim: int, width: int) -> Recipe:
 
 
 def scale(recipe: Recipe, factor: float) -> Recipe:
-    """Every element times `factor`, computed in fp32 and rounded once to the tensor's own dtype."""
+    """Every element times `factor`, computed in fp32 and rounded once to the tensor's own dtype; of a weight that is
+    stored in eight bits, every scale.
+    """
+    if recipe.op == "dequantize":
+        values, scales = recipe.args
+        return Recipe("dequantize", (values, scale(scales, factor)), recipe.attrs)
     return Recipe("scale", (recipe,), {"factor": float(factor)})
 
 
@@ -216,6 +223,24 @@ def quantize(recipe: Recipe, dtype: torch.dtype = E4M3, rotate: int = 0) -> Reci
     [N]; pick one with `item`.
     """
     return Recipe("quantize", (recipe,), {"dtype": str(dtype).removeprefix("torch."), "rotate": rotate})
+
+
+def dequantize(values: Recipe, scales: Recipe, stored: torch.dtype, dtype: torch.dtype) -> Recipe:
+    """values [N, K] of the dtype `stored` times fp32 scales [N, 1], rounded to `dtype`."""
+    names = {"stored": str(stored).removeprefix("torch."), "dtype": str(dtype).removeprefix("torch.")}
+    return Recipe("dequantize", (values, scales), names)
+
+
+def stored_parts(recipe: Recipe, dtype: torch.dtype) -> tuple[Recipe, Recipe] | None:
+    """(values, scales [N]) of a weight, or of weights packed one below the other, whose values are stored in `dtype`;
+    None for any other.
+    """
+    packed = recipe.op == "cat" and recipe.attrs["dim"] == 0
+    parts = recipe.args if packed else (recipe,)
+    if any(part.op != "dequantize" or part.attrs["stored"] != str(dtype).removeprefix("torch.") for part in parts):
+        return None
+    values, scales = (cat(0, [part.args[place] for part in parts]) for place in (0, 1))
+    return values, Recipe("row_scales", (scales,), {})
 
 
 def item(recipe: Recipe, index: int) -> Recipe:
@@ -309,6 +334,10 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
     if recipe.op == "hadamard":
         blocks = first.movedim(attrs["dim"], -1).unflatten(-1, (-1, attrs["width"]))
         return hadamard_reference(blocks).flatten(-2).movedim(-1, attrs["dim"]).contiguous()
+    if recipe.op == "dequantize":
+        return (first.float() * operands[1].to(first.device)).to(getattr(torch, attrs["dtype"]))
+    if recipe.op == "row_scales":
+        return first.float().flatten()
     if recipe.op == "multiply":
         return (first.float() * operands[1].to(first.device).float()).to(first.dtype)
     if recipe.op == "smooth":

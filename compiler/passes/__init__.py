@@ -1,7 +1,8 @@
 """The passes, one idea a file; `compiler/pipeline.py` has their order.
 
 normalize           one spelling for what PyTorch spells in several ways
-lift_bias, lift_embedding, lift_rms_norm,      ATen idioms -> semantic ops; every dependence on a model's spelling lives
+lift_stored_weights, lift_bias,
+lift_embedding, lift_rms_norm,                 ATen idioms -> semantic ops; every dependence on a model's spelling lives
 lift_rope_angles, lift_rope, lift_lora         in these
 fold_multipliers    constant factors of a projection or a norm move into its weights
 rotate_values       V's heads rotated by their weights, which costs nothing at run time

@@ -8,7 +8,7 @@ from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.rows.quantize import SILU_ROTATES, quantize_rowwise
 from ...ops.rows.silu_mul import silu_mul
 from ..graph.nodes import aten, bind, insert_call, insert_picks, insert_placeholder, is_call, shape_of, through_views
-from ..graph.recipe import item, quantize
+from ..graph.recipe import item, quantize, stored_parts
 from ..options import torch_dtype
 from .base import Context, PassReport
 
@@ -22,11 +22,12 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=128)
             linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
-    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 after SiLU, `norm_rotation` after a
-    norm), which leaves the product as it was and no column far larger than the others; not where attention makes x,
-    whose heads `rotate_values` can rotate for nothing. Matches linears with a loaded weight. Leaves linears with a
-    bias, sizes that are no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and
-    fp8 mode only.
+    In int8 mode x and the weight's rows are rotated in blocks of columns first (128 after SiLU, 8 after a norm),
+    which leaves the product as it was and no column far larger than the others; not where attention makes x, whose
+    heads `rotate_values` can rotate for nothing. Where a checkpoint stores the weight in this dtype already, its values
+    and scales are taken as they are. Matches linears with a loaded weight. Leaves linears with a bias, sizes that are no
+    multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8
+    mode only.
     """
     report = PassReport(0)
     if not context.options.quantizes:
@@ -40,9 +41,11 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
             report.rejected.append(f"{node.name}: {reason}")
             continue
         x, weight = bind(node).input, bind(node).weight
-        rotates = dtype == torch.int8 and context.options.rotate_activations
+        kept = stored_parts(weight.meta["recipe"], dtype)
+        rotates = dtype == torch.int8 and context.options.rotate_activations and kept is None
         rotate = _rotation(x, context.options.norm_rotation) if rotates else 0
         recipe = quantize(weight.meta["recipe"], dtype, rotate)
+        values_recipe, scales_recipe = kept or (item(recipe, 0), item(recipe, 1))
         shape = tuple(int(size) for size in shape_of(weight))
         stored = insert_placeholder(
             graph,
@@ -51,10 +54,10 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
             shape,
             dtype,
             after=weight,
-            recipe=item(recipe, 0),
+            recipe=values_recipe,
         )
         scales = insert_placeholder(
-            graph, f"{weight.name}_scale", "weight", shape[:1], torch.float32, after=stored, recipe=item(recipe, 1)
+            graph, f"{weight.name}_scale", "weight", shape[:1], torch.float32, after=stored, recipe=scales_recipe
         )
         with graph.inserting_before(node):
             if x not in quantized:

@@ -96,6 +96,8 @@ def _loaded(weight: fx.Node) -> fx.Node:
     """The placeholder of a weight that nothing else reads."""
     if weight.op != "placeholder" or "recipe" not in weight.meta:
         raise _Refused(f"{weight.name} is computed in the graph, not loaded")
+    if weight.meta["recipe"].op == "dequantize":
+        raise _Refused(f"{weight.name} is stored in eight bits, and rotated it would be rounded again")
     if len(weight.users) != 1:
         raise _Refused(f"{weight.name} is read by {len(weight.users)} nodes")
     return weight

@@ -52,16 +52,17 @@ def smooth_channels(graph: fx.Graph, context: Context) -> PassReport:
 
 def _smooth(graph: fx.Graph, norm: fx.Node) -> None:
     gain = bind(norm).weight
-    if gain.op != "placeholder" or getattr(gain.meta.get("recipe"), "op", "") != "param" or len(gain.users) != 1:
+    names = gain.meta["recipe"].sources() if gain.op == "placeholder" and "recipe" in gain.meta else ()
+    if len(names) != 1 or len(gain.users) != 1:
         raise _Refused(f"{gain.name} is no loaded weight of this norm alone")
-    exponents = calibrated(
-        channel_exponents_name(gain.meta["recipe"].attrs["name"]), tuple(int(size) for size in shape_of(gain))
-    )
+    exponents = calibrated(channel_exponents_name(*names), tuple(int(size) for size in shape_of(gain)))
     readers = _readers(norm)
     for reader, name in readers:
         weight = getattr(bind(reader), name)
         if weight.op != "placeholder" or "recipe" not in weight.meta:
             raise _Refused(f"{weight.name}, which {reader.name} reads, is computed in the graph, not loaded")
+        if weight.meta["recipe"].op == "dequantize":
+            raise _Refused(f"{weight.name} is stored in eight bits, and smoothed it would be rounded again")
     gain.meta["recipe"] = smooth(gain.meta["recipe"], exponents, -1)
     for reader, name in readers:
         weight = getattr(bind(reader), name)

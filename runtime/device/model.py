@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,14 +119,16 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
                 "a model given as config fields has no weights; add load_format='dummy' for random ones, or name a "
                 "model directory"
             )
-        return ModelSource(LlamaConfig.from_dict(model), None)
+        return ModelSource(replace(LlamaConfig.from_dict(model), weight_format=""), None)
     directory = model_directory(model)
     if not directory.is_dir():
         raise OptionError(
             f"model={str(model)!r} is no directory; download the model first and name the directory that holds its "
             "config.json"
         )
-    return ModelSource(LlamaConfig.from_directory(directory), directory)
+    config = LlamaConfig.from_directory(directory)
+    # random weights are stored in no way
+    return ModelSource(replace(config, weight_format="") if options.dummy else config, directory)
 
 
 def load_model(
@@ -141,6 +143,12 @@ def load_model(
     fit.
     """
     config, engine = source.config, options.engine
+    if config.weight_format not in ("", options.compiler.precision) and options.compiler.quantizes:
+        raise OptionError(
+            f"the checkpoint stores its weights in {config.weight_format}, and "
+            f"precision={options.compiler.precision!r} would round them once more; start with "
+            f"precision={config.weight_format!r}, or 'bf16' to serve them in 16 bits"
+        )
     weights = None if options.dummy else source.directory
     calibration, compiler_options = calibrated(
         engine.calibration,

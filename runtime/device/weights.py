@@ -27,11 +27,18 @@ def checkpoint_lookup(
     dtype: torch.dtype,
 ) -> tuple[Lookup, list[str]]:
     """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors come in
-    `dtype` on `device`.
+    `dtype` on `device`, those that are stored in eight bits as they are and their scales in fp32.
     """
     checkpoint = Checkpoint(directory, config)
     checkpoint.validate(expected, config.tie_word_embeddings)
-    return lambda name: checkpoint.tensor(name).to(device=device, dtype=dtype), checkpoint.names()
+
+    def lookup(name: str) -> torch.Tensor:
+        tensor = checkpoint.tensor(name)
+        stored = tensor.dtype.itemsize == 1
+        wanted = tensor.dtype if stored else torch.float32 if name.endswith(".weight_scale") else dtype
+        return tensor.to(device=device, dtype=wanted)
+
+    return lookup, checkpoint.names()
 
 
 def dummy_lookup(

@@ -128,7 +128,19 @@ REFUSED = [
     ({"hidden_size": 4097}, "not a multiple of num_attention_heads"),
     ({"attention_bias": "yes"}, "attention_bias"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+    ({"quantization_config": ["fp8"]}, "quant_method None"),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}, "'pack-quantized'"),
+    (
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+            }
+        },
+        "num_bits of weights must be 8, not 4",
+    ),
     ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
     ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "mixtures of experts"),
     ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "mixtures of experts"),
