@@ -25,9 +25,8 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     In int8 mode x and the weight's rows are rotated in blocks of columns first (128 after SiLU, 8 after a norm),
     which leaves the product as it was and no column far larger than the others; not where attention makes x, whose
     heads `rotate_values` can rotate for nothing. Where a checkpoint stores the weight in this dtype already, its values
-    and scales are taken as they are. Matches linears with a loaded weight. Leaves linears with a bias, sizes that are no
-    multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8
-    mode only.
+    and scales are taken as they are. Matches linears with a loaded weight. Leaves linears with a bias, sizes that are
+    no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8 mode only.
     """
     report = PassReport(0)
     if not context.options.quantizes:
