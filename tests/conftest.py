@@ -6,6 +6,7 @@ before all others: what takes minutes must not be what one process still does wh
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -52,6 +53,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Programs that tests keep for a second start, and usage logs, lie in directories of this run."""
     os.environ["SIDESTREAM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_captures() -> Iterator[None]:
+    """Llamas of one shape are captured once in a run."""
+    from sidestream.compiler import api
+    from support.captured import capture_once
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(api, "capture_module", capture_once)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,32 +6,21 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tokenizers
-from sidestream.compiler import api
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.beam_search import BeamSearchParams
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.lora_request import LoRARequest
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.text.chat_template import ChatTemplateError
-from support.captured import capture_once
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SMALL = {"device": "cpu", "show_progress": False, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 48}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_capture() -> Iterator[None]:
-    """All models of this file have one shape."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(api, "capture_module", capture_once)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,23 @@
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import sidestream
 import torch
-from sidestream.compiler import api
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.llama import Llama
 from sidestream.ops.core.kv_layout import kv_scales_shape
 
-from .captured import capture_once
 from .paged import Chunk, PagedRunner
 
 
 class CompiledRunner(PagedRunner):
-    """Runs `sidestream.compile(model, options)` step by step; models of one shape are captured once."""
+    """Runs `sidestream.compile(model, options)` step by step."""
 
     def __init__(self, model: Llama, options: CompileOptions, sequences: int, **kwargs: Any) -> None:
         super().__init__(model, sequences, **kwargs)
-        with patch.object(api, "capture_module", capture_once):
-            self.compiled: CompiledModel = sidestream.compile(model, options)
+        self.compiled: CompiledModel = sidestream.compile(model, options)
         dtype = options.cache_dtype
         self.kv_caches = [cache.nan_to_num().to(dtype) for cache in self.kv_caches]
         pages, heads = self.kv_caches[0].shape[:2]

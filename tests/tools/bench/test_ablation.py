@@ -3,11 +3,9 @@
 from typing import Any
 
 import pytest
-from sidestream.compiler import api
 from sidestream.compiler.options import CompileOptions
 from sidestream.tools.bench import ablation
 from sidestream.tools.bench import layer as bench_layer
-from support.captured import capture_once
 
 UNSEEN = {
     "without fuse_quantize",
@@ -35,7 +33,6 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module in (bench_layer, ablation):
         monkeypatch.setattr(module, "DEPTHS", (1,))
         monkeypatch.setattr(module, "layer_us", layer_us)
-    monkeypatch.setattr(api, "capture_module", capture_once)
     everything = ablation.arms()
     monkeypatch.setattr(ablation, "arms", lambda: [arm for arm in everything if arm.name not in UNSEEN])
     monkeypatch.setattr(bench_layer.Layers, "tensors", lambda *_arguments: {})

@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from sidestream.compiler import api
 from sidestream.compiler.options import CompileOptions, Precision
 from sidestream.tools import cli
 from sidestream.tools.bench import kernels as bench_kernels
 from sidestream.tools.bench import layer as bench_layer
 from sidestream.tools.bench.throughput import percentile, prompt_flops
 from sidestream.tools.options.models import LLAMA_8B
-from support.captured import capture_once
 
 
 def test_throughput_writes_a_row_for_each_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +89,6 @@ def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPat
     for module in (bench_layer, bench_kernels):
         monkeypatch.setattr(module, "DEPTHS", (4,))
     monkeypatch.setattr(bench_layer, "VOCABULARY", 256)
-    monkeypatch.setattr(api, "capture_module", capture_once)
     monkeypatch.setattr(bench_kernels, "launch_us", lambda launches, rounds, repeats: float(len(launches)))
 
     def measure(precision: Precision) -> list[bench_kernels.Row]:
