@@ -132,7 +132,7 @@ class CompileOptions:
     )
     smooth_channels: bool = option(
         False,
-        "in int8 mode, make the channels behind each norm alike by calibrated powers of two",
+        "in int8 mode, make the channels after each norm alike by calibrated powers of two",
         unset="as calibrated, else off",
         more="folded into the norm's gain and the columns of the weights and adapters that read it",
         calibrated=True,

@@ -48,7 +48,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layout.places[self.pairs[module][0]].shape[0]
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
-        """Raises ValueError unless this describes an adapter of the base, whoever made the description."""
+        """Raises ValueError unless this describes an adapter of the base; it may come from anywhere."""
         modules = set(config.stored_modules())
         for module, names in self.pairs.items():
             if module not in modules or not all(name in self.layout.places for name in names):

@@ -6,7 +6,7 @@ lift_embedding, lift_rms_norm,                 ATen idioms -> semantic ops; ever
 lift_rope_angles, lift_rope, lift_lora         in these
 fold_multipliers    constant factors of a projection or a norm move into its weights
 rotate_values       V's heads rotated by their weights, which costs nothing at run time
-smooth_channels     channels behind norms made alike by calibrated powers of two, which costs nothing at run time
+smooth_channels     channels after norms made alike by calibrated powers of two, which costs nothing at run time
 pack_projections    q/k/v and gate/up become one projection each
 fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one
 quantize_kv         a quantized KV cache, with or without a Hadamard rotation

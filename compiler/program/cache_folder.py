@@ -140,8 +140,8 @@ class CacheFolder:
         )
 
     def _trim(self, newest: str) -> None:
-        """Remove what was not used for longest until the rest keeps the limit, and what writers that died left
-        behind.
+        """Remove what was not used for longest until the rest keeps the limit, and what writers left when
+        they died.
         """
         files: list[tuple[float, int, str]] = []
         with suppress(OSError), os.scandir(self.directory) as entries:

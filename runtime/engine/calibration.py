@@ -1,5 +1,5 @@
 """What `sidestream calibrate` has measured of a model's keys, values and norms, as a file, and what it decides: the KV
-cache's dtype, by layer how K is treated, and how channels behind norms are smoothed.
+cache's dtype, by layer how K is treated, and how channels after norms are smoothed.
 
 A calibration is one safetensors file: each layer's mean key and each norm's exponents as tensors, and in the metadata
 one JSON object with the figures and the model that they are of.
@@ -81,7 +81,7 @@ class Calibration:
     key_centers   by layer, the mean key [kv heads, head dim] fp32, after RoPE, before any Hadamard transform
     tokens        how many tokens were looked at
     adapters      names of the adapters that ran, next to the base
-    channel_exponents  by name (`channel_exponents_name`) what each channel behind a norm is divided by, as powers of
+    channel_exponents  by name (`channel_exponents_name`) what each channel after a norm is divided by, as powers of
                   two: int8 [hidden size]; none in files of earlier releases
     """
 

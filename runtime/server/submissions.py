@@ -126,7 +126,7 @@ class Submissions:
         """Why so many more of a client's sequences may not wait, if they may not.
 
         A client may hold as many places as are free at most (Choudhury and Hahne's dynamic threshold): one alone gets
-        half of them, and whoever comes next still finds some.
+        half of them, and the next client still finds some.
         """
         free = self._max_waiting - stepper.scheduler.num_waiting - len(self._encoding) - len(self._compiling)
         if count > free:

@@ -38,8 +38,8 @@ class Grammar:
 
 
 class Matcher:
-    """Follows one completion. Its state follows from the completion's tokens alone, so it need not be saved: whoever
-    has the tokens can make it again.
+    """Follows one completion. Its state follows from the completion's tokens alone, so it need not be saved: with
+    the tokens it can be made again.
     """
 
     def __init__(self, grammar: Grammar, state: Any) -> None:

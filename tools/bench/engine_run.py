@@ -104,7 +104,7 @@ class Engine:
 
 
 def say(result: dict[str, Any]) -> None:
-    """One line for whoever started this process."""
+    """One line for the process that started this one."""
     print(RESULT + json.dumps(result), flush=True)
 
 

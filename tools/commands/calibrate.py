@@ -31,7 +31,7 @@ keys and values:
                      (--rotate-values)
   K treated          what is chosen for the layer in the mode that --precision names: Hadamard, centring
   gain               error of the scores with that mode's own cache and Hadamard over that of what is chosen
-The largest value of every channel behind each norm sets the powers of two by which `smooth_channels` brings them to one
+The largest value of every channel after each norm sets the powers of two by which `smooth_channels` brings them to one
 size in int8 mode: no figure of the table, and the largest gain where a model has channels of outliers.
 The file holds the keys' means, those powers and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE)
 and --calibration FILE then decide what kv_dtype "auto" means (the mode's own type, int8 or e4m3, unless the other one's

@@ -110,7 +110,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="engines of the same model behind one HTTP front, each on a GPU of its own (default: %(default)s); "
+        help="engines of the same model with one HTTP front, each on a GPU of its own (default: %(default)s); "
         "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
     )
     group.add_argument(

@@ -93,7 +93,7 @@ ARMS: tuple[Arm, ...] = (
     _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
     _int8(
         "int8-calibrated-not-smoothed",
-        "the same without smoothed channels behind norms",
+        "the same without smoothed channels after norms",
         smooth_channels=False,
         calibrated=True,
     ),

@@ -150,7 +150,7 @@ class NormSizes:
 
 
 def exponents(model: Any, largest: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> int8 [hidden size]: what each channel behind a norm is divided by, as a power of two.
+    """Name -> int8 [hidden size]: what each channel after a norm is divided by, as a power of two.
 
     A channel's size is its largest magnitude over the text, and so is its weight column's over all rows; the square
     root of their ratio, each by its median, leaves both alike (SmoothQuant with its default share of one half).

@@ -43,10 +43,13 @@ class KeyAdmission:
         found = self.book.find(key.strip())
         if found is None:
             raise _unauthorized(
-                "this key is not known here, or was revoked; ask whoever runs the server for another", "invalid_api_key"
+                "this key is not known here, or was revoked; ask the person who runs the server for another",
+                "invalid_api_key",
             )
         if found.expired(datetime.fromtimestamp(self._wall(), UTC)):
-            raise _unauthorized("this key has expired; ask whoever runs the server for another", "expired_api_key")
+            raise _unauthorized(
+                "this key has expired; ask the person who runs the server for another", "expired_api_key"
+            )
         return Caller(found.owner, found.name, found.admin, found.admin or found.metrics)
 
     def may_use(self, caller: Caller, model: str) -> bool:

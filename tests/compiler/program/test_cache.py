@@ -108,7 +108,7 @@ def tensors_of(program: Program) -> dict[str, torch.Tensor]:
 
 
 def test_a_kept_program_that_cannot_be_bound_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its digest is right and its content is not: a fault of whoever wrote it."""
+    """Its digest is right and its content is not: a fault of its writer."""
     program = compiled(tmp_path).program(BUCKET)
     store, (path,) = ProgramStore(tmp_path), tmp_path.iterdir()
     content = path.read_bytes()
