@@ -357,7 +357,8 @@ def launch(
     check_masks("sample", logits, masks, mask_rows)
     if rows == 0:
         return
-    block = min(8192, max(128, next_power_of_2(vocabulary)))
+    widest = 8192 if masks is None else 4096  # 1,024 threads have 64 registers each, too few for masks as well
+    block = min(widest, max(128, next_power_of_2(vocabulary)))
     sample_kernel[(rows if sm_budget is None else min(rows, sm_budget),)](
         logits,
         temperature,

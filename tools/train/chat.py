@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 TEMPLATE = """\
-{#- The model was trained on questions that stand alone: the prompt is the last one, and what there is of its answer #}
+{#- The model was trained on questions that stand alone: the prompt is the last one, and what there is of its answer. It
+    knows no tools either; where a request has tools, its calls are spelled as Hermes' are, with <tool_call>. #}
 {%- set said = namespace(question=none, answer='') -%}
 {%- for message in messages -%}
   {%- if message.role == 'user' -%}

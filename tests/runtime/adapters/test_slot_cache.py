@@ -182,17 +182,20 @@ def test_what_differs_is_packed_again(config, paths, tmp_path, change, monkeypat
 def test_the_key_knows_shapes_and_dtypes_and_no_slot_count(config):
     shapes = [((16, 256), torch.int8)]
     recipes = {"a": new_recipes()["down_a"]}
-    key = packing_key(recipes, shapes, torch.bfloat16, config, LORA)
-    assert key == packing_key(dict(recipes), list(shapes), torch.bfloat16, config, LoraShape(77, 16))
+    constants = {"signs": torch.ones(4)}
+    key = packing_key(recipes, shapes, torch.bfloat16, config, LORA, constants)
+    assert key == packing_key(dict(recipes), list(shapes), torch.bfloat16, config, LoraShape(77, 16), constants)
     others = {
-        packing_key(recipes, [other], torch.bfloat16, config, LORA)
+        packing_key(recipes, [other], torch.bfloat16, config, LORA, constants)
         for other in (((16, 256), torch.uint8), ((8, 512), torch.int8))
     }
     others |= {
-        packing_key(recipes, shapes, torch.float32, config, LORA),
-        packing_key({"b": recipes["a"]}, shapes, torch.bfloat16, config, LORA),
+        packing_key(recipes, shapes, torch.float32, config, LORA, constants),
+        packing_key({"b": recipes["a"]}, shapes, torch.bfloat16, config, LORA, constants),
+        packing_key(recipes, shapes, torch.bfloat16, config, LORA, {"signs": -torch.ones(4)}),
+        packing_key(recipes, shapes, torch.bfloat16, config, LoraShape(3, 32), constants),
     }
-    assert len({key, *others, packing_key(recipes, shapes, torch.bfloat16, config, LoraShape(3, 32))}) == 6
+    assert len({key, *others}) == 7
 
 
 @pytest.mark.parametrize("damage", ["bit", "last bit", "short", "long", "empty", "header", "another's", "garbage"])

@@ -165,10 +165,10 @@ def test_errors_are_the_client_s_own_classes(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="nobody", prompt="x")
     assert missing.value.code == "model_not_found"
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
     messages: Any = CHAT
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="demo_model", messages=messages, tools=[tool])
+        client.chat.completions.create(model="demo_model", messages=messages, tools=[tool], tool_choice="required")
     assert refused.value.param == "tools"
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="demo_model", prompt="What is " * 400)
