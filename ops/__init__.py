@@ -7,6 +7,7 @@ linear           linears in eight bits, their kernels, and the tables that choos
 lora             LoRA of mixed adapters: plan, shrink, expand
 rows             one row at a time: norms, SiLU * mul, quantizers, embedding, sampling
 decoder_block    a decode layer between two attentions as one launch
+collectives      what the ranks of a tensor-parallel group do together
 
 Importing this package imports nothing: processes that only count pages (`core/kv_layout.py`) start without torch.
 """

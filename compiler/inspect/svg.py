@@ -30,6 +30,7 @@ COLOURS = {
     "norm": "#bfe3c0",
     "silu": "#d5ecb4",
     "quantize": "#e6e3a1",
+    "collective": "#f3b6c4",
     "other": "#d7dde5",
     "foreign": "#f3f4f6",
 }

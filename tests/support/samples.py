@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sidestream.ops.collectives.group import RankGroup, register_group
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.lora.plan import lora_active_reference
 from sidestream.ops.lora.rounded import lora_round_reference
@@ -124,6 +125,13 @@ def lora_expand_rounded_inputs(case: LoraCase) -> tuple[Any, ...]:
     """Arguments of `lora_expand_rounded`."""
     planes, b, *plan, slices, b_scale = case.quantized(False, torch.int8).expand(lora_shrink_reference(*case.shrink))
     return *lora_round_reference(planes, len(slices)), b, b_scale, *plan, slices
+
+
+@samples("all_reduce")
+@samples("all_gather")
+def _collectives() -> list[tuple[Any, ...]]:
+    register_group(RankGroup("tp1", 0, 1))
+    return [(normal(3, 24), "tp1"), (normal(2, 16, dtype=torch.float32), "tp1")]
 
 
 @samples("argmax")

@@ -1,0 +1,31 @@
+"""Several processes that form a tensor-parallel group over gloo, for tests of what ranks do together."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from sidestream.ops.collectives.group import RankGroup, register_group, tensor_parallel_group
+from torch import distributed, multiprocessing
+
+SECONDS = 120
+
+
+def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
+    """What `work(group, *args)` returns on each of `world` ranks, in rank order; `directory` is for this call alone.
+    Fails with the first rank that fails.
+    """
+    multiprocessing.spawn(_rank, (world, work, str(directory), args), nprocs=world)
+    return [torch.load(directory / f"result{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+    )
+    group = RankGroup(tensor_parallel_group(world), rank, world, distributed.group.WORLD)
+    register_group(group)
+    torch.save(work(group, *args), Path(directory) / f"result{rank}.pt")
+    distributed.destroy_process_group()
