@@ -13,8 +13,8 @@ from sidestream.runtime.text.chat import ChatRenderer, as_conversations
 from sidestream.runtime.text.chat_template import ChatTemplateError, ChatWords, chat_words
 from sidestream.runtime.text.prompts import without_special_tokens
 from sidestream.runtime.text.requests import make_requests
-from sidestream.runtime.text.tokenizer import letters, load_tokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors
+from sidestream.runtime.text.tokenizer import load_tokenizer
+from support.tiny_tokenizers import byte_level, metaspace
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -57,30 +57,6 @@ def test_prompts_are_those_of_transformers(renderer: ChatRenderer, options: dict
     assert renderer.prompts(WORDS, TALK, **options) == [expected]  # type: ignore[arg-type]
 
 
-def byte_level(adds_bos: bool) -> tokenizers.Tokenizer:
-    """As GPT-2's and Llama 3's (which adds a BOS)."""
-    tokenizer = tokenizers.Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters())}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return with_special_tokens(tokenizer, adds_bos)
-
-
-def metaspace(adds_bos: bool) -> tokenizers.Tokenizer:
-    """As Llama 2's and Mistral's."""
-    pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "<unk>": 257}
-    tokenizer = tokenizers.Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return with_special_tokens(tokenizer, adds_bos)
-
-
-def with_special_tokens(tokenizer: tokenizers.Tokenizer, adds_bos: bool) -> tokenizers.Tokenizer:
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
-    if adds_bos:
-        bos = tokenizer.token_to_id("<s>")
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
-    return tokenizer
-
-
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 WITH_BOS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
 
@@ -100,7 +76,7 @@ def test_the_tokens_of_a_chat_are_those_of_transformers(
     renderer: ChatRenderer, kind: Any, adds_bos: bool, bos: str | None, template: str, tmp_path: Path
 ) -> None:
     """No BOS is lost and none comes twice, whether the tokenizer adds one to other texts or not."""
-    made = kind(adds_bos)
+    made = kind(["<s>", "</s>", "<|im_start|>", "<|im_end|>"], "<s>" if adds_bos else None)
     theirs = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, bos_token=bos, eos_token="</s>")
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": "</s>"}))
