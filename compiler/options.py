@@ -17,6 +17,7 @@ Layers = bool | tuple[int, ...]  # in every layer, in none, or in those that are
 LoraLowering = Literal["auto", "serial", "side_stream"]
 LoraDtype = Literal["auto", "bf16", "int8", "fp8"]
 WholeLayer = Literal["auto", "on", "off"]
+TENSOR_PARALLEL = (1, 2, 4, 8)
 LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options that are chosen by layer
 NORM_ROTATIONS = (8, 16, 32, 64, 128)
 EIGHT_BITS = ("int8", "fp8")  # precisions that quantize
@@ -175,6 +176,13 @@ class CompileOptions:
         more="on: wherever the kernel takes the sizes; auto: where it gains; their activations then have one scale per "
         "token and 128 columns",
     )
+    tensor_parallel: int = option(
+        1,
+        "ranks that share the model: 1, 2, 4 or 8, each with its part of every weight",
+        keyword=None,
+        more="heads and intermediate_size must divide; KV heads that are fewer are held by several ranks",
+    )
+    tensor_parallel_rank: int = option(0, "whose part of the weights the programs read", keyword=None)
     size_independent: bool = option(
         False,
         "compute a token alike in programs of every size",
@@ -193,6 +201,12 @@ class CompileOptions:
             object.__setattr__(self, name, _layers(name, getattr(self, name)))
         if self.norm_rotation not in NORM_ROTATIONS:
             raise OptionError(f"norm_rotation={self.norm_rotation!r} must be one of {NORM_ROTATIONS}")
+        if self.tensor_parallel not in TENSOR_PARALLEL:
+            raise OptionError(f"tensor_parallel={self.tensor_parallel!r} must be one of {TENSOR_PARALLEL}")
+        if self.tensor_parallel_rank not in range(self.tensor_parallel):
+            raise OptionError(
+                f"tensor_parallel_rank={self.tensor_parallel_rank!r} must lie between 0 and tensor_parallel - 1"
+            )
         if self.lora_sm_share is not None and not 0.0 < self.lora_sm_share < 1.0:
             raise OptionError(
                 f"lora_sm_share={self.lora_sm_share} must lie between 0 and 1; 0.25 gives LoRA a quarter of the SMs"

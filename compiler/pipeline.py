@@ -42,6 +42,7 @@ from .passes.quantize_linears import quantize_linears
 from .passes.quantize_lora import quantize_lora
 from .passes.rotate_values import rotate_values
 from .passes.round_lora_ranks import round_lora_ranks
+from .passes.shard import shard
 from .passes.smooth_channels import smooth_channels
 from .passes.widen_kv_once import widen_kv_once
 from .program.program import Bucket
@@ -83,6 +84,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(smooth_channels, "keeps"),
     # Fewer and larger ops, same numbers.
     Pass(pack_projections, "keeps"),
+    Pass(shard, "keeps"),  # what follows sees a rank's share only
     Pass(fuse_silu_mul, "keeps"),
     Pass(fuse_add_rms_norm, "keeps"),
     # Eight bits; the append is fused after the cache's quantization, because that decides what it must do.

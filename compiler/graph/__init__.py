@@ -2,6 +2,8 @@
 
 capture          a module becomes one graph in ATen's vocabulary
 nodes            small facts and moves about nodes
+branches         a linear with its bias and its LoRA branch
 matcher          patterns that read like the maths; a near-miss says what differed
 recipe           how a program's weights come from a checkpoint's tensors
+slices           one rank's part of a recipe
 """

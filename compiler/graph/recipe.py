@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...ops.core.triton_support import cdiv
 from ...ops.rows.hadamard import reference as hadamard_reference
 from ...ops.rows.quantize import E4M3
 from ...ops.rows.quantize import reference as quantize_rowwise_reference
@@ -27,6 +28,7 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "unsqueeze": (1, frozenset({"dim"})),
     "transpose": (1, frozenset({"dim0", "dim1"})),
     "pad": (1, frozenset({"dim", "size"})),
+    "slice": (1, frozenset({"dim", "rank", "world", "multiple"})),
     "zeros": (0, frozenset({"shape", "dtype"})),
     "hadamard": (1, frozenset({"dim", "width"})),
     "scale": (1, frozenset({"factor"})),
@@ -213,6 +215,16 @@ def smooth(recipe: Recipe, exponents: Recipe, sign: int) -> Recipe:
     return Recipe("smooth", (recipe, exponents), {"sign": sign})
 
 
+def share_of(size: int, world: int, multiple: int = 1) -> int:
+    """What each of `world` ranks has of `size` rows or columns, rounded up to a multiple of `multiple`."""
+    return cdiv(cdiv(size, world), multiple) * multiple
+
+
+def slice_(recipe: Recipe, dim: int, rank: int, world: int, multiple: int = 1) -> Recipe:
+    """Part `rank` of `world` parts of `share_of` along `dim`; the last parts are filled up with zeros."""
+    return Recipe("slice", (recipe,), {"dim": dim, "rank": rank, "world": world, "multiple": multiple})
+
+
 def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
     """Converted to `dtype`."""
     return Recipe("cast", (recipe,), {"dtype": str(dtype).removeprefix("torch.")})
@@ -267,29 +279,42 @@ def quantize_weight(
     return values, scales
 
 
+def _unchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def materialize(
-    recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[Recipe, Any] | None = None
+    recipe: Recipe,
+    lookup: Callable[[str], torch.Tensor],
+    memo: dict[Recipe, Any] | None = None,
+    bring: Callable[[str, torch.Tensor], torch.Tensor] = _unchanged,
 ) -> torch.Tensor:
     """The tensor that `recipe` describes.
 
-    `lookup(name)` gives the checkpoint's tensor (or one adapter's). `memo` keeps `quantize` results only, so that
-    values and scales are computed once; drop it when both have been taken. Works on any device, on meta tensors too.
+    `lookup(name)` gives the checkpoint's tensor (or one adapter's). `bring(name, tensor)`: what becomes of it, or of
+    the slice of it that is wanted, before anything is computed (it moves to a device). `memo` keeps `quantize` results
+    only, so that values and scales are computed once; drop it when both have been taken. Works on any device, on meta
+    tensors too.
     """
-    result = _evaluate(recipe, lookup, {} if memo is None else memo)
+    result = _evaluate(recipe, lookup, {} if memo is None else memo, bring)
     if isinstance(result, tuple):
         raise RecipeError(f"{recipe} has two outputs; pick one with item(recipe, 0) or item(recipe, 1)")
     return result
 
 
-def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[Recipe, Any]) -> Any:
+def _evaluate(
+    recipe: Recipe,
+    lookup: Callable[[str], torch.Tensor],
+    memo: dict[Recipe, Any],
+    bring: Callable[[str, torch.Tensor], torch.Tensor],
+) -> Any:
     if recipe.op == "param":
-        try:
-            return lookup(recipe.attrs["name"])
-        except KeyError as error:
-            raise RecipeError(f"the weights hold no tensor {recipe.attrs['name']!r}") from error
+        return bring(recipe.attrs["name"], _found(recipe, lookup))
+    if recipe.op == "slice" and recipe.args[0].op == "param":
+        return bring(recipe.args[0].attrs["name"], _slice(_found(recipe.args[0], lookup), **recipe.attrs))
     if recipe.op == "calibrated":
         try:
-            found = lookup(recipe.attrs["name"])
+            found = bring(recipe.attrs["name"], lookup(recipe.attrs["name"]))
         except KeyError:
             return torch.zeros(recipe.attrs["shape"])
         wanted = recipe.attrs["shape"]  # after a dimension of layers where several are made at once
@@ -303,7 +328,7 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
         return torch.zeros(recipe.attrs["shape"], dtype=getattr(torch, recipe.attrs["dtype"]))
     if recipe in memo:
         return memo[recipe]
-    operands = [_evaluate(arg, lookup, memo) for arg in recipe.args]
+    operands = [_evaluate(arg, lookup, memo, bring) for arg in recipe.args]
     first, attrs = operands[0], recipe.attrs
     if recipe.op == "item":
         return first[attrs["index"]]
@@ -327,6 +352,8 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
             ],
             dim=attrs["dim"],
         )
+    if recipe.op == "slice":
+        return _slice(first, **attrs)
     if recipe.op == "unsqueeze":
         return first.unsqueeze(attrs["dim"])
     if recipe.op == "transpose":
@@ -355,6 +382,24 @@ def _evaluate(recipe: Recipe, lookup: Callable[[str], torch.Tensor], memo: dict[
     if recipe.op == "scale":
         return (first.float() * attrs["factor"]).to(first.dtype)
     return first.to(getattr(torch, attrs["dtype"]))
+
+
+def _found(recipe: Recipe, lookup: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    try:
+        return lookup(recipe.attrs["name"])
+    except KeyError as error:
+        raise RecipeError(f"the weights hold no tensor {recipe.attrs['name']!r}") from error
+
+
+def _slice(tensor: torch.Tensor, dim: int, rank: int, world: int, multiple: int) -> torch.Tensor:
+    """Part `rank` of `world`, a view; where parts are rounded up the last ones are filled with zeros."""
+    share = share_of(tensor.shape[dim], world, multiple)
+    start, end = (min(place * share, tensor.shape[dim]) for place in (rank, rank + 1))
+    part = tensor.narrow(dim, start, end - start)
+    if end - start == share:
+        return part
+    missing = [share - (end - start) if place == dim else size for place, size in enumerate(tensor.shape)]
+    return torch.cat([part, part.new_zeros(missing)], dim=dim)
 
 
 def key_balance_factors(

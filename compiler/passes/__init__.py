@@ -8,6 +8,8 @@ fold_multipliers    constant factors of a projection or a norm move into its wei
 rotate_values       V's heads rotated by their weights, which costs nothing at run time
 smooth_channels     channels after norms made alike by calibrated powers of two, which costs nothing at run time
 pack_projections    q/k/v and gate/up become one projection each
+shard               one model over several ranks: each has its share of the weights (shard_parts: how one is given its
+                    share)
 fuse_silu_mul, fuse_add_rms_norm                         two semantic ops -> one
 quantize_kv         a quantized KV cache, with or without a Hadamard rotation
 center_keys         a calibrated constant per channel is subtracted from the keys of a quantized cache

@@ -6,7 +6,8 @@ from torch import fx
 from ...ops.attention.append_kv import append_kv
 from ...ops.core.eight_bits import QUANTIZED_MAX
 from ..graph.nodes import bind, insert_placeholder, is_call, set_operands, shape_of
-from ..graph.recipe import calibrated, hadamard
+from ..graph.recipe import Recipe, calibrated, hadamard
+from ..graph.slices import sliced
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
 from .quantize_kv import is_rotated
@@ -50,7 +51,7 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
             report.rejected.append(f"{append.name}: {reason}")
             continue
         shape = int(shape_of(key)[1]), int(shape_of(key)[2])
-        recipe = calibrated(key_center_name(layer), shape)
+        recipe = _constant(layer, cache, shape)
         if is_rotated(key):
             recipe = hadamard(recipe, 1, shape[1])
         center = insert_placeholder(
@@ -59,3 +60,10 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
         set_operands(append, key_center=center)
         report.matches += 1
     return report
+
+
+def _constant(layer: int, cache: fx.Node, shape: tuple[int, int]) -> Recipe:
+    """The calibrated constant of all heads, or of those of them that `shard` has left in the cache."""
+    share, heads = cache.meta.get("heads", (None, shape[0]))
+    whole = calibrated(key_center_name(layer), (heads, shape[1]))
+    return whole if share is None else sliced(whole, 0, share, heads)

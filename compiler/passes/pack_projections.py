@@ -1,35 +1,14 @@
 """Projections of the same activation become one: q/k/v and gate/up."""
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 from torch import fx
 
 from ...ops.lora.lora import lora
-from ..graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of, split_bias, through_views
+from ..graph.branches import Branch, branch_of
+from ..graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of
 from ..graph.recipe import cat, pad, zeros
 from .base import Context, PassReport
-
-
-@dataclass
-class _Branch:
-    """One linear of a group: its node, its bias and its LoRA node (None without), and the node in which they are
-    added up.
-    """
-
-    linear: fx.Node
-    bias: fx.Node | None
-    lora: fx.Node | None
-    joined: fx.Node
-
-    @property
-    def weight(self) -> fx.Node:
-        weight: fx.Node = bind(self.linear).weight
-        return weight
-
-    @property
-    def width(self) -> int:
-        return int(shape_of(self.weight)[0])
 
 
 def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
@@ -51,7 +30,7 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     for x, linears in groups.items():
         if len(linears) < 2:
             continue
-        branches = [_branch(linear) for linear in linears]
+        branches = [branch_of(linear) for linear in linears]
         reason = _refusal(branches)
         if reason is not None:
             report.rejected.append(f"{', '.join(node.name for node in linears)}: {reason}")
@@ -61,27 +40,7 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     return report
 
 
-def _branch(linear: fx.Node) -> _Branch:
-    joined, bias = linear, None
-    total = _sum_of(joined)
-    if total is not None and split_bias(total)[0] is linear:
-        joined, bias = total, split_bias(total)[1]
-    total = _sum_of(joined)
-    if total is not None:
-        added = bind(total)
-        delta = through_views(added.other if added.self is joined else added.self)
-        if is_call(delta, lora) and through_views(bind(delta).x) is through_views(bind(linear).input):
-            return _Branch(linear, bias, delta, total)
-    return _Branch(linear, bias, None, joined)
-
-
-def _sum_of(node: fx.Node) -> fx.Node | None:
-    """The addition that alone reads `node`."""
-    users = list(node.users)
-    return users[0] if len(users) == 1 and is_call(users[0], aten.add.Tensor) else None
-
-
-def _refusal(branches: list[_Branch]) -> str | None:
+def _refusal(branches: list[Branch]) -> str | None:
     for branch in branches:
         if bind(branch.linear).bias is not None:
             return f"{branch.linear.name} has a bias (is lift_bias off?)"
@@ -92,7 +51,7 @@ def _refusal(branches: list[_Branch]) -> str | None:
     return None
 
 
-def _pack(graph: fx.Graph, x: fx.Node, branches: list[_Branch]) -> None:
+def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
     weights = [branch.weight for branch in branches]
     widths = [branch.width for branch in branches]
     packed = insert_placeholder(
@@ -118,7 +77,7 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[_Branch]) -> None:
             offset += width
 
 
-def _packed_bias(graph: fx.Graph, branches: list[_Branch]) -> fx.Node:
+def _packed_bias(graph: fx.Graph, branches: list[Branch]) -> fx.Node:
     """The biases of all members in one vector."""
     nodes = [branch.bias for branch in branches if branch.bias is not None]
     dtype = nodes[0].meta["val"].dtype
@@ -129,7 +88,7 @@ def _packed_bias(graph: fx.Graph, branches: list[_Branch]) -> fx.Node:
     return insert_placeholder(graph, _joined_name(nodes), "weight", size, dtype, after=nodes[0], recipe=cat(0, parts))
 
 
-def _packed_lora(graph: fx.Graph, branches: list[_Branch], linear: fx.Node) -> fx.Node:
+def _packed_lora(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx.Node:
     """One LoRA branch over the stacked A and B of all members, in the shape of the packed linear."""
     nodes = [branch.lora for branch in branches if branch.lora is not None]
     deltas = [bind(node) for node in nodes]

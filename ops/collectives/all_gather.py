@@ -5,22 +5,26 @@ from typing import Optional
 import torch
 
 from ..core.registry import register
-from .group import group_named, world_of
+from .group import group_named
 
 
-def reference(part: torch.Tensor, group: str) -> torch.Tensor:
-    """part [..., N] of each rank of `group` -> [..., world * N], in rank order."""
-    return torch.cat(group_named(group).gather(part), dim=-1)
+def reference(part: torch.Tensor, group: str, columns: int) -> torch.Tensor:
+    """part [..., N] of each rank of `group` -> [..., columns], in rank order; what the last ranks have beyond `columns`
+    fills up their parts and is left out.
+    """
+    whole = torch.cat(group_named(group).gather(part), dim=-1)
+    return whole if whole.shape[-1] == columns else whole[..., :columns].contiguous()
 
 
-def fake(part: torch.Tensor, group: str) -> torch.Tensor:
+def fake(part: torch.Tensor, group: str, columns: int) -> torch.Tensor:
     """The result of `reference`, not filled."""
-    return part.new_empty((*part.shape[:-1], part.shape[-1] * world_of(group)))
+    return part.new_empty((*part.shape[:-1], columns))
 
 
 def launch(
     part: torch.Tensor,
     group: str,
+    columns: int,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,
@@ -29,7 +33,7 @@ def launch(
     """Fill `out` = (columns of all ranks,): they come through the group's process group (NCCL between GPUs). Does not
     heed `sm_budget`.
     """
-    out[0].copy_(reference(part, group))
+    out[0].copy_(reference(part, group, columns))
 
 
 all_gather = register("all_gather", reference, fake, launch, kind="collective", family="collective")

@@ -20,25 +20,14 @@ DUMMY_STD = 0.02
 
 
 def checkpoint_lookup(
-    directory: Path,
-    expected: Mapping[str, tuple[int, ...]],
-    config: LlamaConfig,
-    device: torch.device,
-    dtype: torch.dtype,
+    directory: Path, expected: Mapping[str, tuple[int, ...]], config: LlamaConfig
 ) -> tuple[Lookup, list[str]]:
-    """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors come in
-    `dtype` on `device`, those that are stored in eight bits as they are and their scales in fp32.
+    """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors are views of
+    its files, as they are stored.
     """
     checkpoint = Checkpoint(directory, config)
     checkpoint.validate(expected, config.tie_word_embeddings)
-
-    def lookup(name: str) -> torch.Tensor:
-        tensor = checkpoint.tensor(name)
-        stored = tensor.dtype.itemsize == 1
-        wanted = tensor.dtype if stored else torch.float32 if name.endswith(".weight_scale") else dtype
-        return tensor.to(device=device, dtype=wanted)
-
-    return lookup, checkpoint.names()
+    return checkpoint.tensor, checkpoint.names()
 
 
 def dummy_lookup(
@@ -64,17 +53,24 @@ def load_weights(
     names: Iterable[str],
     constants: Mapping[str, torch.Tensor],
     device: torch.device,
+    dtype: torch.dtype,
     show_progress: bool = False,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Buffer name -> tensor on `device` for each recipe, in the order of the checkpoint's files.
 
     `names`: the checkpoint's tensors in file order. `constants`: tensors that come from the model's config instead,
-    kept in their own dtype. `into`: tensors to fill, instead of new ones.
+    kept in their own dtype. `dtype`: of what recipes compute with; what is stored in eight bits stays so, with its
+    scales in fp32. `into`: tensors to fill, instead of new ones.
     """
 
     def find(name: str) -> torch.Tensor:
-        return constants[name].to(device) if name in constants else lookup(name)
+        return constants[name] if name in constants else lookup(name)
+
+    def bring(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in constants or tensor.dtype.itemsize == 1:
+            return tensor.to(device)
+        return tensor.to(device=device, dtype=torch.float32 if name.endswith(".weight_scale") else dtype)
 
     position = {name: index for index, name in enumerate(names)}
 
@@ -90,7 +86,7 @@ def load_weights(
         # values and scales of one quantized weight share their work, nothing else is kept
         if recipes[name].sources() != sources:
             memo, sources = {}, recipes[name].sources()
-        value = materialize(recipes[name], find, memo).to(device)
+        value = materialize(recipes[name], find, memo, bring).to(device)
         weights[name] = value.contiguous() if into is None else into[name].copy_(value)
     return weights
 
@@ -119,5 +115,7 @@ class WeightSource:
         if self.directory is None:
             lookup, names = dummy_lookup(self.expected, self.device, self.dtype, self.seed)
         else:
-            lookup, names = checkpoint_lookup(self.directory, self.expected, self.config, self.device, self.dtype)
-        return load_weights(self.recipes, lookup, names, self.constants, self.device, self.show_progress, into)
+            lookup, names = checkpoint_lookup(self.directory, self.expected, self.config)
+        return load_weights(
+            self.recipes, lookup, names, self.constants, self.device, self.dtype, self.show_progress, into
+        )

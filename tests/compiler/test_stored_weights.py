@@ -74,8 +74,8 @@ def test_values_and_scales_are_kept_and_logits_follow(tmp_path: Path, family: st
     eight = runner.step([Chunk(0, TOKENS, 0)])[0]
     assert kl_div(log_softmax(eight, -1), log_softmax(want, -1), log_target=True, reduction="batchmean") < 2e-2
     config = LlamaConfig.from_directory(base.path)
-    lookup, names = checkpoint_lookup(base.path, model.checkpoint_tensors(), config, CPU, torch.bfloat16)
-    loaded = load_weights(runner.compiled.recipes, lookup, names, model.derived_tensors(), CPU)
+    lookup, names = checkpoint_lookup(base.path, model.checkpoint_tensors(), config)
+    loaded = load_weights(runner.compiled.recipes, lookup, names, model.derived_tensors(), CPU, torch.bfloat16)
     stored = Checkpoint(base.path, config)
     for part, packed in (("o_proj", ["o_proj"]), ("q_k_v_proj", ["q_proj", "k_proj", "v_proj"])):
         values, scales = (

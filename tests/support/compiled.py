@@ -20,6 +20,9 @@ class CompiledRunner(PagedRunner):
         super().__init__(model, sequences, **kwargs)
         self.compiled: CompiledModel = sidestream.compile(model, options)
         dtype = options.cache_dtype
+        nodes = {node.name: node for node in self.compiled.graph_module.graph.nodes}
+        own = nodes["kv_caches_0"].meta["val"].shape[1]
+        self.kv_caches = [cache[:, :own].contiguous() for cache in self.kv_caches]  # a rank's heads
         self.kv_caches = [cache.nan_to_num().to(dtype) for cache in self.kv_caches]
         pages, heads = self.kv_caches[0].shape[:2]
         names = self.compiled.input_names

@@ -1,27 +1,35 @@
 """Several processes that form a tensor-parallel group over gloo, for tests of what ranks do together."""
 
+import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import sidestream.compiler.api
 import torch
 from sidestream.ops.collectives.group import RankGroup, register_group, tensor_parallel_group
-from torch import distributed, multiprocessing
+from torch import distributed
+from torch.multiprocessing import start_processes
 
-SECONDS = 120
+from .captured import capture_once
+
+SECONDS = 300
+PRELOAD = ["support.compiled", "support.tiny", "support.ranks"]  # imported once, not by each rank
 
 
 def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
     """What `work(group, *args)` returns on each of `world` ranks, in rank order; `directory` is for this call alone.
     Fails with the first rank that fails.
     """
-    multiprocessing.spawn(_rank, (world, work, str(directory), args), nprocs=world)
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    start_processes(_rank, (world, work, str(directory), args), nprocs=world, start_method="forkserver")
     return [torch.load(directory / f"result{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 def _rank(rank: int, world: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    sidestream.compiler.api.capture_module = capture_once
     distributed.init_process_group(
         "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
     )

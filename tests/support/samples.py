@@ -128,10 +128,14 @@ def lora_expand_rounded_inputs(case: LoraCase) -> tuple[Any, ...]:
 
 
 @samples("all_reduce")
-@samples("all_gather")
-def _collectives() -> list[tuple[Any, ...]]:
+def _all_reduce() -> list[tuple[Any, ...]]:
     register_group(RankGroup("tp1", 0, 1))
     return [(normal(3, 24), "tp1"), (normal(2, 16, dtype=torch.float32), "tp1")]
+
+
+@samples("all_gather")
+def _all_gather() -> list[tuple[Any, ...]]:
+    return [(*args, columns) for args, columns in zip(_all_reduce(), (24, 13), strict=True)]
 
 
 @samples("argmax")

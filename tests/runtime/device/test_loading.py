@@ -28,7 +28,7 @@ def test_each_tensor_is_read_once_in_file_order():
         reads.append(name)
         return stored[name]
 
-    weights = load_weights(recipes, lookup, ["a", "b", "c", "d"], {"f": torch.arange(3.0)}, CPU)
+    weights = load_weights(recipes, lookup, ["a", "b", "c", "d"], {"f": torch.arange(3.0)}, CPU, torch.float32)
     assert reads == ["a", "b", "c", "d"]
     values, scales = quantize_weight(torch.cat([stored["b"], stored["c"]]))
     assert torch.equal(weights["weight"].view(torch.uint8), values.view(torch.uint8)) and torch.equal(

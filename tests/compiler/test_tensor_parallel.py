@@ -1,0 +1,81 @@
+"""Two and four ranks over gloo compute what one does: logits of mixed adapters, and the greedy tokens that follow."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sidestream.compiler.options import CompileOptions
+from sidestream.ops.collectives.group import RankGroup, register_group, tensor_parallel_group
+from support.compiled import CompiledRunner
+from support.paged import Chunk, plain_model
+from support.ranks import run_on_ranks
+from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_model
+from torch import distributed
+from torch.nn.functional import kl_div, log_softmax
+
+RANKS, STEPS = 4, 4
+LENGTHS = (1, 5, 30, 70)
+ODD = {"vocab_size": 323}  # which no number of ranks divides
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fewer KV heads than ranks": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "biases, an odd vocabulary": ("Qwen2", {**ODD, "num_attention_heads": 8, "intermediate_size": 192}),
+    "normed heads": ("Qwen3", {"num_key_value_heads": 4}),
+}
+ADAPTERS = [AdapterSpec(rank=7), AdapterSpec(rank=16, targets=("q_proj", "v_proj", "down_proj"), use_rslora=True)]
+
+
+def run(base: Path, adapters: list[str], world: int, rank: int, precision: str) -> torch.Tensor:
+    """Logits [steps, sequences, V] of prompts and greedy steps, with adapter i, then without, in the batch."""
+    dice = random.Random(1)
+    model, _ = plain_model(TinyBase(base), adapters, torch.float32 if precision == "fp32" else torch.bfloat16)
+    options = CompileOptions(precision=precision, tensor_parallel=world, tensor_parallel_rank=rank)  # type: ignore[arg-type]
+    torch.manual_seed(1)  # which pages sequences get
+    runner = CompiledRunner(model, options, len(LENGTHS))
+    tokens = [[dice.randrange(320) for _ in range(length)] for length in LENGTHS]
+    slots = [0, 1, 0, -1]
+    steps = []
+    for _ in range(STEPS):
+        chunks = [Chunk(index, some, slots[index]) for index, some in enumerate(tokens)]
+        steps.append(torch.stack([logits[-1] for logits in runner.step(chunks)]))
+        tokens = [[token] for token in steps[-1].argmax(-1).tolist()]
+    return torch.stack(steps)
+
+
+def on_ranks(group: RankGroup, cases: list[tuple[Path, list[str]]]) -> list[dict[str, torch.Tensor]]:
+    pair = distributed.new_group([0, 1])
+    results: list[dict[str, torch.Tensor]] = []
+    for base, adapters in cases:
+        found = {"4": run(base, adapters, 4, group.rank, "fp32")}
+        if group.rank < 2:
+            register_group(RankGroup(tensor_parallel_group(2), group.rank, 2, pair))
+            found["2"] = run(base, adapters, 2, group.rank, "fp32")
+            if not results:
+                found["int8"] = run(base, adapters, 2, group.rank, "int8")
+        results.append(found)
+    return results
+
+
+@pytest.mark.first
+def test_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
+    cases = []
+    for name, (family, fields) in CASES.items():
+        base = tiny_model(tmp_path / name, family, num_hidden_layers=1, **fields)
+        cases.append((base.path, [str(path) for path in tiny_adapters(base, ADAPTERS)]))
+    (tmp_path / "ranks").mkdir()
+    ranks = run_on_ranks(RANKS, on_ranks, tmp_path / "ranks", cases)
+    exact = []
+    for case, (base, adapters) in enumerate(cases):
+        want = run(base, adapters, 1, 0, "fp32")
+        exact.append(want)
+        for found in ranks:
+            for world in found[case].keys() - {"int8"}:
+                logits = found[case][world]
+                torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
+                assert torch.equal(logits.argmax(-1), want.argmax(-1))
+                assert torch.equal(logits, ranks[0][case][world]), "ranks hold the same bits"
+    eight, other = (found[0]["int8"] for found in ranks[:2])
+    assert torch.equal(eight, other)
+    prompts = [log_softmax(logits[0], -1) for logits in (eight, exact[0])]
+    assert kl_div(*prompts, log_target=True, reduction="batchmean") < 2e-2
