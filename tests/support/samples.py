@@ -138,6 +138,16 @@ def _all_gather() -> list[tuple[Any, ...]]:
     return [(*args, columns) for args, columns in zip(_all_reduce(), (24, 13), strict=True)]
 
 
+@samples("all_reduce_add_rms_norm_quant")
+def _all_reduce_add_rms_norm_quant() -> list[tuple[Any, ...]]:
+    register_group(RankGroup("tp1", 0, 1))
+    x, residual, delta, weight = normal(3, 24), normal(3, 24), normal(3, 24), normal(24)
+    return [
+        (x, residual, delta, weight, 1e-5, "tp1", True, torch.int8, 8),
+        (x, residual, None, weight, 1e-5, "tp1", False, torch.int8, 0, True),
+    ]
+
+
 @samples("argmax")
 def _argmax() -> list[tuple[Any, ...]]:
     return [(normal(3, 50, dtype=dtype),) for dtype in (BF16, torch.float32)]

@@ -1,0 +1,204 @@
+"""The sum of every rank's partial result (and LoRA delta), the residual sum, RMSNorm and rowwise quantization as one
+kernel: what stands between two linears where a model is split over GPUs.
+
+One-shot: each rank reads a row from all peers and does the rest itself. Two-shot: a row's owner (row % world) reads it
+from all peers and puts its sum there for the others, who do the rest themselves. With `spread`, and where nobody wants
+the row in 16 bits, the owner does it all and the others take the row in eight bits and its scale from it: half the
+bytes, and the residual row stays with its owner, who will be the one to need it.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.registry import register
+from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, round_to, rounded_to
+from ..rows.quantize import E4M3, rotated_width, store_quantized_row
+from ..rows.quantize import reference as quantize_rowwise_reference
+from ..rows.rms_norm import add_rms_norm_quant, rms_norm_reference
+from .all_reduce import add_in_rank_order
+from .exchange import exchange_of, is_one_shot
+from .group import group_named
+from .pieces import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+
+
+def with_delta(partial: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
+    """What a rank shows to its peers: partial + delta summed in fp32, in partial's dtype."""
+    return partial if delta is None else (partial.float() + delta.float()).to(partial.dtype)
+
+
+def from_all_parts(
+    parts: list[torch.Tensor],
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, q, scale, new_residual) of what all ranks show each other, in rank order."""
+    new_residual = (add_in_rank_order(parts) + residual.float()).to(residual.dtype)
+    y = rms_norm_reference(new_residual, weight, eps)
+    q, scale = quantize_rowwise_reference(y, dtype, rotate)
+    return y if keep else y.new_empty(0, y.shape[-1]), q, scale, new_residual
+
+
+def reference(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    group: str,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    spread: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, q, scale, new_residual) as `add_rms_norm_quant` makes them of the sum over all ranks of `group` of
+    partial + delta, all [..., H].
+
+    The ranks' sums of partial and delta are rounded to their dtype; these are added in rank order, with the residual,
+    in fp32 and rounded once. All ranks hold the same bits. `spread`: new_residual is read by such ops alone, so a rank
+    may leave undefined the rows that it does not own (row % world), and need not be given them in `residual`.
+    """
+    parts = group_named(group).gather(with_delta(partial, delta))
+    return from_all_parts(parts, residual, weight, eps, keep, dtype, rotate)
+
+
+def fake(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    group: str,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    spread: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of `reference`, not filled."""
+    return add_rms_norm_quant.fake(partial, residual, delta, weight, eps, keep, dtype, rotate)
+
+
+@triton.jit
+def _finish(
+    values, gain, y, q, scale, row, column, inside, eps, dtype: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm and quantize a row of the new residual."""
+    normalised = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
+    result = rounded_to(rounded_to(normalised, dtype) * gain.to(tl.float32), dtype)
+    if KEEP:
+        tl.store(y + row * WIDTH + column, result.to(dtype), mask=inside)
+    store_quantized_row(result, q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
+
+
+@triton.jit
+def _kernel(
+    partial, residual, delta, weight, y, q, scale, new_residual, memories, rows, placed, slot_bytes, eps,
+    RANK: tl.constexpr, WORLD: tl.constexpr, PLACED: tl.constexpr, DONE: tl.constexpr, SLOTS: tl.constexpr,
+    ONE_SHOT: tl.constexpr, EIGHT: tl.constexpr, HAS_DELTA: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = partial.dtype.element_ty
+    narrow: tl.constexpr = q.dtype.element_ty
+    ROW_BYTES: tl.constexpr = WIDTH * (dtype.primitive_bitwidth // 8)
+    memory = memories[RANK]
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gain = tl.load(weight + column, mask=inside, other=0.0)  # a weight: no earlier kernel writes it
+    pdl_start(PDL)
+    epoch, row = take_ticket(memory, rows)
+    at = row * WIDTH + column
+    ready, done = flags_of(row, DONE, WORLD)
+    slot = SLOTS + (epoch & 1) * slot_bytes + row * ROW_BYTES
+    source = placed + row * ROW_BYTES if PLACED else slot
+    owner = row % WORLD
+
+    mine = tl.load(partial + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        mine = round_to(in_fp32(mine) + in_fp32(tl.load(delta + at, mask=inside, other=0.0)), dtype)
+    if not PLACED:
+        tl.store(row_of(memory, slot, dtype) + column, mine, mask=inside)
+    signal(memories, ready + RANK * EPOCH, epoch, EVERYBODY if ONE_SHOT else owner, RANK, WORLD)
+
+    if ONE_SHOT or owner == RANK:
+        before = tl.load(residual + at, mask=inside, other=0.0)  # on its way while the peers are waited for
+        await_flags(memory + ready, epoch, WORLD, RANK)
+        values = add_up(mine, memories, source, column, inside, dtype, RANK, WORLD)
+        values = rounded_to(values + in_fp32(before), dtype)
+        tl.store(new_residual + at, values.to(dtype), mask=inside)
+        if not ONE_SHOT:
+            if EIGHT:  # what is computed here is not computed again for the outputs
+                _finish(
+                    values, gain, y, row_of(memory, slot, narrow), row_of(memory, slot + WIDTH, tl.float32), 0, column,
+                    inside, eps, dtype, False, ROTATE, WIDTH, BLOCK,
+                )  # fmt: skip
+            else:
+                tl.store(row_of(memory, slot, dtype) + column, values.to(dtype), mask=inside)
+            signal(memories, done, epoch, EVERYBODY, RANK, WORLD)
+        _finish(values, gain, y, q, scale, row, column, inside, eps, dtype, KEEP, ROTATE, WIDTH, BLOCK)
+    else:
+        await_flags(memory + done, epoch, 1, -1)
+        theirs = memory_of(memories, owner, WORLD)
+        if EIGHT:
+            steps = tl.load(row_of(theirs, slot, narrow) + column, mask=inside, other=0.0)
+            tl.store(q + at, steps, mask=inside)
+            tl.store(scale + row, tl.load(row_of(theirs, slot + WIDTH, tl.float32)))
+        else:
+            values = in_fp32(tl.load(row_of(theirs, slot, dtype) + column, mask=inside, other=0.0))
+            tl.store(new_residual + at, values.to(dtype), mask=inside)
+            _finish(values, gain, y, q, scale, row, column, inside, eps, dtype, KEEP, ROTATE, WIDTH, BLOCK)
+
+
+def launch(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    group: str,
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    spread: bool = False,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: Optional[int] = None,
+    pdl: bool = False,
+    one_shot: Optional[bool] = None,
+) -> None:
+    """Fill `out` = (y, q, scale, new_residual); without shared memory by the reference, through the process group (NCCL
+    between GPUs). `one_shot`: instead of what the bytes suggest. Does not heed `sm_budget`: one CTA a row.
+    """
+    exchange = exchange_of(group)
+    if exchange is None:
+        results = reference(partial, residual, delta, weight, eps, group, keep, dtype, rotate, spread)
+        for target, result in zip(out, results, strict=True):
+            target.copy_(result)
+        return
+    name = "all_reduce_add_rms_norm_quant"
+    require_contiguous(name, partial=partial, residual=residual, delta=delta, weight=weight)
+    if one_shot is None:
+        one_shot = is_one_shot(partial, exchange.world)
+    y, q, scale, new_residual = out
+    for rows, told in exchange.launches(name, partial, placed=delta is None):
+
+        def cut(tensor: Optional[torch.Tensor], rows: slice = rows) -> Optional[torch.Tensor]:
+            return None if tensor is None else tensor.flatten(0, -2)[rows]
+
+        _kernel[told["rows"],](
+            cut(partial), cut(residual), cut(delta), weight, cut(y if keep else None), cut(q), scale.flatten()[rows],
+            cut(new_residual), exchange.memories, eps=eps, **told, ONE_SHOT=one_shot, EIGHT=spread and not keep,
+            HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotated_width(partial.shape[-1], rotate),
+            **pdl_options(pdl),
+        )  # fmt: skip
+
+
+all_reduce_add_rms_norm_quant = register(
+    "all_reduce_add_rms_norm_quant", reference, fake, launch, kind="collective", family="collective"
+)

@@ -1,0 +1,228 @@
+"""Collectives' kernels on ranks that share memory, in Triton's interpreter and as machine code."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import pytest
+import torch
+from sidestream.ops.collectives.all_reduce import add_in_rank_order, all_reduce
+from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import (
+    all_reduce_add_rms_norm_quant,
+    from_all_parts,
+    with_delta,
+)
+from sidestream.ops.collectives.exchange import Exchange, exchange_bytes, is_one_shot
+from sidestream.ops.collectives.group import RankGroup, world_of
+from sidestream.ops.core.registry import as_outputs
+from sidestream.ops.rows.rms_norm import add_rms_norm_quant
+from support.checks import EXACT, Tolerance, assert_near, bits
+from support.exchanges import register_rank, run_ranks, shared_exchanges, shared_tensor
+from support.sm90 import launched
+
+BF16, F32, E4M3, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch: which kernel, and of what."""
+
+    rows: int
+    one_shot: bool
+    delta: bool = False
+    keep: bool = False
+    narrow: torch.dtype = INT8
+    rotate: int = 0
+    spread: bool = False
+    placed: Optional[int] = None
+
+    @property
+    def eight(self) -> bool:
+        """Whether rows are taken from their owners in eight bits, and the residual stays with them."""
+        return self.spread and not self.keep and not self.one_shot
+
+
+class Inputs:
+    """Random inputs of all ranks for a case, and where their outputs go."""
+
+    def __init__(self, case: Case, exchanges: Sequence[Exchange], width: int, dtype: torch.dtype) -> None:
+        self.case, self.dtype = case, dtype
+        world, shape = len(exchanges), (case.rows, width)
+        self.partials = [torch.randn(shape).to(dtype) for _ in range(world)]
+        self.deltas = [torch.randn(shape).to(dtype) if case.delta else None for _ in range(world)]
+        self.residual, self.weight = torch.randn(shape).to(dtype), (1 + 0.1 * torch.randn(width)).to(dtype)
+        self.outs = [
+            tuple(
+                shared_tensor(each.shape, each.dtype) for each in self.fused.fake(*self.arguments(rank, f"tp{world}"))
+            )
+            for rank in range(world)
+        ]
+        self.sums = [shared_tensor(shape, dtype) for _ in range(world)]
+
+    fused = all_reduce_add_rms_norm_quant
+
+    def arguments(self, rank: int, group: str) -> tuple[Any, ...]:
+        case, residual = self.case, self.residual
+        if case.eight:  # of the others' rows nothing is known
+            residual = residual.clone()
+            residual[[row for row in range(case.rows) if row % world_of(group) != rank]] = float("nan")
+        formed = (case.keep, case.narrow, case.rotate, case.spread)
+        return self.partials[rank], residual, self.deltas[rank], self.weight, EPS, group, *formed
+
+    def launch(self, group: RankGroup, exchange: Exchange) -> None:
+        partial, *others = self.arguments(group.rank, group.name)
+        if self.case.placed is not None:
+            place = exchange.places()[self.case.placed][: partial.nbytes].view(self.dtype).view(partial.shape)
+            partial = place.copy_(partial)
+        before = [bits(each).clone() for each in (partial, *others) if isinstance(each, torch.Tensor)]
+        form = {"one_shot": self.case.one_shot}
+        self.fused.launch(partial, *others, out=self.outs[group.rank], **form)
+        all_reduce.launch(partial, group.name, out=(self.sums[group.rank],), **form)
+        after = [bits(each) for each in (partial, *others) if isinstance(each, torch.Tensor)]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "an input was changed"
+
+    def check(self) -> None:
+        case, world = self.case, len(self.partials)
+        parts = [with_delta(*each) for each in zip(self.partials, self.deltas, strict=True)]
+        expected = from_all_parts(parts, self.residual, self.weight, EPS, case.keep, case.narrow, case.rotate)
+        bf16 = self.dtype == BF16
+        # the statistics' last bit may flip x * rstd, and that the product, the row's largest value and so its scale
+        y = Tolerance(2.0**-6, 1e-5, differing=0.02) if bf16 else Tolerance(1e-5, 1e-5)
+        q = Tolerance(0.0, 2.0, differing=0.05) if case.narrow == INT8 else Tolerance(2.0**-3, 2.0**-9, differing=0.05)
+        tolerances = (y, q, Tolerance(2.0**-6 if bf16 else 1e-5), EXACT)
+        for rank, outs in enumerate(self.outs):
+            own = [row for row in range(case.rows) if not case.eight or row % world == rank]
+            for place, (got, want, tolerance) in enumerate(zip(outs, expected, tolerances, strict=True)):
+                rows = own if place == 3 else slice(None)
+                assert_near(got[rows], want[rows], tolerance, f"{case} rank {rank} output {place}")
+                if place < 3 or not case.eight:
+                    assert torch.equal(bits(got), bits(self.outs[0][place])), f"{case}: rank {rank} has other bits"
+            assert_near(self.sums[rank], add_in_rank_order(self.partials).to(self.dtype), EXACT, f"{case} sum")
+
+
+def check(
+    cases: Sequence[Case], world: int, width: int = 64, dtype: torch.dtype = BF16, **options: Any
+) -> list[Inputs]:
+    """Run the cases one after the other on all ranks, and compare with the reference."""
+    exchanges = shared_exchanges(world, **options)
+    inputs = [Inputs(case, exchanges, width, dtype) for case in cases]
+
+    def work(group: RankGroup) -> None:
+        for each in inputs:
+            each.launch(group, exchanges[group.rank])
+
+    run_ranks(exchanges, work)
+    for each in inputs:
+        each.check()
+    return inputs
+
+
+ONE, TWO = Case(3, one_shot=True), Case(3, one_shot=False)
+
+
+@pytest.mark.interpret
+def test_kernels_of_two_ranks() -> None:
+    cases = [
+        replace(ONE, delta=True, keep=True),
+        replace(TWO, keep=True, narrow=E4M3),
+        replace(TWO, rows=5, spread=True, rotate=8),
+        replace(ONE, placed=0, spread=True),
+        replace(TWO, placed=1, delta=True, spread=True, narrow=E4M3),
+        replace(TWO, rows=1, placed=0, spread=True),
+        replace(TWO, delta=True, spread=True, keep=True),
+    ]
+    check(cases, 2)
+
+
+@pytest.mark.interpret
+def test_kernels_of_one_rank_and_of_many() -> None:
+    for world, width, rows, dtype in ((1, 48, 2, F32), (4, 40, 5, BF16), (8, 64, 2, F32)):
+        check([replace(ONE, rows=1), replace(TWO, rows=rows, spread=True, narrow=E4M3)], world, width, dtype)
+
+
+@pytest.mark.interpret
+def test_more_rows_than_a_slot_holds() -> None:
+    inputs = check([replace(TWO, rows=9, spread=True), replace(ONE, rows=9)], 2, slot_bytes=512)
+    assert inputs[0].partials[0].nbytes > 2 * 512, "three launches"
+
+
+@pytest.mark.interpret
+def test_the_same_inputs_give_the_same_bits() -> None:
+    exchanges = shared_exchanges(2)
+    case = replace(TWO, delta=True, spread=True)
+    first = Inputs(case, exchanges, 64, BF16)
+    again = Inputs(case, exchanges, 64, BF16)
+    for name in ("partials", "deltas", "residual", "weight"):
+        setattr(again, name, getattr(first, name))
+
+    def work(group: RankGroup) -> None:
+        for each in (first, again):
+            each.launch(group, exchanges[group.rank])
+
+    run_ranks(exchanges, work)
+    for rank in range(2):
+        for a, b in zip(first.outs[rank][:3], again.outs[rank][:3], strict=True):
+            assert torch.equal(bits(a), bits(b))
+
+
+def test_one_rank_is_the_op_of_one_gpu() -> None:
+    register_rank(Exchange(0, (torch.zeros(exchange_bytes(1, 256), dtype=torch.uint8),), 256))
+    x, residual, weight = torch.randn(4, 48).bfloat16(), torch.randn(4, 48).bfloat16(), torch.randn(48).bfloat16()
+    ours = all_reduce_add_rms_norm_quant(x, residual, None, weight, EPS, "tp1", True, INT8, 8)
+    theirs = add_rms_norm_quant(x, residual, None, weight, EPS, True, INT8, 8)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def meta_exchange(world: int) -> RankGroup:
+    """A group whose memory has a size, and nothing in it."""
+    memory = torch.empty(exchange_bytes(world), dtype=torch.uint8, device="meta")
+    return register_rank(Exchange(world - 1, (memory,) * world))
+
+
+@pytest.mark.machine_code
+@pytest.mark.parametrize("width", [8192, 16384, 4096])
+@pytest.mark.parametrize("world", [2, 8])
+def test_machine_code(world: int, width: int) -> None:
+    group, x = meta_exchange(world), torch.empty(64, width, device="meta", dtype=BF16)
+    for one_shot, keep, delta in ((True, True, x), (True, False, None), (False, False, None), (False, True, x)):
+        args = (x, x, delta, x[0], EPS, group.name, keep, INT8, 8, True)
+        (code,) = launched(all_reduce_add_rms_norm_quant, *args, one_shot=one_shot, pdl=True)
+        assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1
+        check_order(code, 1 if one_shot else 2)
+        assert code.sass["MEMBAR"] == (1 if one_shot else 2), "a signal is one fence"
+    for one_shot in (True, False):
+        (code,) = launched(all_reduce, x, group.name, one_shot=one_shot, pdl=True)
+        assert code.spills == 0
+        check_order(code, 1 if one_shot else 2)
+
+
+def check_order(code: Any, waits: int) -> None:
+    """Peers are read after their flags, by wide loads, and flags are stored at the system's scope."""
+    text = code.ptx_text
+    assert text.count("ld.acquire.sys") == waits
+    assert "ld.global.v4" in text[text.index("ld.acquire.sys") :]
+    assert "ld.global.b16" not in text and "ld.global.b8" not in text
+    assert text.index("griddepcontrol.wait") < text.index("atom.global") < text.index("fence.acq_rel.sys")
+    assert text.index("fence.acq_rel.sys") < text.index("st.relaxed.sys") < text.rindex("ld.acquire.sys")
+
+
+def test_few_bytes_go_in_one_shot() -> None:
+    def rows(count: int) -> torch.Tensor:
+        return torch.empty(count, 8192, device="meta", dtype=BF16)
+
+    assert [is_one_shot(rows(count), 2) for count in (1, 16, 64, 256)] == [True, True, False, False]
+    assert is_one_shot(rows(4), 8) and not is_one_shot(rows(16), 8)
+
+
+def test_what_can_not_be_exchanged_is_refused() -> None:
+    group = meta_exchange(2)
+    wide, odd = (torch.empty(2, width, device="meta", dtype=BF16) for width in (20000, 12))
+    for x in (wide, odd):
+        with pytest.raises(ValueError, match=rf"all_reduce: rows of {x.shape[1]} columns"):
+            all_reduce.launch(x, group.name, out=as_outputs(all_reduce.fake(x, group.name)))
+    memory = torch.empty(exchange_bytes(2, 256), dtype=torch.uint8, device="meta")
+    register_rank(Exchange(0, (memory, memory), 256))
+    x = torch.empty(2, 128, device="meta", dtype=BF16)
+    with pytest.raises(ValueError, match=r"2 rows of 256 bytes do not fit 256 bytes; .*slot_bytes"):
+        all_reduce.launch(x, group.name, out=(x,))
