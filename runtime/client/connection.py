@@ -252,6 +252,9 @@ class Connection:
         elif self._welcome is not None and frame.instance != self._instance:
             self._lose(EngineDeadError("the engine was restarted", "wrong_instance"))
         elif isinstance(message, protocol.Chunks):
+            for chunk in message.chunks:  # those who wait for a first token go on before the others
+                if not chunk.first and (request := self._open.get(chunk.request_id)) is not None:
+                    request.wake()
             for chunk in message.chunks:
                 if (request := self._open.get(chunk.request_id)) is not None:
                     request.put(chunk)

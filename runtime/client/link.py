@@ -5,9 +5,8 @@ client of hundreds of streams needs.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -66,7 +65,8 @@ class ClientLink:
             keys.secure(self._socket)
         self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(_EVENTS)
         self._loop.add_reader(self._socket.FD, self._read)
-        self._loop.add_reader(self._monitor.FD, self._read)
+        self._news()  # its descriptor tells of nothing new until it was found empty once
+        self._loop.add_reader(self._monitor.FD, self._read_monitor)
         self._socket.connect(str(address))
 
     def send(self, frame: bytes) -> bool:
@@ -78,7 +78,8 @@ class ClientLink:
         except zmq.Again:
             return False
         finally:
-            self.read_soon()  # sending may have swallowed the signal that something arrived
+            if cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self.read_soon()  # sending swallowed the signal that something arrived
         return True
 
     def read_soon(self) -> None:
@@ -100,32 +101,34 @@ class ClientLink:
 
     def _read(self) -> None:
         self._scheduled = False
-        if self._closed:
-            return
-        lost = self._read_monitor()  # before the frames: what arrived ahead of the end is still read
         for _ in range(_FRAMES_AT_ONCE):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(frames) == 1:
-                self._on_frame(frames[0])
-            if self._closed:
+            if not self._take_frame():
                 return
-        else:
-            self.read_soon()
-        if lost is not None:
-            self._drain()
+        self.read_soon()
+
+    def _take_frame(self) -> bool:
+        """Hand the next frame on; False if there is none."""
+        if self._closed:
+            return False
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:  # nothing more has arrived
+            return False
+        if len(frames) == 1:
+            self._on_frame(frames[0])
+        return True
+
+    def _read_monitor(self) -> None:
+        """The connection was made, refused or cut: what arrived before its end is still read."""
+        lost = None if self._closed else self._news()
+        if lost is None:
+            return
+        while self._take_frame():
+            pass
+        if not self._closed:
             self._on_lost(lost)
 
-    def _drain(self) -> None:
-        with contextlib.suppress(zmq.ZMQError):
-            while not self._closed:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                if len(frames) == 1:
-                    self._on_frame(frames[0])
-
-    def _read_monitor(self) -> ServerError | None:
+    def _news(self) -> ServerError | None:
         lost: ServerError | None = None
         while True:
             try:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from ..requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from ..requests.request import Continuation
@@ -19,17 +21,8 @@ from ..wire.protocol import (
     Sampling,
     Submit,
     TokenLogprob,
-    sampling_from,
 )
 
-_LISTS = {
-    "stop": "stop_strings",
-    "stop_token_ids": "stop_ids",
-    "logit_bias": "biases",
-    "allowed_token_ids": "allowed_ids",
-    "bad_words": "banned_words",
-    "structured_outputs": "asked_outputs",
-}
 _OURS = frozenset({"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame"})
 _GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})
 _LATER = frozenset({"loading", "draining", "overloaded", "too_many_requests", "slow_reader"})
@@ -45,7 +38,7 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
         raise RequestError(f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} can be sent")
     if ids is not None and len(ids) > MAX_PROMPT_TOKENS:
         raise RequestError(f"the prompt has {len(ids)} token ids; at most {MAX_PROMPT_TOKENS} can be sent")
-    if ids is not None and not all(0 <= token < 1 << 31 for token in ids):
+    if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
         raise RequestError("a prompt's token ids must be integers from 0 to 2147483647")
     return Submit(
         request_id=request_id,
@@ -65,7 +58,7 @@ def continued(so_far: Continuation) -> Continued:
 
 def sampling_of(params: SamplingParams) -> Sampling:
     """Checked sampling parameters in the form in which they travel."""
-    return sampling_from({name: getattr(params, _LISTS.get(name, name)) for name in Sampling.__struct_fields__})
+    return msgspec.convert(params, Sampling, from_attributes=True)
 
 
 def exception_of(error: Error) -> Exception:
@@ -100,7 +93,9 @@ class OpenRequest:
         self.accepted = False
         self.ended = False
         self._received = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
-        self._queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self._arrived: list[Chunk] = []
+        self._problem: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def accept(self, prompt_tokens: int, adapter_content: str) -> None:
         """The server has taken it."""
@@ -121,13 +116,20 @@ class OpenRequest:
         self.accepted = True
         self._received[chunk.index] = known + len(chunk.token_ids)
         self.ended = chunk.usage is not None
-        self._queue.put_nowait(chunk)
+        self._arrived.append(chunk)
+        self.wake()
 
     def fail(self, problem: Exception) -> None:
         """The request ended with an error."""
         if not self.ended:
             self.ended = True
-            self._queue.put_nowait(problem)
+            self._problem = problem
+            self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits for it goes on, in the order of these calls, as soon as the present one of the loop's is over."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self, timeout: float | None) -> list[Chunk]:
         """The chunks that have arrived since the last call; waits for one.
@@ -135,25 +137,23 @@ class OpenRequest:
         Raises what the request failed with, after the chunks before it, or TimeoutError after `timeout` seconds without
         one.
         """
-        queue = self._queue
-        if queue.empty() and timeout is not None:
-            try:
-                async with asyncio.timeout(timeout):
-                    item = await queue.get()
-            except TimeoutError:
-                raise TimeoutError(f"no answer to request {self.request_id} within {timeout:g} s") from None
-        else:
-            item = await queue.get()
-        chunks: list[Chunk] = []
-        while not isinstance(item, Exception):
-            chunks.append(item)
-            if queue.empty():
-                return chunks
-            item = queue.get_nowait()
-        if not chunks:
-            raise item
-        queue.put_nowait(item)  # the last thing that was in it
+        if not self._arrived and self._problem is None:
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            if timeout is None:
+                await waiter
+            else:
+                await self._within(timeout, waiter)
+        if not self._arrived and self._problem is not None:
+            raise self._problem
+        chunks, self._arrived = self._arrived, []
         return chunks
+
+    async def _within(self, timeout: float, waiter: asyncio.Future[None]) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await waiter
+        except TimeoutError:
+            raise TimeoutError(f"no answer to request {self.request_id} within {timeout:g} s") from None
 
 
 class Assembly:

@@ -208,11 +208,6 @@ class SamplingParams:
         return cast(StructuredOutputsParams | None, self.structured_outputs)
 
     @property
-    def asked_outputs(self) -> dict[str, Any] | None:
-        """`structured_outputs` as a dict of the fields that are given."""
-        return None if self.constraint is None else self.constraint.asked()
-
-    @property
     def greedy(self) -> bool:
         """Whether no random number is drawn."""
         return self.temperature == 0.0

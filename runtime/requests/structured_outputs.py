@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 from .errors import RequestError
@@ -92,15 +92,6 @@ class StructuredOutputsParams:
         if self.json_object:
             return '{"type": "object"}'
         return cast(str, self.json or self.regex or self.grammar)
-
-    def asked(self) -> dict[str, Any]:
-        """The fields that are given, by name; choices as a list."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: list(value) if name == "choice" else value
-            for name, value in found.items()
-            if value not in (None, False) and name != "disable_fallback"
-        }
 
 
 def _as_schema_text(schema: Any) -> str:

@@ -75,6 +75,8 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
     values = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview) else prompt
     if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
         raise RequestError(f"{where}a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    if type(values) is list and set(map(type, values)) == {int}:  # as nearly all are, however long
+        return None, values.copy()
     wrong = next((value for value in values if not _is_id(value)), None)
     if wrong is not None:
         raise RequestError(f"{where}a prompt is text or a list of token ids; this list holds a {type(wrong).__name__}")

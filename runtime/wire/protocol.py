@@ -5,7 +5,6 @@ A frame is a 20-byte header (magic, protocol version, engine-instance id) and on
 message. Nothing in here knows a socket.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -495,11 +494,3 @@ def _short(error: BaseException) -> str:
     """What was wrong, without more of the sender's bytes than needed to find it."""
     text = "too deeply nested" if isinstance(error, RecursionError) else str(error)
     return "".join(letter if letter.isprintable() else "?" for letter in text[:200])
-
-
-def sampling_from(params: Mapping[str, Any]) -> Sampling:
-    """A `Sampling` from `SamplingParams` fields by name; checks the types.
-
-    Raises ValueError (msgspec.ValidationError) naming the field.
-    """
-    return msgspec.convert(dict(params), Sampling)

@@ -1,5 +1,7 @@
 """Label values of bounded number: a metric has a series for each, for as long as the process lives."""
 
+from prometheus_client import Counter
+
 OTHER = "other"
 
 
@@ -18,3 +20,18 @@ class Labels:
             return OTHER
         self._known.add(value)
         return value
+
+
+class Series:
+    """A counter's series by their label values, each looked up once: `labels` takes longer than counting does."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+        self._found: dict[tuple[str, ...], Counter] = {}
+
+    def __call__(self, *values: str) -> Counter:
+        """The series with these values."""
+        found = self._found.get(values)
+        if found is None:
+            found = self._found[values] = self.counter.labels(*values)
+        return found

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from ...wire.protocol import Chunk
 from ..contracts import Engines, Exchange, HttpAnswer, UsageRecord
 from . import engine_numbers, vllm_names
-from .labels import OTHER, Labels
+from .labels import OTHER, Labels, Series
 from .listener import Listener
 
 MAX_MODELS = 512
@@ -44,8 +44,8 @@ class Metrics(Listener):
         self._vllm, self._further = vllm, further
         self._seen = engine_numbers.Snapshot()
 
-        def counter(name: str, words: str, *labels: str) -> Counter:
-            return Counter(f"sidestream_{name}", words, labels, registry=self._registry)
+        def counter(name: str, words: str, *labels: str) -> Series:
+            return Series(Counter(f"sidestream_{name}", words, labels, registry=self._registry))
 
         def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"sidestream_{name}", words, registry=self._registry, buckets=buckets)
@@ -87,7 +87,7 @@ class Metrics(Listener):
         for chunk in chunks:
             first |= chunk.first == 0
             if chunk.finish_reason is not None:
-                self.finished_reasons.labels(chunk.finish_reason).inc()
+                self.finished_reasons(chunk.finish_reason).inc()
         if not first:
             self.inter_token_seconds.observe(seconds)
 
@@ -95,12 +95,12 @@ class Metrics(Listener):
         """See `Observer`."""
         self._open.dec()
         model, owner = self._models(record.adapter or record.model), self._owners(record.owner)
-        self._requests.labels(model, exchange.endpoint, str(record.status), record.error).inc()
-        self._prompt.labels(model).inc(record.prompt_tokens)
-        self._cached.labels(model).inc(record.cached_tokens)
-        self._output.labels(model).inc(record.output_tokens)
-        self._owner_requests.labels(owner).inc()
-        self._owner_tokens.labels(owner).inc(record.prompt_tokens + record.output_tokens)
+        self._requests(model, exchange.endpoint, str(record.status), record.error).inc()
+        self._prompt(model).inc(record.prompt_tokens)
+        self._cached(model).inc(record.cached_tokens)
+        self._output(model).inc(record.output_tokens)
+        self._owner_requests(owner).inc()
+        self._owner_tokens(owner).inc(record.prompt_tokens + record.output_tokens)
         self.request_seconds.observe(record.total_seconds)
         self.request_prompt_tokens.observe(record.prompt_tokens)
         self.request_output_tokens.observe(record.output_tokens)
@@ -112,9 +112,9 @@ class Metrics(Listener):
     def answered(self, answer: HttpAnswer) -> None:
         """See `Observer`."""
         method = answer.method if answer.method in METHODS else OTHER
-        self._http.labels(answer.route or OTHER, method, str(answer.status)).inc()
+        self._http(answer.route or OTHER, method, str(answer.status)).inc()
         if answer.status == 429:
-            self._owner_refused.labels(self._owners(answer.owner)).inc()
+            self._owner_refused(self._owners(answer.owner)).inc()
 
     async def metrics(self, engines: Engines) -> tuple[str, bytes]:
         """See `Observer`."""
@@ -137,8 +137,8 @@ class Metrics(Listener):
                 "request_prompt_tokens": self.request_prompt_tokens,
                 "request_generation_tokens": self.request_output_tokens,
             }
-            counters = {"prompt_tokens": self._prompt, "generation_tokens": self._output}
-            yield from vllm_names.families(self._seen, own, counters, self.finished_reasons)
+            counters = {"prompt_tokens": self._prompt.counter, "generation_tokens": self._output.counter}
+            yield from vllm_names.families(self._seen, own, counters, self.finished_reasons.counter)
 
 
 class _Further(Collector):

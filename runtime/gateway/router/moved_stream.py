@@ -88,19 +88,20 @@ class MovedStream:
 
         Raises OverloadedError when the engine gave the request up because it stops.
         """
-        if any(chunk.finish_reason == "abort" for chunk in chunks):  # nobody here asked for it
-            raise OverloadedError("the engine was stopped", "draining", 1.0)
-        if self._first_token is None and any(chunk.token_ids for chunk in chunks):
-            self._first_token = self._clock()
+        for chunk in chunks:
+            if chunk.finish_reason == "abort":  # nobody here asked for it
+                raise OverloadedError("the engine was stopped", "draining", 1.0)
         if chunks[-1].usage is not None:
             self.ended = True
             if self.moves:
                 chunks = [*chunks[:-1], structs.replace(chunks[-1], usage=self._usage(chunks[-1].usage))]
-        if any(chunk.prompt_logprobs for chunk in chunks):
+        if self.request.params.prompt_logprobs is not None:
             chunks = [each for chunk in chunks if (each := self._with_new_scores(chunk)) is not None]
         for chunk in chunks:
             if chunk.token_ids:
                 self._fruitless = 0
+                if self._first_token is None:
+                    self._first_token = self._clock()
             completion = self._completions[chunk.index]
             completion.token_ids += chunk.token_ids
             completion.characters += len(chunk.text)

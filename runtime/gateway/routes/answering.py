@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.requests import Request
 
@@ -14,7 +15,7 @@ from ...wire.protocol import Chunk
 from ..contracts import EngineRequest, Exchange, GatewayError, Ticket, UsageRecord
 from ..shapes.common import PromptTokensDetails, Usage
 from ..shapes.constraints import told_of
-from .desk import Desk, Target, caller_of, new_id, request_id_of
+from .desk import Desk, Target, caller_of, request_id_of
 from .errors import CLIENT_GONE, as_gateway_error
 
 Prompt = str | list[int]
@@ -28,7 +29,7 @@ MERGED_LISTS = 256
 @dataclass
 class Counts:
     """What has arrived. `prompts`: tokens of each prompt that an engine has taken; `adapter_content`: the adapter's
-    version that it answers with.
+    version that it answers with; `ended`: prompts whose answers are complete.
     """
 
     prompts: dict[int, int] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Counts:
     first_token_seconds: float = 0.0
     engine_first_token_seconds: float = 0.0
     engine_total_seconds: float = 0.0
+    ended: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,15 +50,19 @@ class Counts:
         """An engine has taken a prompt."""
         self.prompts[place], self.adapter_content = prompt_tokens, adapter_content
 
-    def add(self, place: int, chunks: list[Chunk]) -> None:
-        """Chunks of the answer to one prompt."""
+    def add(self, place: int, chunks: list[Chunk]) -> bool:
+        """Chunks of the answer to one prompt; whether the engine gave it up."""
+        aborted = False
         for chunk in chunks:
             self.output_tokens += len(chunk.token_ids)
+            aborted |= chunk.finish_reason == "abort"
             if chunk.usage is not None:
+                self.ended += 1
                 self.prompts[place] = chunk.usage.prompt_tokens
                 self.cached_tokens += chunk.usage.cached_tokens
                 self.engine_first_token_seconds = chunk.usage.first_token_seconds
                 self.engine_total_seconds = max(self.engine_total_seconds, chunk.usage.total_seconds)
+        return aborted
 
     def usage(self) -> Usage:
         """As answers tell it."""
@@ -86,27 +92,38 @@ class Answering:
         self._recorded = False
         self._pieces: Pieces | None = None
 
-    async def pieces(self) -> Pieces:
-        """Raises GatewayError, for whatever goes wrong at an engine."""
+    @property
+    def complete(self) -> bool:
+        """Whether all that there is of the answers has arrived."""
+        return self.counts.ended == len(self._exchange.prompts)
+
+    def pieces(self) -> Pieces:
+        """What arrives. Raises GatewayError, for whatever goes wrong at an engine."""
+        self._pieces = self._arrivals()
+        return self._pieces
+
+    async def _arrivals(self) -> Pieces:
         counts, status, error = self.counts, CLIENT_GONE, "client_gone"
         before = [self._started] * len(self._exchange.prompts)
         observer = self._desk.observer
-        lists = self._lists()
+        streams = [self._desk.engines.stream(request) for request in self._requests()]
+        arriving: AsyncGenerator[Any, None] = streams[0] if len(streams) == 1 else _merged(streams)
         try:
-            async with aclosing(lists):
-                async for place, chunks in lists:
+            async with aclosing(arriving):
+                async for arrived in arriving:
+                    place, chunks = (0, arrived) if len(streams) == 1 else arrived
                     if not counts.first_token_seconds and any(chunk.token_ids for chunk in chunks):
                         self._first(chunks)
                     now = time.monotonic()
                     observer.arrived(self._exchange, place, chunks, now - before[place])
                     before[place] = now
-                    counts.add(place, chunks)
-                    if any(chunk.finish_reason == "abort" for chunk in chunks):
+                    if counts.add(place, chunks):
                         raise GatewayError(
                             503, "the engine was stopped", "server_error", "engine_stopped", retry_after=1.0
                         )
+                    if self.complete:
+                        self._record(200, "")
                     yield place, chunks
-            status, error = 200, ""
         except Exception as problem:
             told = as_gateway_error(problem)
             if told.param == "structured_outputs":
@@ -118,29 +135,18 @@ class Answering:
         finally:
             self._record(status, error)
 
-    async def first(self) -> Piece:
-        """Wait for the first piece: what goes wrong before it is answered with a status of its own."""
-        self._pieces = self.pieces()
-        return await anext(self._pieces)
-
-    async def all(self, first: Piece) -> Pieces:
-        """The first piece and the ones after it."""
-        yield first
-        if self._pieces is not None:
-            async for piece in self._pieces:
-                yield piece
-
     async def close(self) -> None:
         """The answer is sent, or nobody wants it any more: aborts what is open."""
         if self._pieces is not None:
             await self._pieces.aclose()
         self._record(CLIENT_GONE, "client_gone")
 
-    def _lists(self) -> Pieces:
+    def _requests(self) -> list[EngineRequest]:
         exchange = self._exchange
-        requests = [
+        number = next(self._desk.numbers)  # several clients may have chosen one id
+        return [
             EngineRequest(
-                f"{exchange.request_id[:48]}-{new_id('')[-8:]}-{place}",
+                f"{exchange.request_id[:32]}-{number}-{place}",
                 prompt,
                 exchange.params,
                 exchange.adapter,
@@ -153,9 +159,6 @@ class Answering:
             )
             for place, prompt in enumerate(exchange.prompts)
         ]
-        if len(requests) == 1:
-            return _numbered(self._desk.engines.stream(requests[0]))
-        return _merged([self._desk.engines.stream(request) for request in requests])
 
     def _first(self, chunks: list[Chunk]) -> None:
         usage = chunks[-1].usage
@@ -223,17 +226,15 @@ def admit(
         stream=stream,
         prompts=list(prompts),
         params=params,
-        headers={name: value for name, value in request.headers.items() if name != "authorization"},
+        headers={
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in request.scope["headers"]
+            if name != b"authorization"
+        },
         add_special_tokens=add_special_tokens,
     )
     desk.observer.begun(exchange)
     return Answering(desk, exchange, ticket, target, priority or 0, deadline_seconds)
-
-
-async def _numbered(lists: AsyncGenerator[list[Chunk], None]) -> Pieces:
-    async with aclosing(lists):
-        async for chunks in lists:
-            yield 0, chunks
 
 
 async def _merged(streams: Sequence[AsyncGenerator[list[Chunk], None]]) -> Pieces:

@@ -2,11 +2,12 @@
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from ..contracts import GatewayError
 from ..settings import GatewaySettings
@@ -39,23 +40,26 @@ async def read_body(request: Request, shape: type[T], settings: GatewaySettings)
 
 async def _read(request: Request, settings: GatewaySettings) -> bytes:
     limit = settings.max_body_bytes
-    too_long = GatewayError(413, f"the body has more than {limit} bytes; send less in one request")
     told = request.headers.get("content-length", "")
     if told.isascii() and told.isdigit() and int(told[:20]) > limit:
-        raise too_long
+        raise _too_long(limit)
     parts, length = [], 0
     try:
         async with asyncio.timeout(settings.body_seconds):
             async for part in request.stream():
                 length += len(part)
                 if length > limit:
-                    raise too_long
+                    raise _too_long(limit)
                 parts.append(part)
     except TimeoutError:
         raise GatewayError(
             408, f"the body did not arrive within {settings.body_seconds:g} s", headers={"Connection": "close"}
         ) from None
     return b"".join(parts)
+
+
+def _too_long(limit: int) -> GatewayError:
+    return GatewayError(413, f"the body has more than {limit} bytes; send less in one request")
 
 
 def _malformed(problem: ValueError) -> GatewayError:
@@ -75,22 +79,27 @@ def _unknown_field(text: str) -> str | None:
     return None if found is None else found[1]
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, unless the client goes away before: then it is cancelled and ClientDisconnect is raised."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(request))
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """What `work` returns, unless the client goes away before: then it is cancelled and ClientDisconnect is raised.
+    `receive`: the request's, whose body has been read.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # a coroutine that runs has one
+    cancelled_before, gone = task.cancelling(), False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() <= cancelled_before:  # nobody else wanted the end
+            raise ClientDisconnect from None
+        raise
     finally:
-        for one in (task, watch):
-            if not one.done():
-                one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()

@@ -13,13 +13,13 @@ from ..shapes.chat import ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta
 from ..shapes.logprobs import chat_logprobs, prompt_logprobs
 from ..shapes.tools import for_template
 from ..tools.formats import format_of
-from .answering import Answering, Piece, admit
+from .answering import Answering, admit
 from .bodies import read_body, while_connected
 from .completions import whole
 from .desk import Desk, caller_of, json_response, new_id
 from .errors import error_body
 from .spoken import Spoken
-from .sse import EventStream, Frame, error_event, joined
+from .sse import EventStream, Frame, Write, error_event, joined
 
 
 class Chats:
@@ -55,11 +55,10 @@ class Chats:
         answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
         try:
             if stream:
-                first = await while_connected(request, answering.first())
                 frame = Frame("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
-                events = _events(answering, first, frame, top, spoken)
+                events = _events(answering, frame, top, spoken)
                 return EventStream(events, answering.headers, answering.close)
-            choices = await while_connected(request, whole(answering, 1, params.n))
+            choices = await while_connected(request.receive, whole(answering, 1, params.n))
         except BaseException:
             await answering.close()
             raise
@@ -85,16 +84,16 @@ class Chats:
         return json_response(answer, answering.headers)
 
 
-async def _events(
-    answering: Answering, first: Piece, frame: Frame, top: int, spoken: list[Spoken]
-) -> AsyncGenerator[bytes, None]:
+async def _events(answering: Answering, frame: Frame, top: int, spoken: list[Spoken]) -> AsyncGenerator[Write, None]:
     """One write for all that arrived together; the first has each answer's role. `top`: how many log-probabilities are
     told of a token; `spoken`: one for each answer.
     """
     begun = ChatDelta(role="assistant", content="")
     parts = [frame.event(ChatChunkChoice(index=index, delta=begun)) for index in range(len(spoken))]
+    arrived = False
     try:
-        async for _, chunks in answering.all(first):
+        async for _, chunks in answering.pieces():
+            arrived = True
             for chunk in chunks:
                 logprobs = chat_logprobs(chunk.logprobs, top) if chunk.logprobs else None
                 delta = spoken[chunk.index].delta(chunk.text, chunk.finish_reason is not None)
@@ -108,12 +107,15 @@ async def _events(
                     stop_reason=UNSET if chunk.stop_reason is None else chunk.stop_reason,
                 )
                 parts.append(frame.event(choice))
+            if answering.complete:
+                parts.append(frame.end(answering.counts.usage()))
             if parts:
-                yield joined(parts)
+                yield joined(parts), answering.complete
                 parts = []
-        yield frame.end(answering.counts.usage())
     except GatewayError as problem:
-        yield error_event(error_body(problem))
+        if not arrived:
+            raise
+        yield error_event(error_body(problem)), True
 
 
 def routes(desk: Desk) -> list[Route]:

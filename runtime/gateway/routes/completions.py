@@ -14,12 +14,12 @@ from ...wire.protocol import Chunk, TokenLogprob
 from ..contracts import GatewayError
 from ..shapes.completions import Completion, CompletionChoice, CompletionRequest
 from ..shapes.logprobs import characters, completion_logprobs, prompt_logprobs
-from .answering import Answering, Piece, admit
+from .answering import Answering, admit
 from .bodies import read_body, while_connected
 from .desk import Desk, caller_of, json_response, new_id
 from .echo import Echo, echo_of
 from .errors import error_body
-from .sse import EventStream, Frame, error_event, joined
+from .sse import EventStream, Frame, Write, error_event, joined
 
 
 @dataclass
@@ -74,11 +74,10 @@ class Completions:
         answer_id, created = new_id("cmpl"), int(time.time())
         try:
             if stream:
-                first = await while_connected(request, answering.first())
                 frame = Frame("text_completion", answer_id, created, target.name, body.stream_options)
-                events = _events(answering, first, frame, body.logprobs, echoes, params.n)
+                events = _events(answering, frame, body.logprobs, echoes, params.n)
                 return EventStream(events, answering.headers, answering.close)
-            choices = await while_connected(request, whole(answering, len(prompts), params.n))
+            choices = await while_connected(request.receive, whole(answering, len(prompts), params.n))
             for echo, scored in zip(echoes, choices[:: params.n], strict=False):
                 echo.score(scored.prompt_places)
         except BaseException:
@@ -111,14 +110,15 @@ class Completions:
 
 
 async def _events(
-    answering: Answering, first: Piece, frame: Frame, top: int | None, echoes: list[Echo], n: int
-) -> AsyncGenerator[bytes, None]:
+    answering: Answering, frame: Frame, top: int | None, echoes: list[Echo], n: int
+) -> AsyncGenerator[Write, None]:
     """One write for all that arrived together. `top`: how many log-probabilities are told of a token."""
     offsets: dict[int, int] = {}
     unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n)}
+    begun = False
     try:
-        async for place, chunks in answering.all(first):
-            parts = []
+        async for place, chunks in answering.pieces():
+            begun, parts = True, []
             for chunk in echoes[place].take(chunks) if echoes else chunks:
                 index = place * n + chunk.index
                 echo = unsaid.pop(index, None)
@@ -138,11 +138,14 @@ async def _events(
                     stop_reason=chunk.stop_reason,
                 )
                 parts.append(frame.event(choice))
+            if answering.complete:
+                parts.append(frame.end(answering.counts.usage()))
             if parts:
-                yield joined(parts)
-        yield frame.end(answering.counts.usage())
+                yield joined(parts), answering.complete
     except GatewayError as problem:
-        yield error_event(error_body(problem))
+        if not begun:
+            raise
+        yield error_event(error_body(problem)), True
 
 
 def routes(desk: Desk) -> list[Route]:

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-import uuid
+import itertools
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +35,11 @@ class Target:
 
 
 class Desk:
-    """See the module. `close` ends what it started."""
+    """See the module. `numbers` are for what has to differ within this process; `close` ends what was started."""
 
     def __init__(self, engines: Engines, admission: Admission, observer: Observer, settings: GatewaySettings) -> None:
         self.engines, self.admission, self.observer, self.settings = engines, admission, observer, settings
+        self.numbers = itertools.count()
         self._renderer = ChatRenderer()
 
     def close(self) -> None:
@@ -119,7 +121,7 @@ def request_id_of(request: Request) -> str:
 
 def new_id(kind: str) -> str:
     """An id that no other answer has, such as `chatcmpl-...`."""
-    return f"{kind}-{uuid.uuid4().hex}"
+    return f"{kind}-{secrets.token_hex(16)}"
 
 
 def json_response(body: object, headers: Mapping[str, str] | None = None) -> Response:

@@ -5,7 +5,7 @@ import math
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ...requests.errors import RequestError, ServerError
@@ -81,14 +81,15 @@ def error_response(error: GatewayError) -> Response:
     return Response(error_body(error), error.status, headers, "application/json")
 
 
-async def answer_problem(request: Request, problem: Exception) -> Response:
-    """Starlette's handler of all exceptions that routes raise."""
-    return error_response(as_gateway_error(problem))
-
-
-async def answer_http_problem(request: Request, problem: Exception) -> Response:
-    """Starlette's own: there is no such path, or it has no such method."""
-    status = problem.status_code if isinstance(problem, HTTPException) else 500
-    headers = dict(problem.headers or {}) if isinstance(problem, HTTPException) else {}
-    text = {404: "there is no such path; /docs lists all", 405: f"this path does not take {request.method}"}
-    return error_response(GatewayError(status, text.get(status, "this is no request"), headers=headers))
+def answer_to(problem: Exception, method: str) -> Response:
+    """The answer to a request of this method in which something went wrong."""
+    if isinstance(problem, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if not isinstance(problem, HTTPException):
+        return error_response(as_gateway_error(problem))
+    # starlette's own: there is no such path, or it has no such method
+    text = {404: "there is no such path; /docs lists all", 405: f"this path does not take {method}"}
+    status = problem.status_code
+    return error_response(
+        GatewayError(status, text.get(status, "this is no request"), headers=dict(problem.headers or {}))
+    )

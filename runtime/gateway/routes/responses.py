@@ -26,11 +26,11 @@ from ..shapes.responses import (
     ResponseUsage,
     TextEvent,
 )
-from .answering import Answering, Counts, Piece, admit
+from .answering import Answering, Counts, admit
 from .bodies import read_body, while_connected
 from .completions import Choice, whole
 from .desk import Desk, caller_of, json_response, new_id
-from .sse import EventStream, joined, named_event
+from .sse import EventStream, Write, joined, named_event
 
 
 class Responses:
@@ -64,9 +64,8 @@ class Responses:
         )
         try:
             if stream:
-                first = await while_connected(request, answering.first())
-                return EventStream(_Events(begun, top).of(answering, first), answering.headers, answering.close)
-            (choice,) = await while_connected(request, whole(answering, 1, 1))
+                return EventStream(_Events(begun, top).of(answering), answering.headers, answering.close)
+            (choice,) = await while_connected(request.receive, whole(answering, 1, 1))
         except BaseException:
             await answering.close()
             raise
@@ -142,25 +141,29 @@ class _Events:
     def _delta(self, text: str, logprobs: list[ChatLogprob]) -> bytes:
         return _event(DeltaEvent(sequence_number=self._next, item_id=self._message_id, delta=text, logprobs=logprobs))
 
-    async def of(self, answering: Answering, first: Piece) -> AsyncGenerator[bytes, None]:
+    async def of(self, answering: Answering) -> AsyncGenerator[Write, None]:
         """One write for all that arrived together."""
-        choice, parts = Choice(), self._beginning()
+        choice, parts, arrived = Choice(), self._beginning(), False
         try:
-            async for _, chunks in answering.all(first):
+            async for _, chunks in answering.pieces():
+                arrived = True
                 for chunk in chunks:
                     choice.take(chunk)
                     logprobs = chat_logprobs(chunk.logprobs or [], self._top).content
                     if chunk.text or logprobs:
                         parts.append(self._delta(chunk.text, logprobs))
+                if answering.complete:
+                    done = _complete(self._begun, self._message_id, choice, answering.counts, self._top)
+                    parts += self._ending(done)
                 if parts:
-                    yield joined(parts)
+                    yield joined(parts), answering.complete
                     parts = []
-            done = _complete(self._begun, self._message_id, choice, answering.counts, self._top)
-            yield joined(self._ending(done))
         except GatewayError as problem:
+            if not arrived:
+                raise
             error = ResponseError(code=problem.code or "server_error", message=problem.message)
             failed = replace(self._begun, status="failed", error=error)
-            yield self._response("failed", failed)
+            yield self._response("failed", failed), True
 
 
 def _event(body: Any) -> bytes:

@@ -4,12 +4,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
-from starlette.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..shapes.common import StreamOptions, Usage
+from .bodies import while_connected
 
 encode = msgspec.json.Encoder().encode
+Write = tuple[bytes, bool]
+"""Events that leave together, and whether they are a stream's last."""
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -43,8 +47,8 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-class EventStream(StreamingResponse):
-    """Sends what `events` yields, a write for each.
+class EventStream(Response):
+    """Sends what `events` yields, a write for each. What is raised before the first is answered with its own status.
 
     `close` is awaited in the end, also when the client goes away, even before the first event.
     """
@@ -52,18 +56,31 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: dict[str, str], close: Callable[[], Awaitable[None]]
+        self, events: AsyncGenerator[Write, None], headers: dict[str, str], close: Callable[[], Awaitable[None]]
     ) -> None:
-        super().__init__(events, headers=_HEADERS | headers)
-        self._events, self._close = events, close
+        self.status_code, self.background = 200, None
+        self.init_headers(_HEADERS | headers)
+        self._events, self._close, self._begun = events, close, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         try:
             async with aclosing(self._events):
-                await super().__call__(scope, receive, send)
+                await while_connected(receive, self._send_all(send))
+        except ClientDisconnect:
+            if not self._begun:
+                raise
         finally:
             await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        async for data, last in self._events:
+            if not self._begun:
+                self._begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": not last})
+            if last:  # nothing is awaited between the end of the answer and the end of the watch over the client
+                return
 
 
 def joined(parts: Sequence[bytes]) -> bytes:

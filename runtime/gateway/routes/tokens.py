@@ -30,7 +30,7 @@ class Tokens:
         with field("prompt" if messages is None else "messages"):
             # a chat template has put in those that it wants
             special = messages is None if body.add_special_tokens is None else body.add_special_tokens
-            ids = await while_connected(request, desk.engines.tokenize(text, special))
+            ids = await while_connected(request.receive, desk.engines.tokenize(text, special))
         return json_response(Tokenized(count=len(ids), max_model_len=model.max_model_len, tokens=ids), counted)
 
     async def detokenize(self, request: Request) -> Response:
@@ -39,7 +39,7 @@ class Tokens:
         await self._desk.target(caller_of(request), body.model)
         counted = self._desk.admission.count(caller_of(request))
         with field("tokens"):
-            text = await while_connected(request, self._desk.engines.detokenize(body.tokens))
+            text = await while_connected(request.receive, self._desk.engines.detokenize(body.tokens))
         return json_response(Detokenized(prompt=text), counted)
 
 

@@ -8,7 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from ..settings import MAX_HEADER_BYTES, GatewaySettings
+from .joined_writes import JoinedWrites
 
 HEADER_SECONDS = 20.0
 """A request's header has to be complete after so long; the rest of a body that nobody reads as well."""
@@ -56,6 +59,8 @@ def bounded(base: type[Any], count: ConnectionCount) -> type[Any]:
     class Bounded(base):
         """One connection."""
 
+        app: ASGIApp
+
         def connection_made(self, transport: asyncio.Transport) -> None:
             peer = transport.get_extra_info("peername")
             self._host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
@@ -70,7 +75,9 @@ def bounded(base: type[Any], count: ConnectionCount) -> type[Any]:
                 transport.close()
                 return
             count.of[self._host] += 1
-            super().connection_made(transport)
+            joined = JoinedWrites(transport)
+            self.app = joined.joining(self.app)
+            super().connection_made(joined)
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ...wire.channel import Channel, ChannelClosed
@@ -99,7 +99,7 @@ def serve(
     return 0
 
 
-def server_config(app: Starlette, settings: GatewaySettings, drain_seconds: float) -> uvicorn.Config:
+def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float) -> uvicorn.Config:
     """uvicorn with the gateway's bounds; `drain_seconds`: how long open answers may go on when it stops."""
     return uvicorn.Config(
         app,

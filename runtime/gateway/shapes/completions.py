@@ -1,7 +1,7 @@
 """/v1/completions."""
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from msgspec import Meta
 
@@ -35,8 +35,8 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
         given = self.prompt
         if isinstance(given, str):
             return [given]
-        if all(isinstance(entry, int) for entry in given):
-            return [[entry for entry in given if isinstance(entry, int)]]
+        if set(map(type, given)) == {int}:
+            return [cast(list[int], given)]
         if len(given) > MAX_PROMPTS:
             raise GatewayError(
                 400, f"prompt has {len(given)} entries; at most {MAX_PROMPTS} are allowed", param="prompt"

@@ -50,7 +50,7 @@ def test_what_is_taken():
     as_dict, as_text = StructuredOutputsParams(json=schema), StructuredOutputsParams(json=json.dumps(schema))
     assert json.loads(as_dict.text) == json.loads(as_text.text) == schema and as_dict.kind == "json"
     assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")
-    assert StructuredOutputsParams(json_object=True, disable_fallback=True).asked() == {"json_object": True}
+    assert StructuredOutputsParams(json_object=True, disable_fallback=True).kind == "json_object"
     assert StructuredOutputsParams(None, "[a-z]+").kind == "regex", "the order of vLLM's fields"
     params = SamplingParams(structured_outputs={"regex": "a+"})
     assert params.constraint == StructuredOutputsParams(regex="a+") and params.clone() == params

@@ -1,0 +1,73 @@
+"""A connection's writes, joined: an answer's head leaves with the first bytes of its body, and its last bytes with what
+ends them. uvicorn writes each of these for itself, and a system call takes longer than all else that is done for one.
+"""
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class JoinedWrites(asyncio.Transport):
+    """Another transport, whose writes can be held."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self._held: list[bytes] | None = None
+
+    def joining(self, app: ASGIApp) -> ASGIApp:
+        """`app`, for requests of this connection: what it sends at a time is written at a time."""
+
+        async def joined(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_joined(message: Message) -> None:
+                if self._held is None:
+                    self._held = []
+                begins = False
+                try:
+                    await send(message)
+                    begins = message["type"] == "http.response.start"
+                finally:
+                    if not begins:
+                        self._release()
+
+            await app(scope, receive, send_joined)
+
+        return joined
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held:
+            self._transport.write(b"".join(held))
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write, or hold what is to be written."""
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(bytes(data))
+
+    def close(self) -> None:
+        """Write what is held, and close."""
+        self._release()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """See asyncio."""
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """See asyncio."""
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        """See asyncio."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """See asyncio."""
+        self._transport.resume_reading()
