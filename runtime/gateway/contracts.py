@@ -102,7 +102,7 @@ class EngineRequest:
     request_id      unique among all open requests
     add_special_tokens  a text gets the special tokens that the model expects at the start; one that a chat template
                     made has them
-    owner           whose it is
+    owner           a tag of whose it is
     when_accepted   called when an engine has taken the request, and again when another one goes on with it: with the
                     number of the prompt's tokens, and the hash of the adapter's content ("" for the base)
     """

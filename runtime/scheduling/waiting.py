@@ -72,6 +72,10 @@ class WaitingQueues:
         """Owners with an unfinished sequence."""
         return len(self._owners)
 
+    def held(self, owner: str) -> int:
+        """Waiting sequences of one owner."""
+        return self._waiting[owner]
+
     def held_by(self, prefix: str) -> int:
         """Waiting sequences of the owners whose names begin so."""
         return sum(count for owner, count in self._waiting.items() if owner.startswith(prefix))

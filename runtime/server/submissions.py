@@ -26,6 +26,7 @@ _DEFAULTS = structs.asdict(Submit("x").sampling)
 FAULT = "a fault in the server while this request was worked on; others are not affected"
 LOADING_RETRY = 1.0
 OVERLOAD_RETRY = 1.0
+OWNERS_SHARE = 8
 
 
 def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[ErrorCode, str] | None:
@@ -110,7 +111,7 @@ class Submissions:
                 f"this connection has {MAX_OPEN_REQUESTS} requests open; wait for one to end",
                 OVERLOAD_RETRY,
             )
-        full = self._full(stepper, client, message.sampling.n)
+        full = self._full(stepper, client, message.owner, message.sampling.n)
         if full is not None:
             return error("overloaded", full, OVERLOAD_RETRY)
         if message.prompt is not None and self._encoder is not None and not self._encoder.has_room(message.prompt):
@@ -122,23 +123,29 @@ class Submissions:
         missing = missing_adapter(stepper, message.adapter, message.adapter_content)
         return None if missing is None else error(*missing)
 
-    def _full(self, stepper: Stepper, client: Client, count: int) -> str | None:
-        """Why so many more of a client's sequences may not wait, if they may not.
+    def _full(self, stepper: Stepper, client: Client, owner: str, count: int) -> str | None:
+        """Why so many more sequences of an owner may not wait, if they may not.
 
-        A client may hold as many places as are free at most (Choudhury and Hahne's dynamic threshold): one alone gets
-        half of them, and the next client still finds some.
+        An owner may hold as many places as are free at most (Choudhury and Hahne's dynamic threshold): one alone gets
+        half of them, and the next one still finds some. All owners that one connection names may hold `OWNERS_SHARE`
+        times as many, so that whatever it names, other connections find some.
         """
         free = self._max_waiting - stepper.scheduler.num_waiting - len(self._encoding) - len(self._compiling)
         if count > free:
             return "too many requests are waiting"
         if count + self._max_waiting - free <= free:  # nobody can hold more than all do
             return None
-        held = stepper.scheduler.states.waiting.held_by(f"{client.number}:")
-        held += sum(request.client is client for request, *_ in self._encoding.values())
-        held += sum(request.client is client for request, *_ in self._compiling.values())
-        if held + count <= free:
-            return None
-        return f"too many requests are waiting: {held} of them are this client's, what is left ({free}) is for others"
+        waiting = stepper.scheduler.states.waiting
+        owners = [message.owner for request, message, *_ in self._encoding.values() if request.client is client]
+        owners += [message.owner for request, message, *_ in self._compiling.values() if request.client is client]
+        held = waiting.held(f"{client.number}:{owner}") + owners.count(owner)
+        if held + count > free:
+            return (
+                f"too many requests are waiting: {held} of them are this client's, what is left ({free}) is for others"
+            )
+        if waiting.held_by(f"{client.number}:") + len(owners) + count > OWNERS_SHARE * free:
+            return "too many requests are waiting that came through this connection"
+        return None
 
     def _params(self, message: Submit) -> SamplingParams:
         given: dict[str, Any] = structs.asdict(message.sampling)

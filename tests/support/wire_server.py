@@ -1,6 +1,7 @@
 """A small server that speaks the protocol, for tests of clients: it answers what a test tells it to answer.
 
-A request's tokens are 0, 1, 2, ... up to max_tokens, token k reads " k", and all but `hold` of them are sent at once.
+A request's tokens are 0, 1, 2, ... up to max_tokens, token k reads " k", and all are sent at once. With `hold` the
+first one alone is sent, and with `quiet`, too, none of them.
 """
 
 import os
@@ -38,6 +39,7 @@ class WireServer:
         self.beats = 0
         self.loading = loading
         self.hold = hold
+        self.quiet = False
         self.gap = gap
         self.mute = threading.Event()
         self.refuse: Callable[[protocol.Submit], protocol.Error | None] = lambda message: None
@@ -151,6 +153,8 @@ class WireServer:
         count, choices = message.sampling.max_tokens or 100, message.sampling.n
         if self.hold:
             self._open[client, message.request_id] = message
+            if self.quiet:
+                return
             self._tell(client, protocol.Chunks(chunks=[Chunk(message.request_id, 0, 0, " 0", [0])]))
             return
         begun = len(message.continues[0].token_ids) if message.continues else 0

@@ -88,14 +88,16 @@ class MovedStream:
 
         Raises OverloadedError when the engine gave the request up because it stops.
         """
+        scored = False
         for chunk in chunks:
             if chunk.finish_reason == "abort":  # nobody here asked for it
                 raise OverloadedError("the engine was stopped", "draining", 1.0)
+            scored = scored or bool(chunk.prompt_logprobs)
         if chunks[-1].usage is not None:
             self.ended = True
             if self.moves:
                 chunks = [*chunks[:-1], structs.replace(chunks[-1], usage=self._usage(chunks[-1].usage))]
-        if self.request.params.prompt_logprobs is not None:
+        if scored:
             chunks = [each for chunk in chunks if (each := self._with_new_scores(chunk)) is not None]
         for chunk in chunks:
             if chunk.token_ids:

@@ -6,13 +6,14 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from starlette.requests import Request
 
 from ...requests.sampling_params import SamplingParams
 from ...wire.protocol import Chunk
-from ..contracts import EngineRequest, Exchange, GatewayError, Ticket, UsageRecord
+from ..contracts import Caller, EngineRequest, Exchange, GatewayError, Ticket, UsageRecord
 from ..shapes.common import PromptTokensDetails, Usage
 from ..shapes.constraints import told_of
 from .desk import Desk, Target, caller_of, request_id_of
@@ -144,13 +145,14 @@ class Answering:
     def _requests(self) -> list[EngineRequest]:
         exchange = self._exchange
         number = next(self._desk.numbers)  # several clients may have chosen one id
+        owner = _owner_tag(exchange.caller, exchange.client_host)
         return [
             EngineRequest(
                 f"{exchange.request_id[:32]}-{number}-{place}",
                 prompt,
                 exchange.params,
                 exchange.adapter,
-                exchange.caller.owner,
+                owner,
                 self._priority,
                 self._deadline,
                 exchange.stream,
@@ -235,6 +237,14 @@ def admit(
     )
     desk.observer.begun(exchange)
     return Answering(desk, exchange, ticket, target, priority or 0, deadline_seconds)
+
+
+def _owner_tag(caller: Caller, client_host: str) -> str:
+    """For whom engines share their steps and places fairly: the key's owner, or where there are no keys the client's
+    address. They need no names, so it is hashed, and equal in all gateways.
+    """
+    whose = caller.owner if caller.key_id else f"{caller.owner}\n{client_host}"
+    return blake2b(whose.encode(), digest_size=8).hexdigest()
 
 
 async def _merged(streams: Sequence[AsyncGenerator[list[Chunk], None]]) -> Pieces:

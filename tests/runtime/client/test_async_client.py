@@ -1,6 +1,7 @@
 """`AsyncClient` against a small server that speaks the protocol."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import time
@@ -20,6 +21,7 @@ from sidestream.runtime.requests.errors import (
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import keys as curve
 from sidestream.runtime.wire import protocol
+from sidestream.runtime.wire.protocol import Chunk
 from support.wire_server import WireServer
 
 
@@ -69,6 +71,37 @@ def test_a_stream_brings_every_chunk_in_order_and_ends(server: WireServer) -> No
             {3: 1.5},
         )
         assert not server.aborts, "a request that has ended is not aborted"
+
+    go(work())
+
+
+def test_who_waits_for_a_first_token_goes_on_before_the_others(server: WireServer) -> None:
+    server.hold = True
+
+    async def work() -> None:
+        order: list[str] = []
+
+        async def listen(request_id: str, begun: asyncio.Event, skip: int) -> None:
+            async with contextlib.aclosing(client.stream_lists("x", request_id=request_id)) as lists:
+                async for _ in lists:
+                    begun.set()
+                    skip -= 1
+                    if skip < 0:
+                        order.append(request_id)
+                        return
+
+        async with AsyncClient(server.address) as client:
+            begun = [asyncio.Event() for _ in range(2)]
+            tasks = [asyncio.create_task(listen(f"old{place}", event, 1)) for place, event in enumerate(begun)]
+            for event in begun:
+                await event.wait()
+            server.quiet = True
+            tasks.append(asyncio.create_task(listen("new", asyncio.Event(), 0)))
+            await until(lambda: len(server.submits) == 3)
+            chunks = [Chunk("old0", 0, 1, "", [1]), Chunk("old1", 0, 1, "", [1]), Chunk("new", 0, 0, "", [0])]
+            server.send_raw(protocol.encode(protocol.Chunks(chunks=chunks), server.instance))
+            await asyncio.gather(*tasks)
+        assert order == ["new", "old0", "old1"]
 
     go(work())
 

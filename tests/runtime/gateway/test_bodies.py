@@ -98,7 +98,7 @@ def test_the_document_has_every_route_and_every_route_is_documented() -> None:
     app = build_app(FakeEngines(), OpenDoor(), Watch(Metrics()), GatewaySettings())
     served = {
         (method.lower(), route.path.replace(":path", ""))  # type: ignore[attr-defined]
-        for route in app.routes
+        for route in app.router.routes
         for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
     }
     assert served == {(each.method, each.path) for each in ENDPOINTS}

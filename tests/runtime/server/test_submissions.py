@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from sidestream.runtime.server.connections import Client
 from sidestream.runtime.server.gpu_link import Ready
 from sidestream.runtime.server.grammar_desk import GrammarDesk
@@ -82,12 +81,24 @@ def test_what_ends_makes_room_for_its_client():
     assert desk.fill(2)[0] == 4
 
 
-@pytest.mark.parametrize("more", [{"owner": "somebody"}, {"n": 2}])
-def test_owners_and_completions_count_for_their_client(more):
+def test_completions_count():
     desk = Desk(16)
     assert desk.fill(1)[0] == 8
-    assert Counter(isinstance(desk.submit(1, **more), Accepted) for _ in range(4)) == {False: 4}
+    assert Counter(isinstance(desk.submit(1, n=2), Accepted) for _ in range(4)) == {False: 4}
     assert desk.fill(12)[0] == 4, "client 1 is not taken for client 12"
+
+
+def test_those_that_one_connection_asks_for_leave_places_for_each_other():
+    desk = Desk(64)
+    assert [desk.fill(1, owner=owner)[0] for owner in ("", "a", "ab")] == [32, 16, 8]
+    assert desk.fill(2, owner="a")[0] == 4, "another connection's"
+
+
+def test_a_connection_cannot_name_so_many_that_nothing_is_left():
+    desk = Desk(90)
+    taken = sum(isinstance(desk.submit(1, owner=str(number)), Accepted) for number in range(200))
+    assert taken == 80 and "through this connection" in desk.said[-1][1].message
+    assert desk.fill(2)[0] == 5
 
 
 def test_one_place_can_be_had():
