@@ -5,6 +5,7 @@
 before all others: what takes minutes must not be what one process still does when the other has ended.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ import torch
 from support.installed import installed, wheel  # noqa: F401
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+gc.set_threshold(20_000, 20, 100)  # a run keeps a million objects, and the default walks all of them too often
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,6 +71,4 @@ def shared_captures() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fresh_seed(request: pytest.FixtureRequest) -> None:
     """Each test draws its own random inputs, the same ones at every run."""
-    torch.manual_seed(
-        abs(hash(request.node.name)) % 2**31 if os.environ.get("PYTHONHASHSEED") else sum(map(ord, request.node.nodeid))
-    )
+    torch.manual_seed(sum(map(ord, request.node.nodeid)))

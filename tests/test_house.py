@@ -6,18 +6,22 @@ import pytest
 from sidestream.tools.pages import house
 
 
-def test_no_import_looks_up() -> None:
-    assert house.read_house().upward() == []
+@pytest.fixture(scope="module")
+def ours() -> house.House:
+    return house.read_house()
 
 
-def test_no_modules_and_no_rooms_import_each_other() -> None:
-    read = house.read_house()
-    found = [*read.module_circles(), *read.room_circles()]
+def test_no_import_looks_up(ours: house.House) -> None:
+    assert ours.upward() == []
+
+
+def test_no_modules_and_no_rooms_import_each_other(ours: house.House) -> None:
+    found = [*ours.module_circles(), *ours.room_circles()]
     assert found == [], "\n".join(map(str, found))
 
 
-def test_no_folder_is_crowded() -> None:
-    assert house.read_house().crowded() == []
+def test_no_folder_is_crowded(ours: house.House) -> None:
+    assert ours.crowded() == []
 
 
 def made(root: Path, **files: str) -> house.House:
@@ -62,7 +66,10 @@ def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
     assert made(tmp_path, **files).crowded() == ["ops/a has 21 files"]
 
 
-def test_the_command_prints_rooms_arrows_and_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_rooms_arrows_and_what_is_broken(
+    ours: house.House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house, "read_house", lambda: ours)
     assert house.main() == 0
     shown = capsys.readouterr().out
     assert "  tools/pages " in shown and "  ops/rows -> ops/core\n" in shown and "upward imports: none\n" in shown

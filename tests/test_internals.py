@@ -10,38 +10,34 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from sidestream.tools.pages.excerpts import BLOCK, TABLE, ExcerptError, rewritten
 from sidestream.tools.pages.internals import EXCERPTS, PAGE, main
+from support.excerpts import same_torch, shown
 
 ROOT = Path(__file__).parents[1]
-MADE_WITH = (2, 13)  # other releases of torch capture other node names
-same_torch = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) != MADE_WITH, reason="the excerpts are of another torch release"
-)
+ELSEWHERE = {"changes"}  # tests/tools/bench/test_estimated_changes.py has made this table already
 
 
 @same_torch
-@pytest.mark.parametrize("name", EXCERPTS)
+@pytest.mark.parametrize("name", [name for name in EXCERPTS if name not in ELSEWHERE])
 def test_the_excerpt_is_up_to_date(name: str) -> None:
-    blocks = {block["name"]: block["text"] for block in BLOCK.finditer(PAGE.read_text())}
-    if name in blocks:
-        assert blocks[name] == EXCERPTS[name](), "run `python -m sidestream.tools.pages.internals --write`"
+    text = shown(name)
+    assert text is None or text == EXCERPTS[name](), "run `python -m sidestream.tools.pages.internals --write`"
 
 
 def test_every_excerpt_but_spare_ones_is_shown_once_and_every_block_is_an_excerpt() -> None:
     text = PAGE.read_text()
-    shown = [block["name"] for block in BLOCK.finditer(text)]
-    assert len(set(shown)) == len(shown) >= 15 and set(shown) <= set(EXCERPTS)
-    assert len(re.findall(r"^```\w", text, re.MULTILINE)) == len(shown), "a fenced block has no generator"
+    names = [block["name"] for block in BLOCK.finditer(text)]
+    assert len(set(names)) == len(names) >= 15 and set(names) <= set(EXCERPTS)
+    assert len(re.findall(r"^```\w", text, re.MULTILINE)) == len(names), "a fenced block has no generator"
 
 
 @pytest.mark.parametrize("name", ["walk of LLM.generate", "walk of Client.stream"])
 def test_the_walk_passes_the_files_of_the_page(name: str) -> None:
     """The order on the page is that of one run: threads may meet otherwise in the next."""
-    (shown,) = (table["text"] for table in TABLE.finditer(PAGE.read_text()) if table["name"] == name)
+    (table,) = (table["text"] for table in TABLE.finditer(PAGE.read_text()) if table["name"] == name)
     made = EXCERPTS[name]()
-    assert sorted(shown.splitlines()) == sorted(made.splitlines()), (
+    assert sorted(table.splitlines()) == sorted(made.splitlines()), (
         "run `python -m sidestream.tools.pages.internals --write`"
     )
 

@@ -29,7 +29,7 @@ CHECKS = [
     unsupported_method,
 ]
 BODIES = [each for each in ENDPOINTS if each.takes]
-CASES, MANY = 30, 10_000 // len(BODIES) + 1
+CASES, MANY = 15, 10_000 // len(BODIES) + 1
 APP = build_app(FakeEngines(), OpenDoor(), Watch(Metrics()), GatewaySettings())
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 

@@ -9,7 +9,7 @@ import pytest
 from sidestream import LLM, SamplingParams
 from support.schemas import FAMILIES, schema
 
-A_FAMILY = 6
+A_FAMILY = 3
 A_FAMILY_IF_EXHAUSTIVE = 200
 PROMPT = "What is the capital of France?"
 

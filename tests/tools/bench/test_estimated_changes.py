@@ -3,7 +3,8 @@
 import pytest
 from sidestream.compiler.cost.cost import KNOWN_ERROR
 from sidestream.tools.bench.ablation import arms
-from sidestream.tools.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows
+from sidestream.tools.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
+from support.excerpts import same_torch, shown
 
 # (arm, sequences, adapters): microseconds a layer by which the estimated change is off; docs/internals.md says why
 KNOWN_MISSES: dict[tuple[str, int, bool], float] = {
@@ -44,6 +45,11 @@ def test_changes_are_estimated_within_the_published_bound(tokens: int, lora: boo
 def test_the_published_counts_are_those_of_the_table() -> None:
     within = len(changes()) - len(KNOWN_MISSES)
     assert f"of {len(changes())} changes that were measured {within} are within 15% or 2 us a layer" in KNOWN_ERROR
+
+
+@same_torch
+def test_the_table_of_internals_md_is_up_to_date() -> None:
+    assert shown("changes") == table(), "run `python -m sidestream.tools.pages.internals --write`"
 
 
 def test_the_bound_is_the_larger_of_a_share_and_two_microseconds() -> None:
