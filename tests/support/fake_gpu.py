@@ -22,21 +22,23 @@ class FakeSizes(SimulatedSizes, kw_only=True):
     """`ServeSettings.llm` of a fake server.
 
     `poison`: a step that holds this token thrice in a row raises; `hang`: one that holds this token so never returns;
-    `fail_start`: what the start-up fails with.
+    `hold`: while this file exists, no step ends; `fail_start`: what the start-up fails with.
     """
 
     step_seconds: float = 0.0
     poison: int | None = None
     hang: int | None = None
+    hold: str | None = None
     fail_start: str | None = None
 
 
 class Checked(FakeRunner):
-    """A FakeRunner that can be poisoned."""
+    """A FakeRunner that can be poisoned and held."""
 
     def __init__(self, sizes: FakeSizes) -> None:
         super().__init__(sizes.num_pages, sizes.num_slots, sizes.vocabulary, lag=AHEAD - 1)
         self.poison, self.hang = sizes.poison, sizes.hang
+        self.hold = None if sizes.hold is None else Path(sizes.hold)
 
     def submit(self, plan: StepPlan) -> StepResult:
         if _holds_thrice(plan, self.hang):
@@ -45,6 +47,11 @@ class Checked(FakeRunner):
             self.fail(plan)
             raise RuntimeError("a poisoned step")
         return super().submit(plan)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        while self.hold is not None and self.hold.exists():
+            time.sleep(0.002)
+        return super().collect(handle)
 
     def place(self, slot: int, number: int) -> None:
         self.slots[slot] = number

@@ -188,5 +188,5 @@ def listening(engines: FakeEngines, admission: Admission | None = None, **settin
             time.sleep(0.005)
         yield listener.getsockname()[:2]
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "the gateway has to stop"

@@ -56,4 +56,4 @@ def served(engines: FakeEngines, admission: Admission | None = None) -> Iterator
             yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)

@@ -31,20 +31,21 @@ class RawPeer:
 
     def __init__(self, address: str, identity: bytes | None = None) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(5)
         self.socket.connect(address.removeprefix("ipc://"))
         self.socket.sendall(GREETING + ready(identity))
         self.read(64)
 
     def read(self, count: int) -> bytes:
         """So many bytes."""
+        self.socket.settimeout(60)
         data = b""
         while len(data) < count and (part := self.socket.recv(count - len(data))):
             data += part
         return data
 
-    def pour(self, data: bytes, times: int) -> int:
-        """Send `data` again and again while the server reads; how often it did."""
+    def pour(self, data: bytes, times: int, patience: float = 5.0) -> int:
+        """Send `data` again and again, until the server reads nothing for `patience` seconds; how often it did."""
+        self.socket.settimeout(patience)
         for done in range(times):
             try:
                 self.socket.sendall(data)

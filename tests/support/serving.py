@@ -7,6 +7,7 @@ with serve_fake(tmp_path, step_seconds=0.003) as server, server.connect() as wir
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -177,7 +178,7 @@ class Server:
     address: str
     log: Path
     context: "zmq.Context[Any]"
-    _calls: int = 1 << 20
+    hold: Path | None = None
 
     def connect(self, **options: Any) -> Wire:
         """A connection (greeted within `with`)."""
@@ -190,7 +191,13 @@ class Server:
     def health(self) -> Any:
         wire = self.connect()
         try:
-            return wire.call(GetHealth(1), 5.0)
+            end = time.monotonic() + GUARD
+            while True:
+                try:
+                    return wire.call(GetHealth(1), 5.0)
+                except TimeoutError:  # it went to a batcher that was about to end
+                    if time.monotonic() > end:
+                        raise
         finally:
             wire.socket.close(0)
 
@@ -217,9 +224,30 @@ class Server:
                     return int(entry.name)
         raise LookupError(f"no child runs {module}:\n{self.log.read_text()}")
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Of a server of `serve_fake`: no step ends meanwhile, so what is open stays open."""
+        assert self.hold is not None
+        self.hold.touch()
+        try:
+            yield
+        finally:
+            self.hold.unlink()
+
     def stop(self, number: int = signal.SIGTERM, timeout: float = GUARD) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout)
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port of the loopback that the system gives to nobody else meanwhile; a server that sets SO_REUSEADDR, as ours
+    do, may listen there.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 @contextmanager
@@ -280,7 +308,7 @@ def serve_fake(directory: Path, *, adapters: int = 0, engines: int = 1, **option
     settings = ServeSettings(
         **{
             "model": str(model),
-            "llm": options,
+            "llm": {"hold": str(directory / "hold"), **options},
             "adapters": names,
             "gpu_command": FAKE_GPU,
             "drain_seconds": 5.0,
@@ -290,6 +318,7 @@ def serve_fake(directory: Path, *, adapters: int = 0, engines: int = 1, **option
         }
     )
     with serve(settings, directory / "server.log", engines) as server:
+        server.hold = directory / "hold"
         yield server
 
 

@@ -54,7 +54,7 @@ class WireServer:
             "admin": True,
         }
         self.welcome = protocol.Welcome(
-            **(fields | {"has_tokenizer": True, "heartbeat_seconds": 0.1, "silence_seconds": 1.0} | welcome)
+            **(fields | {"has_tokenizer": True, "heartbeat_seconds": 0.1, "silence_seconds": 30.0} | welcome)
         )
         self._keys = keys
         self._open: dict[tuple[bytes, str], protocol.Submit] = {}
@@ -65,7 +65,7 @@ class WireServer:
 
     def __enter__(self) -> "WireServer":
         self._thread.start()
-        assert self._bound.wait(5)
+        assert self._bound.wait(60)
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -74,7 +74,7 @@ class WireServer:
     def die(self) -> None:
         """Cut everything."""
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(60)
 
     def send_raw(self, frame: bytes) -> None:
         """Any bytes, to every client."""

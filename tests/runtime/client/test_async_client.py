@@ -22,6 +22,7 @@ from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import keys as curve
 from sidestream.runtime.wire import protocol
 from sidestream.runtime.wire.protocol import Chunk
+from support.serving import GUARD
 from support.wire_server import WireServer
 
 
@@ -37,7 +38,7 @@ def server(address: str) -> Iterator[WireServer]:
         yield server
 
 
-def go(work: Awaitable[Any], seconds: float = 20.0) -> Any:
+def go(work: Awaitable[Any], seconds: float = 300.0) -> Any:
     async def limited() -> Any:
         async with asyncio.timeout(seconds):
             return await work
@@ -45,7 +46,7 @@ def go(work: Awaitable[Any], seconds: float = 20.0) -> Any:
     return asyncio.run(limited())
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = GUARD) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -277,7 +278,7 @@ def test_a_killed_engine_is_noticed_at_once_and_its_successor_found(address: str
 
 def test_a_hanging_engine_is_noticed_by_its_silence(address: str) -> None:
     async def work() -> None:
-        with WireServer(address, hold=True, silence_seconds=0.4) as server:
+        with WireServer(address, hold=True, silence_seconds=1.0) as server:
             async with AsyncClient(server.address) as client:
                 stream = client.stream("x")
                 await anext(stream)
@@ -291,11 +292,11 @@ def test_a_hanging_engine_is_noticed_by_its_silence(address: str) -> None:
 
 def test_a_program_that_slept_does_not_take_the_engine_for_dead(address: str) -> None:
     async def work() -> None:
-        with WireServer(address, hold=True, silence_seconds=0.4) as server:
+        with WireServer(address, hold=True, silence_seconds=1.0) as server:
             async with AsyncClient(server.address) as client:
                 stream = client.stream("x", request_id="x")
                 await anext(stream)
-                time.sleep(1.0)  # blocks the loop on purpose
+                time.sleep(1.5)  # blocks the loop on purpose
                 await asyncio.sleep(0.3)
                 await client.abort("x")
                 assert (await anext(stream)).finish_reason == "abort"
@@ -333,11 +334,12 @@ def test_nothing_there(address: str, tmp_path: Path) -> None:
 
 def test_an_engine_that_comes_later_or_still_loads_is_waited_for(address: str) -> None:
     async def work() -> None:
-        client = AsyncClient(address, connect_timeout=5)
+        client = AsyncClient(address, connect_timeout=GUARD)
         asked = asyncio.create_task(client.generate("x", SamplingParams(max_tokens=1)))
         await asyncio.sleep(0.3)
-        with WireServer(address, loading=4) as server:
+        with WireServer(address, loading=10**6) as server:
             assert (await client.health()).status == "loading"
+            server.loading = 2
             assert (await asked)[0].finished and not server.loading
             await client.close()
         with WireServer(address, loading=10**6):
@@ -450,7 +452,7 @@ def test_no_socket_stays_behind(server: WireServer) -> None:
     before = sockets()
     for _ in range(10):
         go(once())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + GUARD
     while sockets() > before + 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert sockets() <= before + 2

@@ -15,6 +15,7 @@ from sidestream.runtime.requests.errors import EngineDeadError, RequestError, Se
 from sidestream.runtime.requests.lora_request import LoRARequest
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import protocol
+from support.serving import GUARD
 from support.wire_server import WireServer
 
 
@@ -30,7 +31,7 @@ def server(address: str) -> Iterator[WireServer]:
         yield server
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = GUARD) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -124,7 +125,7 @@ def test_results_have_ids_of_their_own_and_times(server: WireServer) -> None:
 
 
 def test_it_stays_alive_between_calls_and_hears_of_death(address: str) -> None:
-    with WireServer(address, hold=True, silence_seconds=0.5) as server, Client(server.address) as client:
+    with WireServer(address, hold=True) as server, Client(server.address) as client:
         stream = client.stream("x")
         next(stream)
         until(lambda: server.beats > 3)  # the caller is busy; heartbeats go on
@@ -177,14 +178,14 @@ def test_many_threads_share_one_client(server: WireServer) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(GUARD)
         assert not problems
         assert len(server.submits) == 160
 
 
 def test_close_ends_what_is_open_and_the_thread(server: WireServer) -> None:
     server.hold = True
-    before = threading.active_count()
+    before = set(threading.enumerate())
     client = Client(server.address)
     stream = client.stream("x", request_id="x")
     next(stream)
@@ -201,11 +202,11 @@ def test_close_ends_what_is_open_and_the_thread(server: WireServer) -> None:
     until(lambda: len(server.submits) == 2)
     client.close()
     client.close()
-    waiting.join(5)
+    waiting.join(GUARD)
     assert [type(problem) for problem in told] == [EngineDeadError]
     with pytest.raises(EngineDeadError, match="closed"):
         next(stream)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
         with pytest.raises(RequestError, match="closed"):
             call()
@@ -213,10 +214,10 @@ def test_close_ends_what_is_open_and_the_thread(server: WireServer) -> None:
 
 
 def test_a_client_that_cannot_connect_leaves_no_thread(address: str) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(EngineDeadError, match="nothing serves"), Client(address, connect_timeout=0.2):
         pass
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_program_may_end_without_closing_and_ctrl_c_aborts(server: WireServer) -> None:
@@ -226,14 +227,13 @@ def test_a_program_may_end_without_closing_and_ctrl_c_aborts(server: WireServer)
         from sidestream import Client
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
         client = Client({server.address!r})
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         try:
             for chunk in client.stream("x", request_id="interrupted"):
-                pass
+                threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         except KeyboardInterrupt:
             client.stats()
             print("torch" in sys.modules)
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "False", "")
     until(lambda: server.aborts == ["interrupted"])

@@ -51,7 +51,8 @@ def test_the_readme_s_first_request_has_the_answer_that_it_shows(served: Any) ->
     text = (Path(__file__).parents[3] / "README.md").read_text()
     asked = re.search(r"curl http://127.0.0.1:8000(\S+) --json '(.*)'\n.*\"text\":\"(.*?)\"", text)
     assert asked is not None
-    answer = httpx.post(f"{served.url}{asked[1]}", content=asked[2], headers={"Content-Type": "application/json"})
+    kind = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{served.url}{asked[1]}", content=asked[2], headers=kind, timeout=60)
     assert answer.json()["choices"][0]["text"] == asked[3]
 
 
@@ -104,7 +105,7 @@ def test_a_seed_repeats_a_sample_and_n_gives_several(client: OpenAI) -> None:
 
 def test_a_prompt_s_tokens_are_scored(served: Any) -> None:
     body = {"prompt": "What is the capital of France?", "max_tokens": 2, "n": 2, "prompt_logprobs": 2, "temperature": 0}
-    with httpx.Client(base_url=served.url) as http:
+    with httpx.Client(base_url=served.url, timeout=60) as http:
         ids = http.post("/tokenize", json={"prompt": body["prompt"]}).json()["tokens"]
         first, second = http.post("/v1/completions", json=body).json()["choices"]
         streamed = http.post("/v1/completions", json=body | {"stream": True})
@@ -120,7 +121,7 @@ def test_tokens_are_the_tokenizer_s(served: Any) -> None:
     tokenizer = load_tokenizer(Path(DEMO_MODEL))
     assert tokenizer is not None
     text = "What is the capital of France?"
-    with httpx.Client(base_url=served.url) as http:
+    with httpx.Client(base_url=served.url, timeout=60) as http:
         tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
         bare = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
         back = http.post("/detokenize", json={"tokens": bare}).json()["prompt"]

@@ -19,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    asyncio.run(asyncio.wait_for(scene(), 120))
 
 
 def test_several_prompts_with_several_completions_each_are_answered_in_order() -> None:

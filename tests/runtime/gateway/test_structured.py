@@ -71,7 +71,7 @@ def test_forms_of_chats_and_completions(client: OpenAI, served: Any) -> None:
     ]
     for fields, allowed in bodies:
         body = {"prompt": "What", "max_tokens": 40} | fields
-        text = httpx.post(f"{served.url}/v1/completions", json=body).json()["choices"][0]["text"]
+        text = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         assert text in allowed.split()
     anything = client.chat.completions.create(
         messages=CHAT, response_format={"type": "json_object"}, **DRAWN | {"logit_bias": {}, "max_tokens": 60}
@@ -173,6 +173,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 def test_what_cannot_be_names_its_field(
     served: Any, fields: dict[str, Any], param: str, said: str, stream: bool
 ) -> None:
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json={"messages": CHAT, "stream": stream} | fields)
+    body = {"messages": CHAT, "stream": stream} | fields
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and said in error["message"], error

@@ -15,7 +15,7 @@ from sidestream.runtime.requests.errors import EngineDeadError, OverloadedError,
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import keys as curve
 from support.fake_runner import continuation
-from support.serving import Server, serve_fake
+from support.serving import GUARD, Server, free_port, serve_fake
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_answers_are_right_for_every_adapter(server: Server) -> None:
-    with Client(server.address, connect_timeout=60) as client:
+    with Client(server.address, connect_timeout=GUARD) as client:
         prompts = [[number, 7, number] for number in range(40)]
         adapters = [None if number % 4 == 3 else f"a{number % 4}" for number in range(40)]
         outputs = client.generate(prompts, GREEDY, adapter=adapters)
@@ -43,7 +43,7 @@ def test_answers_are_right_for_every_adapter(server: Server) -> None:
 
 
 def test_faults_are_told_to_whom_they_belong(server: Server) -> None:
-    with Client(server.address, connect_timeout=60) as client:
+    with Client(server.address, connect_timeout=GUARD) as client:
         stream = client.stream([1, 2], LONG)
         next(stream)
         for call in (
@@ -60,7 +60,7 @@ def test_faults_are_told_to_whom_they_belong(server: Server) -> None:
 
 def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
     async def work() -> None:
-        async with AsyncClient(server.address, connect_timeout=60) as client:
+        async with AsyncClient(server.address, connect_timeout=GUARD) as client:
 
             async def one(number: int) -> None:
                 async with contextlib.aclosing(client.stream([number, 1, 2], LONG, f"a{number % 3}")) as chunks:
@@ -73,7 +73,7 @@ def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + GUARD
             while (values := await client.stats())["pages_in_use"] or values["requests_open"]:
                 assert time.monotonic() < deadline, values
                 await asyncio.sleep(0.02)
@@ -82,26 +82,30 @@ def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
 
 
 def test_death_and_drain_are_told(tmp_path: Path) -> None:
-    with serve_fake(tmp_path, **SIZES) as server, Client(server.address, connect_timeout=60) as client:
+    with (
+        serve_fake(tmp_path, drain_seconds=GUARD, **SIZES) as server,
+        Client(server.address, connect_timeout=GUARD) as client,
+    ):
         stream = client.stream([1, 2], LONG)
         next(stream)
-        server.process.send_signal(signal.SIGTERM)
-        refused = None
-        deadline = time.monotonic() + 60
-        while refused is None and time.monotonic() < deadline:
-            try:
+        with server.held():
+            server.process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + GUARD
+            while client.health().status != "draining":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with pytest.raises(OverloadedError) as refused:
                 client.generate([[1]], SamplingParams(max_tokens=1))
-            except (OverloadedError, EngineDeadError) as problem:
-                refused = problem
-        assert isinstance(refused, OverloadedError) and refused.code == "draining"
+        assert refused.value.code == "draining"
         assert sum(len(chunk.token_ids) for chunk in stream) == 399, "what is open is finished"
-        server.process.wait(20)
+        server.process.wait(GUARD)
 
     (tmp_path / "second").mkdir()
-    with serve_fake(tmp_path / "second", **SIZES) as server, Client(server.address, connect_timeout=60) as client:
+    with serve_fake(tmp_path / "second", **SIZES) as server, Client(server.address, connect_timeout=GUARD) as client:
         stream = client.stream([1, 2], LONG)
         next(stream)
-        os.kill(server.child("server.batcher"), signal.SIGKILL)
+        with server.held():
+            os.kill(server.child("server.batcher"), signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             list(stream)
 
@@ -110,13 +114,16 @@ def test_curve_over_tcp(tmp_path: Path) -> None:
     (friend,) = curve.generate(tmp_path / "keys", ["friend"])
     (stranger,) = curve.generate(tmp_path / "other", ["stranger"])
     (stranger / "server.public").write_bytes((friend / "server.public").read_bytes())
-    port = 20000 + os.getpid() % 20000
-    with serve_fake(
-        tmp_path, bind=f"tcp://127.0.0.1:{port}", keys=str(tmp_path / "keys" / "server"), **SIZES
-    ) as server:
-        with Client(server.address, keys=friend, connect_timeout=60) as client:
+    with (
+        free_port() as port,
+        serve_fake(tmp_path, bind=f"tcp://127.0.0.1:{port}", keys=str(tmp_path / "keys" / "server"), **SIZES) as server,
+    ):
+        with Client(server.address, keys=friend, connect_timeout=GUARD) as client:
             assert client.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == continuation([1, 2], -1, 6, 251)
-        with pytest.raises(ServerError, match="does not admit"), Client(server.address, keys=stranger):
+        with (
+            pytest.raises(ServerError, match="does not admit"),
+            Client(server.address, keys=stranger, connect_timeout=GUARD),
+        ):
             pass
         with pytest.raises(ServerError), Client(server.address, connect_timeout=1):
             pass

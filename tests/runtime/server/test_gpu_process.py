@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
+from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.wire.channel import Channel
+from sidestream.runtime.wire.channel import Channel, ChannelClosed
+from support.serving import GUARD
 
 
 class SlowReader:
@@ -23,19 +25,34 @@ class SlowReader:
     in_host_memory = staticmethod(list)
 
     def __init__(self):
-        self.begun, self.ended, self.reading = [], [], threading.Event()
+        self.begun, self.ended = [], []
+        self.reading, self.may_end = threading.Event(), threading.Event()
 
     def add_adapter(self, name, path, replace):
         self.begun.append(name)
         self.reading.set()
-        time.sleep(0.4)
+        assert self.may_end.wait(GUARD)
+        time.sleep(0.2)  # and the process goes on to its end
         self.ended.append(name)
         return LoadedAdapter(name, len(self.ended), 8, "hash")
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_path):
+def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_path, monkeypatch):
     served, codes = SlowReader(), []
+
+    class Watched(Channel):
+        """Lets the reader go on when the process sees that its supervisor is gone."""
+
+        def receive(self, *arguments, **options):
+            try:
+                return super().receive(*arguments, **options)
+            except ChannelClosed:
+                served.may_end.set()
+                raise
+
+    monkeypatch.setattr(gpu_process, "Channel", Watched)
+    monkeypatch.setattr(gpu_process, "END_SECONDS", GUARD)
     channel, theirs = Channel.pair()
     process = threading.Thread(target=lambda: codes.append(run(theirs.detach(), lambda settings: served)))
     process.start()
@@ -44,13 +61,13 @@ def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_pa
         batcher = BatcherEnd(context, tmp_path, 0)
         for ticket in range(3):
             batcher.tell(Load(ticket, f"a{ticket}", "/adapters"))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + GUARD
         while not served.reading.wait(0.01) and time.monotonic() < deadline:
             batcher.flush()
         heard = [batcher.receive() for _ in range(100)]
         assert not any(isinstance(message, Answer) for message in heard)  # it is still being read
         channel.close()
-        process.join(10)
+        process.join(GUARD)
         batcher.close()
         context.destroy(linger=0)
     assert codes == [0]

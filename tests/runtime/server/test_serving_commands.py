@@ -17,14 +17,14 @@ import sidestream
 from sidestream.runtime.wire.protocol import Sampling
 from sidestream.tools.bench.model_directory import TINY, write_model
 from support.fake_runner import continuation
-from support.serving import serve_fake
+from support.serving import GUARD, free_port, serve_fake
 
 CLI = [sys.executable, "-m", "sidestream.tools.cli"]
 DISK = 4096  # bytes that a file may have: less than a program
 
 
 def command(*arguments: str, **options) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=300, check=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,12 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     write_model(folder / "model", TINY, 2, 4)
     assert command("keygen", str(folder / "keys"), "--client", "alice").returncode == 0
-    port = 21000 + os.getpid() % 20000
+    with free_port() as port:
+        yield from serving(folder, port)
+
+
+def serving(folder, port):
+    """See `served`."""
     arguments = [
         "serve",
         "--no-http",
@@ -76,7 +81,7 @@ def served(tmp_path_factory):
     yield f"tcp://127.0.0.1:{port}", folder, "".join(said)
     process.send_signal(signal.SIGTERM)
     said += process.stderr.readlines()
-    assert process.wait(30) == 0, "".join(said)
+    assert process.wait(GUARD) == 0, "".join(said)
 
 
 def test_who_has_keys_is_answered_and_others_are_not(served):
@@ -119,7 +124,7 @@ def test_who_has_keys_is_answered_and_others_are_not(served):
     (folder / "others" / "client-eve" / "server.public").write_bytes(
         (folder / "keys" / "client-alice" / "server.public").read_bytes()
     )
-    stranger = command(*arguments, "--keys", str(folder / "others" / "client-eve"), "--connect-timeout", "5")
+    stranger = command(*arguments, "--keys", str(folder / "others" / "client-eve"), "--connect-timeout", "60")
     assert stranger.returncode != 0 and "does not admit" in stranger.stderr
 
 
@@ -136,7 +141,10 @@ def test_processes_that_sleep_for_a_while_go_on(tmp_path, stopped):
     with serve_fake(tmp_path, step_seconds=0.002) as server, server.connect() as wire:
         wire.submit("a", Sampling(temperature=0.0, ignore_eos=True, max_tokens=300), prompt_token_ids=[1])
         wire.submit(
-            "b", Sampling(temperature=0.0, ignore_eos=True, max_tokens=300), prompt_token_ids=[2], deadline_seconds=30.0
+            "b",
+            Sampling(temperature=0.0, ignore_eos=True, max_tokens=300),
+            prompt_token_ids=[2],
+            deadline_seconds=GUARD,
         )
         wire.until(lambda: all(len(wire.answers[name].chunks) > 2 for name in "ab"))
         child = server.child(stopped)

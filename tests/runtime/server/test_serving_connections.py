@@ -21,6 +21,7 @@ from sidestream.runtime.wire.protocol import (
     decode_from_server,
     encode,
 )
+from support.serving import GUARD
 
 
 @pytest.fixture
@@ -63,10 +64,15 @@ def join(hub, dealer):
     return hub.heard(arrived[0])
 
 
-def read(dealer):
-    messages = []
-    while dealer.poll(300):
-        messages.append(decode_from_server(dealer.recv()).message)
+def read(dealer, count, hub=None):
+    """So many messages, and what else is there by then; `hub` is flushed meanwhile."""
+    messages, end = [], time.monotonic() + GUARD
+    while len(messages) < count or dealer.poll(0):
+        assert time.monotonic() < end, f"{len(messages)} of {count} messages"
+        if hub is not None:
+            hub.flush()
+        if dealer.poll(10):
+            messages.append(decode_from_server(dealer.recv()).message)
     return messages
 
 
@@ -79,7 +85,7 @@ def test_chunks_of_a_step_travel_together_and_in_order(ends):
             hub.add(client, Chunk(f"r{request}", 0, step, "x", [step]))
         hub.flush()
     hub.say(client, Beat())
-    messages = read(dealer)
+    messages = read(dealer, 4)
     assert [type(message) for message in messages] == [Chunks, Chunks, Chunks, Beat]
     assert [chunk.first for message in messages[:3] for chunk in message.chunks] == [0] * 40 + [1] * 40 + [2] * 40
     hub.flush()
@@ -98,28 +104,22 @@ def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
             hub.add(client, Chunk(f"r{request}", 0, step, "x" * 200, [step]))
         hub.add(reader, Chunk("q", 0, step, "", [step]))
         hub.flush()
-        for _ in range(200):
-            if other.poll(10):
-                break
-            hub.flush()
-        assert [chunk.first for chunk in decode_from_server(other.recv()).message.chunks] == [step], "nobody else waits"
+        (message,) = read(other, 1, hub)
+        assert [chunk.first for chunk in message.chunks] == [step], "nobody else waits"
         step += 1
         assert step < 5000
         assert client.chunk_bytes + client.frame_bytes < 500_000, "bounded"
         assert len(client.chunks) <= 51 * (1 + step // 256) + 50
     assert hub.take_lost() == [client]
     hub.add(client, Chunk("r0", 0, step, "more", [1]))
-    for _ in range(100):
-        hub.flush()
-        messages = read(dealer) if dealer.poll(100) else []
-        errors = [message for message in messages if isinstance(message, Error)]
-        if errors:
-            break
-    assert [error.code for error in errors] == ["slow_reader"]
+    messages = []
+    while not (messages and isinstance(messages[-1], Error)):
+        messages += read(dealer, 1, hub)
+    assert [message.code for message in messages if isinstance(message, Error)] == ["slow_reader"]
     hub.flush()
     hub.add(client, Chunk("new", 0, 0, "again", [1]))
     hub.flush()
-    assert read(dealer)[-1].chunks[0].text == "again", "who reads again is served again"
+    assert read(dealer, 1, hub)[-1].chunks[0].text == "again", "who reads again is served again"
 
 
 def test_log_probabilities_of_prompts_are_not_joined(ends):
@@ -141,13 +141,13 @@ def test_a_client_that_is_gone_is_reported_once(ends):
     dealer = connect()
     client = join(hub, dealer)
     dealer.close(0)
-    for _ in range(200):
+    end = time.monotonic() + GUARD
+    while not client.gone:
+        assert time.monotonic() < end
         hub.add(client, Chunk("r", 0, 0, "x", [1]))
         hub.flush()
-        if client.gone:
-            break
         time.sleep(0.01)
-    assert client.gone and hub.take_lost() == [client] and hub.take_lost() == [] and not hub.clients
+    assert hub.take_lost() == [client] and hub.take_lost() == [] and not hub.clients
 
 
 def test_silence_is_death(ends, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_frame_that_cannot_be_sent_costs_one_client_only(ends):
     hub.add(reader, Chunk("r", 0, 0, "y", []))
     hub.flush()
     assert client.gone and hub.take_lost() == [client]
-    assert read(other)[0].chunks[0].text == "y"
+    assert read(other, 1, hub)[0].chunks[0].text == "y"
 
 
 def test_long_texts_are_cut_into_chunks_that_fit(ends):
@@ -182,15 +182,14 @@ def test_long_texts_are_cut_into_chunks_that_fit(ends):
     text = "\U0001f600" * 700_000
     completion = CompletionOutput(0, text, list(range(600)), finish_reason="length")
     requests.progress([], [RequestOutput(request.key, None, [1], [completion], True)])
-    chunks = []
-    for _ in range(100):
+    chunks, end = [], time.monotonic() + GUARD
+    while not (chunks and chunks[-1].usage is not None):
+        assert time.monotonic() < end
         hub.flush()
         while dealer.poll(10):
             frame = dealer.recv()
             assert len(frame) <= 4 << 20
             chunks += decode_from_server(frame).message.chunks
-        if chunks and chunks[-1].usage is not None:
-            break
     assert "".join(chunk.text for chunk in chunks) == text and [
         token for chunk in chunks for token in chunk.token_ids
     ] == list(range(600))
@@ -209,7 +208,7 @@ def test_strangers_give_way_and_a_newcomer_to_a_full_table_is_told(ends, monkeyp
         assert gone.gone
     late = connect()
     assert join(hub, late) is None
-    assert [error.code for error in read(late)] == ["overloaded"]
+    assert [error.code for error in read(late, 1, hub)] == ["overloaded"]
     assert not any(client.gone for client in newcomers)
 
 

@@ -12,7 +12,7 @@ import zmq
 from sidestream.runtime.server.supervisor import DEATHS
 from sidestream.runtime.wire.protocol import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit, encode, header
 from support.fake_runner import continuation
-from support.serving import Server, Wire, serve_fake
+from support.serving import GUARD, Server, Wire, serve_fake
 
 VOCABULARY = 251
 LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=400)
@@ -54,13 +54,12 @@ def test_a_killed_clients_pages_are_free_within_two_steps(server):
     with server.connect() as wire:
         wire.submit("other", LONG, prompt_token_ids=[5])  # keeps the steps coming
         wire.until(lambda: len(wire.answers["other"].chunks) > 2)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        before = len(wire.answers["other"].token_ids[0])
-        server.wait_for(lambda stats: stats["requests_open"] == 1 and stats["aborted_total"] >= 4)
-        wire.until(lambda: wire.answers["other"].over)
-        assert wire.answers["other"].token_ids[0] == continuation([5], -1, 400, VOCABULARY)
-        assert before < 400
+        with server.held():
+            aborted = server.stats()["aborted_total"]
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            server.wait_for(lambda stats: stats["requests_open"] == 1 and stats["aborted_total"] == aborted + 4)
+        assert wire.answer("other").token_ids[0] == continuation([5], -1, 400, VOCABULARY)
     assert_empty(server)
 
 
@@ -69,8 +68,10 @@ def test_the_pages_of_a_lost_connection_are_free_for_the_next_plan(server):
     wire.submit("r", LONG, prompt_token_ids=[1] * 100)
     wire.until(lambda: len(wire.answers["r"].chunks) > 2)
     with server.connect() as watcher:
-        steps = server.stats()["steps_total"]
-        wire.socket.close(0)
+        with server.held():
+            steps = server.stats()["steps_total"]
+            wire.socket.close(0)
+            server.wait_for(lambda stats: stats["requests_open"] == 0)
         assert_empty(server)
         assert server.stats()["steps_total"] - steps < 390, "it did not run on to its end"
         assert_works(watcher)
@@ -81,7 +82,9 @@ def test_a_poison_request_ends_alone(server):
         for index in range(6):
             wire.submit(f"good{index}", LONG, prompt_token_ids=[index])
         wire.until(lambda: all(len(wire.answers[f"good{index}"].chunks) > 2 for index in range(6)))
-        wire.submit("poison", SHORT, prompt_token_ids=[1, 250, 250, 250, 1])
+        with server.held():
+            wire.submit("poison", SHORT, prompt_token_ids=[1, 250, 250, 250, 1])
+            wire.until(lambda: wire.answers["poison"].accepted is not None)
         error = wire.answer("poison").error
         assert error.code == "request_failed" and "Traceback" not in error.message and "poisoned" not in error.message
         for index in range(6):
@@ -103,7 +106,7 @@ def test_kv_exhausted_by_long_prompts_preempts_and_changes_no_token(server):
         for name, prompt in prompts.items():
             wire.submit(name, sampling, prompt_token_ids=prompt)
         for name, prompt in prompts.items():
-            assert wire.answer(name, 60).token_ids[0] == continuation(prompt, -1, 130, VOCABULARY)
+            assert wire.answer(name).token_ids[0] == continuation(prompt, -1, 130, VOCABULARY)
         assert server.stats()["preemptions_total"] > before
     assert_empty(server)
 
@@ -170,8 +173,8 @@ def test_hostile_frames_hurt_nobody(server):
     assert_empty(server)
 
 
-def test_ten_thousand_requests_with_aborts_leave_nothing(tmp_path):
-    generator = random.Random(1)
+def test_thousands_of_requests_with_aborts_leave_nothing(tmp_path, pytestconfig):
+    generator, count = random.Random(1), 10_000 if pytestconfig.getoption("--exhaustive") else 3_000
     with (
         serve_fake(
             tmp_path, adapters=5, num_pages=64, max_num_seqs=16, max_num_batched_tokens=256, num_slots=3
@@ -180,19 +183,19 @@ def test_ten_thousand_requests_with_aborts_leave_nothing(tmp_path):
     ):
         issued = checked = aborted = 0
         wanted: dict[str, tuple[list[int], int, int]] = {}
-        while issued < 10_000 or wanted:
-            while issued < 10_000 and len(wanted) < 200:
+        while issued < count or wanted:
+            while issued < count and len(wanted) < 200:
                 name, adapter = f"q{issued}", generator.randint(-1, 4)
                 prompt = [generator.randrange(250) for _ in range(generator.randint(1, 12))]
-                count = generator.randint(1, 4)
+                tokens = generator.randint(1, 4)
                 wire.submit(
                     name,
-                    Sampling(temperature=0.0, ignore_eos=True, max_tokens=count),
+                    Sampling(temperature=0.0, ignore_eos=True, max_tokens=tokens),
                     prompt_token_ids=prompt,
                     stream=bool(issued % 2),
                     adapter=None if adapter < 0 else f"a{adapter}",
                 )
-                wanted[name] = prompt, adapter, count
+                wanted[name] = prompt, adapter, tokens
                 issued += 1
                 if generator.random() < 0.2:
                     wire.send(Abort([generator.choice(list(wanted))]))
@@ -200,14 +203,14 @@ def test_ten_thousand_requests_with_aborts_leave_nothing(tmp_path):
             while wire.receive():
                 pass
             for name in [name for name in wanted if wire.answers[name].over]:
-                answer, (prompt, adapter, count) = wire.answers.pop(name), wanted.pop(name)
+                answer, (prompt, adapter, tokens) = wire.answers.pop(name), wanted.pop(name)
                 assert answer.error is None
                 if "abort" in answer.reasons.values():
                     aborted += 1
                 else:
-                    assert answer.token_ids[0] == continuation(prompt, adapter, count, VOCABULARY)
+                    assert answer.token_ids[0] == continuation(prompt, adapter, tokens, VOCABULARY)
                     checked += 1
-        assert checked + aborted == 10_000 and aborted > 100  # of 2,000 asked for: the others had ended before
+        assert checked + aborted == count and aborted > count / 100  # of a fifth asked for: the others had ended
         stats = server.wait_for(lambda stats: stats["pages_in_use"] == 0 and stats["requests_open"] == 0)
         assert stats["requests_running"] == stats["requests_waiting"] == 0
 
@@ -221,10 +224,11 @@ def test_the_death_of_the_gpu_process_is_told(tmp_path):
         wire.submit("a", LONG, prompt_token_ids=[1])
         other.submit("b", LONG, prompt_token_ids=[2], stream=False)
         wire.until(lambda: len(wire.answers["a"].chunks) > 2)
-        os.kill(server.child("fake_gpu"), signal.SIGKILL)
+        with server.held():
+            os.kill(server.child("fake_gpu"), signal.SIGKILL)
         assert wire.answer("a").error.code == "engine_dead"
         assert other.answer("b").error.code == "engine_dead"
-        assert server.process.wait(10) == 1
+        assert server.process.wait(GUARD) == 1
         assert "SIGKILL" in server.log.read_text()
     assert not Path(server.address.removeprefix("ipc://")).exists()
 
@@ -234,7 +238,8 @@ def test_the_engine_comes_back(tmp_path):
         wire.submit("a", LONG, prompt_token_ids=[1])
         wire.until(lambda: len(wire.answers["a"].chunks) > 2)
         former = wire.instance
-        os.kill(server.child("fake_gpu"), signal.SIGKILL)
+        with server.held():
+            os.kill(server.child("fake_gpu"), signal.SIGKILL)
         error = wire.answer("a").error
         assert error.code == "engine_dead" and error.retry_after > 0
         wire.submit("b", SHORT, prompt_token_ids=[1])
@@ -244,7 +249,6 @@ def test_the_engine_comes_back(tmp_path):
         assert wire.hello().instance != former
         assert_works(wire)
         os.kill(server.child("server.batcher"), signal.SIGKILL)
-        time.sleep(0.5)
         with server.connect() as fresh:
             assert_works(fresh)
         assert server.stop() == 0
@@ -254,7 +258,7 @@ def kill_and_await_another(server: Server, role: str = "fake_gpu") -> None:
     """SIGKILL for the GPU process or the batcher; returns when another one serves in its place."""
     lives = max(1, server.log.read_text().count("serving at"))  # the first one may not be told yet
     os.kill(server.child(role), signal.SIGKILL)
-    end = time.monotonic() + 60
+    end = time.monotonic() + GUARD
     while server.log.read_text().count("serving at") <= lives:
         assert time.monotonic() < end, "no other GPU process was started"
         time.sleep(0.05)
@@ -278,14 +282,14 @@ def test_deaths_in_a_row_end_the_server(tmp_path):
         for _ in range(DEATHS - 1):
             kill_and_await_another(server)
         os.kill(server.child("fake_gpu"), signal.SIGKILL)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(GUARD) == 1
 
 
 def test_the_death_of_the_batcher_ends_everything(tmp_path):
     with serve_fake(tmp_path, restart=False) as server, server.connect():
         gpu, batcher = server.child("fake_gpu"), server.child("server.batcher")
         os.kill(batcher, signal.SIGKILL)
-        assert server.process.wait(10) == 1
+        assert server.process.wait(GUARD) == 1
         assert not Path(f"/proc/{gpu}").exists()
 
 
@@ -294,7 +298,7 @@ def test_the_death_of_the_supervisor_ends_everything(tmp_path):
         children = [server.child("fake_gpu"), server.child("server.batcher")]
         server.process.kill()
         server.process.wait()
-        end = time.monotonic() + 60
+        end = time.monotonic() + GUARD
         while any(_alive(child) for child in children):
             assert time.monotonic() < end, "children outlive the supervisor"
             time.sleep(0.05)
@@ -308,7 +312,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(tmp_path):
         taken.listen()
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with serve_fake(tmp_path, bind=address) as server:
-            assert server.process.wait(30) == 2
+            assert server.process.wait(GUARD) == 2
             said = server.log.read_text()
             assert said.endswith(f"error: cannot listen at {address}: Address already in use\n")
             assert "Traceback" not in said

@@ -128,7 +128,8 @@ def test_a_stopped_gpu_process_is_told_ended_and_replaced(tmp_path):
     with serve_fake(tmp_path, step_seconds=0.005, silence_seconds=6.0) as server, server.connect() as wire:
         wire.submit("a", LONG, prompt_token_ids=[1])
         wire.until(lambda: len(wire.answers["a"].chunks) > 2)
-        os.kill(server.child("fake_gpu"), signal.SIGSTOP)
+        with server.held():
+            os.kill(server.child("fake_gpu"), signal.SIGSTOP)
         wire.until(lambda: server.health().status == "stalled", GUARD)
         error = wire.answer("a", GUARD).error
         assert error.code == "engine_dead" and error.retry_after > 0

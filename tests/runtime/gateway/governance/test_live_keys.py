@@ -42,7 +42,7 @@ def governed(served: Any, tmp_path: Path) -> Iterator[str]:
 def url_when_ready(process: "subprocess.Popen[bytes]", said: Path) -> str:
     while True:
         url = next((word for word in said.read_text().split() if word.startswith("http://127.0.0.1:")), None)
-        if url is not None and httpx.get(f"{url}/ready").status_code == 200:
+        if url is not None and httpx.get(f"{url}/ready", timeout=60).status_code == 200:
             return url
         try:
             process.wait(0.05)
@@ -94,7 +94,8 @@ def test_keys_limits_and_records_of_a_running_gateway(
         two.completions.create(model="pirate", **asked)
 
     reader = client("reader", "--metrics", "--model")
-    metrics = httpx.get(f"{governed}/metrics", headers={"Authorization": f"Bearer {reader.api_key}"}).text
+    bearer = {"Authorization": f"Bearer {reader.api_key}"}
+    metrics = httpx.get(f"{governed}/metrics", headers=bearer, timeout=60).text
     for line in (
         'sidestream_owner_tokens_total{owner="one"} 46.0',
         'sidestream_owner_refused_total{owner="one"} 1.0',

@@ -62,8 +62,10 @@ def kill(server, victims) -> None:
             os.kill(server.child(victim), signal.SIGKILL)
 
 
-async def answer(router, name, prompt, count=60, adapter=None, **fields):
-    """The tokens and text of each completion, and the usage."""
+async def answer(router, name, prompt, count=60, adapter=None, begun=None, **fields):
+    """The tokens and text of each completion, and the usage; `begun` is an event that is set when an engine has taken
+    the request.
+    """
     stream = fields.pop("stream", True)
     deadline = fields.pop("deadline_seconds", None)
     params = SamplingParams(**({"temperature": 0, "max_tokens": count, "ignore_eos": True} | fields))
@@ -73,6 +75,8 @@ async def answer(router, name, prompt, count=60, adapter=None, **fields):
 
     def accepted(prompt_tokens, adapter_content):
         taken.append(prompt_tokens)
+        if begun is not None:
+            begun.set()
         versions.add(adapter_content)
 
     request = EngineRequest(
@@ -207,15 +211,16 @@ def test_adapters_are_loaded_everywhere_and_come_back_with_an_engine(router, ser
         assert "newcomer" in {info.name for info in await router._links["engine-1"].client.list_adapters()}
         tokens, _, _ = await answer(router, "n", [1, 2], 8, "newcomer")
         assert tokens[0] == continuation([1, 2], ADAPTERS, 8, VOCABULARY)
-        long = asyncio.create_task(answer(router, "n2", [1, 2], 300, "newcomer"))
-        await asyncio.sleep(0.2)
+        begun = asyncio.Event()
+        long = asyncio.create_task(answer(router, "n2", [1, 2], 300, "newcomer", begun))
+        await begun.wait()
         await router.unload_adapter("newcomer")
         with pytest.raises(ServerError) as refused:
             await answer(router, "n3", [1], 4, "newcomer")
         assert refused.value.code == "unknown_adapter"
         assert "newcomer" not in {card.name for card in await router.adapters()}
         assert (await long)[0][0] == continuation([1, 2], ADAPTERS, 300, VOCABULARY), "what is under way is finished"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for link in router._links.values():
                 while "newcomer" in {info.name for info in await link.client.list_adapters()}:
                     await asyncio.sleep(0.05)
@@ -249,11 +254,14 @@ def test_two_versions_of_an_adapter_never_make_one_answer(router, servers, loop)
         whole = asyncio.create_task(answer(router, "v2", [1, 2], 400, "version", stream=False))
         while not received:
             await asyncio.sleep(0.01)
-        await router.load_adapter("version", str(servers[0].more / "new"), True)
-        after = await of_engines(router, "requests_total")
-        for index, server in enumerate(servers):
-            if after[f"engine-{index}"] != before[f"engine-{index}"]:
-                kill(server, VICTIMS[1])
+        with contextlib.ExitStack() as stack:
+            for server in servers:
+                stack.enter_context(server.held())
+            await router.load_adapter("version", str(servers[0].more / "new"), True)
+            after = await of_engines(router, "requests_total")
+            for index, server in enumerate(servers):
+                if after[f"engine-{index}"] != before[f"engine-{index}"]:
+                    kill(server, VICTIMS[1])
         with pytest.raises(ServerError) as changed:
             await long
         assert changed.value.code == "adapter_changed"
@@ -314,7 +322,9 @@ def test_an_engine_that_stops_gets_nothing_new_and_loses_nothing(router, servers
         await asyncio.sleep(0.05)
         await asyncio.gather(*(check(router, f"e{index}", [index], 8) for index in range(12)))
         await asyncio.gather(*under_way)
-        assert (await router.health()).engines["engine-2"] in ("draining", "dead")
+        async with asyncio.timeout(60):
+            while (await router.health()).engines["engine-2"] not in ("draining", "dead"):
+                await asyncio.sleep(0.01)
         assert (await router.health()).status == "ok"
 
     loop.run(ask())
