@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from ..requests.sampling_params import SamplingParams
 from ..wire.protocol import Chunk
 
-HealthStatus = Literal["loading", "ok", "stalled", "draining", "dead"]
+HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
 
 
 class GatewayError(Exception):
@@ -84,7 +84,8 @@ class AdapterCard:
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """How the engines are together: `ok` when one of them takes requests; `progress` 0..1 while they load.
+    """How the engines are together: `ok` when one of them takes requests, `idle` when none runs and a request starts
+    one; `progress` 0..1 while they load.
 
     `engines`: each one's name -> its own status.
     """

@@ -36,7 +36,10 @@ async def look(engines: Engines) -> Snapshot:
     failures = (ServerError, RequestError, GatewayError, TimeoutError)
     with contextlib.suppress(*failures):
         async with asyncio.timeout(SECONDS):
-            health = (await engines.health()).engines
+            together = await engines.health()
+            health = together.engines
+            if together.status == "idle":  # whoever asked for the model would start an engine
+                return Snapshot()
             model = await engines.model()
             stats = await engines.stats()
             adapters = tuple(await engines.adapters())

@@ -1,6 +1,6 @@
 """The adapters that were loaded and unloaded through the router: engines that come back without them get them again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...wire.protocol import AdapterInfo
@@ -15,10 +15,26 @@ class Step:
     replace: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An adapter that an engine loads when the first request for it comes.
+
+    path      where it lies, for all engines or for whoever fetches it
+    version   changes when its files may have changed
+    rank      for lists
+    """
+
+    name: str
+    path: str
+    version: str
+    rank: int
+
+
 class Catalogue:
-    """What every engine should have, next to what it was started with."""
+    """What every engine should have, next to what it was started with; `offers`: what it may be asked for besides."""
 
     def __init__(self) -> None:
+        self.offers: Mapping[str, Offer] = {}
         self._loaded: dict[str, tuple[str, str]] = {}  # name -> path, content
         self._unloaded: set[str] = set()
 
@@ -31,6 +47,12 @@ class Catalogue:
         """An adapter was unloaded through the router."""
         self._loaded.pop(name, None)
         self._unloaded.add(name)
+
+    def offered(self, offers: Mapping[str, Offer]) -> None:
+        """These are all that are offered now; of the former ones those that are missing are unloaded."""
+        self._unloaded |= self.offers.keys() - offers.keys()
+        self._unloaded -= offers.keys()
+        self.offers = offers
 
     def gone(self, name: str) -> bool:
         """Whether requests may not name it any more, although an engine may still have it."""

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from ...requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ..contracts import EngineRequest
@@ -22,13 +23,26 @@ UNFIT = frozenset({"unknown_adapter", "adapter_changed"})
 Refusals = dict[str, ServerError | RequestError]
 """Engines that have just refused a request, and how."""
 
+T = TypeVar("T")
+
 
 class Dispatch:
-    """Asks the book, and waits while no engine can take a request but one is expected (back)."""
+    """Asks the book, and waits while no engine can take a request but one is expected (back).
 
-    def __init__(self, book: Book, links: Mapping[str, EngineLink], catalogue: Catalogue, patience: float) -> None:
+    `summon`: asks for an engine where there is none, again and again while a request waits for it; None: nobody would
+    bring one.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        links: Mapping[str, EngineLink],
+        catalogue: Catalogue,
+        patience: float,
+        summon: Callable[[], None] | None = None,
+    ) -> None:
         self._book, self._links, self._catalogue = book, links, catalogue
-        self._patience = patience
+        self._patience, self._summon = patience, summon
         self._patient = 0
         self._news = asyncio.Event()
 
@@ -45,11 +59,11 @@ class Dispatch:
         choice = self._book.choose(request.adapter, keys, time.monotonic(), refused)
         if choice is not None:
             return choice
-        self._give_up(request, refused, moved)
-        if self._patient >= MAX_PATIENT:
-            raise OverloadedError("too many requests wait for an engine", "overloaded", 1.0)
-        self._patient += 1
-        try:
+        until = time.monotonic() + self._patience
+        for name in refused.keys() - self._links.keys():
+            del refused[name]
+        self._give_up(request, refused, moved, until)
+        with self._waiting():
             while choice is None:
                 await self.news(moved.seconds_left())
                 if any(problem.code in BUSY for problem in refused.values()):
@@ -58,12 +72,35 @@ class Dispatch:
                     del refused[name]
                 choice = self._book.choose(request.adapter, keys, time.monotonic(), refused)
                 if choice is None:
-                    self._give_up(request, refused, moved)
-        finally:
-            self._patient -= 1
+                    self._give_up(request, refused, moved, until)
         return choice
 
-    def _give_up(self, request: EngineRequest, refused: Refusals, moved: MovedStream) -> None:
+    async def first(self, known: Callable[[], T | None]) -> T | None:
+        """What an engine is to tell, once one has: after a second None, or where engines are summoned after the
+        patience.
+        """
+        until = time.monotonic() + (self._patience if self._summon is not None else 0.0)
+        with self._waiting():
+            while (found := known()) is None:
+                if not self._links and self._summon is not None:
+                    self._summon()
+                await self.news(None)
+                if time.monotonic() >= until:
+                    return known()
+        return found
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A request waits. Raises OverloadedError when too many do."""
+        if self._patient >= MAX_PATIENT:
+            raise OverloadedError("too many requests wait for an engine", "overloaded", 1.0)
+        self._patient += 1
+        try:
+            yield
+        finally:
+            self._patient -= 1
+
+    def _give_up(self, request: EngineRequest, refused: Refusals, moved: MovedStream, until: float) -> None:
         """Raises what the request fails with, if no engine is expected to take it soon. One that had an engine waits
         until others are less busy.
         """
@@ -73,15 +110,18 @@ class Dispatch:
         now = time.monotonic()
         awaited = [link for link in self._links.values() if self._is_awaited(link, now)]
         if not awaited:
-            raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
+            if self._summon is None or now >= until:
+                raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
+            self._summon()
         adapter = request.adapter
         without = [
             link
             for link in awaited
             if link.welcome is not None
+            and adapter not in self._catalogue.offers
             and (adapter not in link.adapters or getattr(refused.get(link.name), "code", "") in UNFIT)
         ]
-        if adapter is not None and len(without) == len(awaited):
+        if adapter is not None and awaited and len(without) == len(awaited):
             changed = [problem for problem in refused.values() if problem.code == "adapter_changed"]
             if changed:
                 raise changed[0]
@@ -93,7 +133,11 @@ class Dispatch:
         return link.status in ("ok", "stalled", "loading")
 
     def _may_ask_again(self, name: str, problem: ServerError | RequestError, moved: MovedStream) -> bool:
-        """Whether an engine that was loading, about to stop or too busy may be asked once more."""
+        """Whether an engine that was loading, about to stop or too busy may be asked once more; one that was removed is
+        forgotten.
+        """
+        if name not in self._links:
+            return True
         if problem.code in BUSY:
             return moved.moves > 0
         return problem.code in ("loading", "draining") and self._book.status(name) == "ok"

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ...client.async_client import AsyncClient
@@ -12,12 +12,15 @@ from ...requests.errors import EngineDeadError, RequestError, ServerError
 from ...wire.protocol import AdapterInfo, Health, Welcome
 from ..contracts import HealthStatus
 from .book import Report
-from .catalogue import Catalogue, Step
+from .catalogue import Catalogue, Offer, Step
 
 _log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10.0
 LOAD_SECONDS = 600.0
+LOAD_TRIES = 20
+Fetch = Callable[[str, Offer], Awaitable[str]]
+"""Brings an offered adapter's files to an engine's host, given the engine's name; returns where they lie there."""
 
 
 class EngineLink:
@@ -27,6 +30,8 @@ class EngineLink:
     health     what it said last; None: nothing yet, or it is lost
     adapters   what it said last, by name; kept when it is lost
     told       its counters and gauges, as it said last
+    streams    streams of this router that it answers
+    brought    adapter -> version of the offer that it has loaded for this router
     lost_at    since when it cannot be reached, on the monotonic clock; None while it can be
 
     `on_report(link, report)` is called with each report, `on_lost(link, problem)` when it dies: at once, also between
@@ -51,6 +56,9 @@ class EngineLink:
         self.health: Health | None = None
         self.adapters: dict[str, AdapterInfo] = {}
         self.told: dict[str, int | float] = {}
+        self.streams = 0
+        self.brought: dict[str, str] = {}
+        self._bringing: dict[str, asyncio.Lock] = {}
         self.lost_at: float | None = time.monotonic()
         self._catalogue = catalogue
         self._on_report, self._on_lost = on_report, on_lost
@@ -112,7 +120,7 @@ class EngineLink:
             slots=welcome.max_adapter_slots,
             open=int(told.get("requests_open", 0)),
             places=places,
-            known=frozenset(self.adapters),
+            known=frozenset(self.adapters) | self._catalogue.offers.keys(),
         )
         self._report(report, health)
 
@@ -135,6 +143,26 @@ class EngineLink:
                 _log.warning("%s: adapter %r is not as the others have it: %s", self.name, step.name, problem)
         return changed
 
+    async def bring(self, name: str, fetch: Fetch | None) -> None:
+        """Have the engine load an adapter that is offered, in its present version, unless it has. Raises what loading
+        raises.
+        """
+        async with self._bringing.setdefault(name, asyncio.Lock()):
+            offer = self._catalogue.offers.get(name)
+            if offer is None or self.brought.get(name) == offer.version:
+                return
+            path = offer.path if fetch is None else await fetch(self.name, offer)
+            for _ in range(LOAD_TRIES):
+                try:
+                    await self.client.load_adapter(name, path, True, LOAD_SECONDS)
+                    break
+                except ServerError as problem:  # another router has it loaded at this moment
+                    if problem.code != "adapter_in_use":
+                        raise
+                    await asyncio.sleep(self._poll_seconds)
+            self.brought[name] = offer.version
+            await self.look()
+
     def _report(self, report: Report, health: Health) -> None:
         self.health, self.lost_at = health, None
         self._on_report(self, report)
@@ -142,6 +170,7 @@ class EngineLink:
     def _cut(self, problem: Exception) -> None:
         self.health = None
         self._tried.clear()
+        self.brought.clear()
         if self.lost_at is None:
             self.lost_at = time.monotonic()
             self._on_lost(self, problem)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +14,9 @@ from ...text.prompts import without_special_tokens
 from ...wire.protocol import Chunk
 from ..contracts import AdapterCard, EngineHealth, EngineRequest, HealthStatus, ModelInfo
 from .book import Book, Choice, Report
-from .catalogue import Catalogue
+from .catalogue import Catalogue, Offer
 from .dispatch import BUSY, PATIENCE_SECONDS, UNFIT, Dispatch, Refusals
-from .engine_link import LOAD_SECONDS, POLL_SECONDS, EngineLink
+from .engine_link import LOAD_SECONDS, POLL_SECONDS, EngineLink, Fetch
 from .moved_stream import MovedStream
 from .prefixes import chain
 
@@ -28,10 +28,14 @@ T = TypeVar("T")
 
 
 class Router:
-    """Engines of one model at `addresses`, as `Engines`; they are called engine-0, engine-1 and so on.
+    """Engines of one model at `addresses`, as `Engines`; they are called engine-0, engine-1 and so on. `add` and
+    `remove` change which ones there are.
 
     keys              this client's folder of `sidestream keygen`
     patience_seconds  how long a request waits for an engine to come (back) while there is none
+    summon            asks for an engine, which `add` brings later; called again and again while a request waits and
+                      there is none, so it must bear that. None: those that are there are all
+    fetch             brings an adapter that is offered to an engine's host; None: its path is good for all
 
     `counts`: for each engine, why requests were sent to it, and how many streams left it when it died.
 
@@ -46,31 +50,69 @@ class Router:
         patience_seconds: float = PATIENCE_SECONDS,
         poll_seconds: float = POLL_SECONDS,
         book: Book | None = None,
+        summon: Callable[[], None] | None = None,
+        fetch: Fetch | None = None,
     ) -> None:
-        if not addresses:
+        if not addresses and summon is None:
             raise ValueError("a router needs at least one engine's address")
+        self._keys, self._poll_seconds, self._fetch = keys, poll_seconds, fetch
         self._book = book or Book()
         self._catalogue = Catalogue()
         self._links: dict[str, EngineLink] = {}
-        for number, address in enumerate(addresses):
-            name = f"engine-{number}"
-            self._book.add(name)
-            self._links[name] = EngineLink(
-                name, address, keys, self._catalogue, self._reported, self._lost, poll_seconds
-            )
+        self.counts: dict[str, Counter[str]] = {}
+        self._started = False
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._remembered: dict[str, AdapterCard] = {}  # of engines that were removed
         self._created = int(time.time())
         self._model: ModelInfo | None = None
-        self._dispatch = Dispatch(self._book, self._links, self._catalogue, patience_seconds)
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self._links}
+        self._dispatch = Dispatch(self._book, self._links, self._catalogue, patience_seconds, summon)
+        for number, address in enumerate(addresses):
+            self.add(f"engine-{number}", address)
 
     async def start(self) -> None:
         """See `Engines`."""
+        self._started = True
         for link in self._links.values():
             link.start()
 
     async def close(self) -> None:
         """See `Engines`."""
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    # -- engines ---------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, address: str) -> None:
+        """One more engine. Raises ValueError for a name that is taken, AddressError for an address that is none, or
+        that needs keys.
+        """
+        link = EngineLink(name, address, self._keys, self._catalogue, self._reported, self._lost, self._poll_seconds)
+        self._book.add(name)
+        self._links[name], self.counts[name] = link, Counter()
+        if self._started:
+            link.start()
+
+    def remove(self, name: str) -> None:
+        """An engine is about to end: it gets no new requests, and its streams go on until it ends them."""
+        link = self._links.pop(name)
+        self._book.remove(name)
+        self._remembered |= {
+            info.name: AdapterCard(info.name, info.rank, info.content) for info in link.adapters.values()
+        }
+        task = asyncio.create_task(self._see_off(link))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        self._dispatch.wake()
+
+    async def _see_off(self, link: EngineLink) -> None:
+        try:
+            while link.streams:
+                await self._dispatch.news(None)
+        finally:
+            del self.counts[link.name]
+            await link.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -85,8 +127,11 @@ class Router:
             link = self._links[choice.engine]
             self._count(choice)
             heard = False
+            link.streams += 1
             self._book.begin(link.name, request.adapter, keys, time.monotonic())
             try:
+                if request.adapter is not None and request.adapter in self._catalogue.offers:
+                    await link.bring(request.adapter, self._fetch)
                 text_alone = isinstance(request.prompt, str) and not request.add_special_tokens
                 lists = link.client.stream_lists(
                     without_special_tokens(str(request.prompt)) if text_alone else request.prompt,
@@ -113,7 +158,7 @@ class Router:
                 self._move(link, moved, problem)
             except OverloadedError as problem:
                 if problem.code in ("draining", "loading"):
-                    self._book.says(link.name, problem.code, time.monotonic())
+                    self._says(link, problem.code)
                 link.failed(problem)
                 if problem.code not in _TRIED_ELSEWHERE or heard:
                     self._move(link, moved, problem)
@@ -128,8 +173,13 @@ class Router:
                 else:
                     refused[link.name] = ServerError(str(problem), problem.code)
             finally:
+                link.streams -= 1
                 self._book.end(link.name, moved.ended, time.monotonic())
                 self._dispatch.wake()
+
+    def _says(self, link: EngineLink, status: str) -> None:
+        if link.name in self._links:
+            self._book.says(link.name, status, time.monotonic())
 
     def _move(self, link: EngineLink, moved: MovedStream, problem: ServerError) -> None:
         moved.moved(problem)
@@ -140,6 +190,8 @@ class Router:
         self.counts[choice.engine][f"routed_{reason}_total"] += 1
 
     def _reported(self, link: EngineLink, report: Report) -> None:
+        if link.name not in self._links:
+            return
         if link.welcome is not None and report.status != "loading":
             model = ModelInfo(
                 link.welcome.model,
@@ -153,8 +205,9 @@ class Router:
                 self._created,
                 link.welcome.max_adapter_slots,
             )
-            if self._model is None:
+            if self._model is None or not self._is_served_elsewhere(self._model, link):
                 self._model = model
+                self._remembered.clear()
             elif (model.name, model.vocabulary) != (self._model.name, self._model.vocabulary):
                 if self._book.status(link.name) != "dead":
                     _log.error(
@@ -164,7 +217,14 @@ class Router:
         self._book.report(link.name, report, time.monotonic())
         self._dispatch.wake()
 
+    def _is_served_elsewhere(self, model: ModelInfo, newcomer: EngineLink) -> bool:
+        """Whether another engine serves this model: then the newcomer has to."""
+        others = [link.welcome for link in self._links.values() if link is not newcomer and link.welcome is not None]
+        return any((each.model, each.vocabulary) == (model.name, model.vocabulary) for each in others)
+
     def _lost(self, link: EngineLink, problem: Exception) -> None:
+        if link.name not in self._links:
+            return
         _log.warning("%s is lost: %s", link.name, problem)
         self._book.lost(link.name, time.monotonic())
         self._dispatch.wake()
@@ -173,17 +233,18 @@ class Router:
 
     async def model(self) -> ModelInfo:
         """See `Engines`."""
-        if self._model is None:
-            await self._dispatch.news(None)
-        if self._model is None:
+        model = self._model or await self._dispatch.first(lambda: self._model)
+        if model is None:
             loading = any(link.status == "loading" for link in self._links.values())
             if loading:
                 raise OverloadedError("the model is being loaded", "loading", 1.0)
             raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
-        return self._model
+        return model
 
     async def health(self) -> EngineHealth:
         """See `Engines`."""
+        if not self._links:
+            return EngineHealth("idle", "no engine runs; a request starts one")
         each = {name: link.status for name, link in self._links.items()}
         best = min(self._links.values(), key=lambda link: _ORDER.index(link.status))
         told = best.health
@@ -201,13 +262,21 @@ class Router:
     # -- adapters --------------------------------------------------------------------------------------------------
 
     async def adapters(self) -> list[AdapterCard]:
-        """See `Engines`; as they were at the last look, at most a second ago."""
+        """See `Engines`; as they were at the last look, at most a second ago. While no engine has told of its own,
+        those that the last ones had.
+        """
         cards: dict[str, AdapterCard] = {}
+        if all(link.welcome is None for link in self._links.values()):
+            cards = {name: card for name, card in self._remembered.items() if not self._catalogue.gone(name)}
+        for offer in self._catalogue.offers.values():
+            cards.setdefault(offer.name, AdapterCard(offer.name, offer.rank, ""))
         for name, link in self._links.items():
             for info in link.adapters.values():
                 if self._catalogue.gone(info.name):
                     continue
-                card = cards.get(info.name) or AdapterCard(info.name, info.rank, info.content)
+                card = cards.get(info.name)
+                if card is None or not card.content:
+                    card = AdapterCard(info.name, info.rank, info.content)
                 cards[info.name] = AdapterCard(
                     card.name,
                     card.rank,
@@ -217,6 +286,13 @@ class Router:
                     card.waiting + info.waiting,
                 )
         return [cards[name] for name in sorted(cards)]
+
+    def offer(self, offers: Mapping[str, Offer]) -> None:
+        """Adapters that requests may name besides; an engine loads one when its first request comes. One that is not
+        offered any more takes no new request, and is unloaded when those under way are finished.
+        """
+        self._catalogue.offered(offers)
+        self._dispatch.wake()
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
         """See `Engines`. An engine that is down gets it when it is back. When one refuses it, the others keep what they

@@ -25,7 +25,7 @@ class StatusPages:
 
     async def ready(self, request: Request) -> Response:
         """Whether requests are taken: 503 while the model is loaded, and when the server is about to stop."""
-        return _status(health := await self._desk.engines.health(), health.status in ("ok", "stalled"))
+        return _status(health := await self._desk.engines.health(), health.status in ("ok", "stalled", "idle"))
 
     async def version(self, request: Request) -> Response:
         """This package's release."""

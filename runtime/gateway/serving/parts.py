@@ -29,9 +29,11 @@ class Parts:
     close: Callable[[], None]
 
 
-def make_parts(settings: GatewaySettings) -> Parts:
-    """Raises ValueError for a file or an address that cannot be used."""
-    engines = Router(settings.engines, settings.engine_keys)
+def make_parts(settings: GatewaySettings, engines: Engines | None = None) -> Parts:
+    """`engines`: other ones than those at the settings' addresses. Raises ValueError for a file or an address that
+    cannot be used.
+    """
+    engines = engines or Router(settings.engines, settings.engine_keys)
     book = None if settings.keys is None else KeyBook(Path(settings.keys))
     log = None if settings.usage_log is None else UsageLog(Path(settings.usage_log), days=settings.usage_days)
     closing: list[Callable[[], None]] = [] if log is None else [log.close]

@@ -1,0 +1,151 @@
+"""Engines that come and go while a router runs, and adapters that an engine loads when it is first asked for them."""
+
+import asyncio
+
+import pytest
+from sidestream.runtime.gateway.contracts import EngineRequest
+from sidestream.runtime.gateway.observe.engine_numbers import look
+from sidestream.runtime.gateway.router.catalogue import Offer
+from sidestream.runtime.gateway.router.router import Router
+from sidestream.runtime.requests.errors import EngineDeadError, ServerError
+from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.wire.addresses import AddressError
+from support.fake_runner import continuation
+from support.serving import serve_fake
+from support.wire_server import WireServer
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6)
+
+
+async def tokens(router, name, adapter=None):
+    request = EngineRequest(name, [1, 2, 3], PARAMS, adapter)
+    return [
+        token for chunks in [c async for c in router.stream(request)] for chunk in chunks for token in chunk.token_ids
+    ]
+
+
+async def until(true):
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def two(tmp_path):
+    tmp_path.chmod(0o700)
+    with WireServer(f"ipc://{tmp_path}/a") as one, WireServer(f"ipc://{tmp_path}/b") as other:
+        yield one, other
+
+
+def test_a_request_summons_an_engine_and_waits_for_it(two):
+    async def run():
+        summons = []
+        router = Router([], poll_seconds=0.05, summon=lambda: summons.append(1))
+        await router.start()
+        try:
+            assert (await router.health()).status == "idle"
+            await look(router)
+            await asyncio.sleep(0.05)
+            assert not summons, "a look summons nobody"
+            asked = [asyncio.create_task(router.model()), asyncio.create_task(tokens(router, "r"))]
+            await until(lambda: summons)
+            assert not any(task.done() for task in asked)
+            router.add("first", two[0].address)
+            model, answer = await asyncio.gather(*asked)
+            assert model.name == "fake" and answer == list(range(6))
+            with pytest.raises(ValueError, match="in the book"):
+                router.add("first", two[1].address)
+            with pytest.raises(AddressError):
+                router.add("other", "tcp://example.com:5757")
+        finally:
+            await router.close()
+
+    asyncio.run(run())
+
+
+def test_patience_ends(tmp_path):
+    async def run():
+        router = Router([], poll_seconds=0.05, patience_seconds=0.2, summon=lambda: None)
+        await router.start()
+        with pytest.raises(EngineDeadError):
+            await tokens(router, "r")
+        with pytest.raises(EngineDeadError):
+            await router.model()
+        await router.close()
+
+    asyncio.run(run())
+    with pytest.raises(ValueError, match="at least one"):
+        Router([])
+
+
+def test_an_engine_that_leaves_finishes_and_its_adapters_are_remembered(tmp_path):
+    async def run(server, other):
+        router = Router([server.address], poll_seconds=0.05, summon=lambda: None)
+        await router.start()
+        try:
+            await router.model()
+            stream = router.stream(EngineRequest("long", [1, 2], SamplingParams(temperature=0, max_tokens=200), "a1"))
+            first = await anext(stream)
+            router.remove("engine-0")
+            assert (await router.health()).engines == {}
+            assert "a1" in {card.name for card in await router.adapters()}, "requests for it wait for an engine"
+            rest = [chunk for chunks in [c async for c in stream] for chunk in chunks]
+            received = [token for chunk in [*first, *rest] for token in chunk.token_ids]
+            assert received == continuation([1, 2], 1, 200, server.vocabulary)
+            waiting = asyncio.create_task(tokens(router, "later", "a1"))
+            await asyncio.sleep(0.1)
+            router.add("engine-1", other.address)
+            assert await waiting == continuation([1, 2, 3], 1, 6, server.vocabulary)
+            await until(lambda: list(router.counts) == ["engine-1"])
+        finally:
+            await router.close()
+
+    sizes = {"adapters": 2, "num_slots": 2, "step_seconds": 0.002}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with serve_fake(tmp_path / "a", **sizes) as one, serve_fake(tmp_path / "b", **sizes) as two:
+        one.vocabulary = 251
+        asyncio.run(run(one, two))
+
+
+def test_an_offered_adapter_is_loaded_by_the_engine_that_gets_its_first_request(tmp_path):
+    root = tmp_path / "root"
+
+    async def run(server):
+        fetched = []
+
+        async def fetch(engine, offer):
+            fetched.append((engine, offer.version))
+            return offer.path
+
+        router = Router([server.address], poll_seconds=0.05, summon=lambda: None, fetch=fetch)
+        await router.start()
+        try:
+            await router.model()
+            (root / "new").mkdir()
+            router.offer({"new": Offer("new", str(root / "new"), "v1", 8)})
+            (card,) = [card for card in await router.adapters() if card.name == "new"]
+            assert (card.rank, card.places) == (8, {})
+            answers = await asyncio.gather(*(tokens(router, f"r{number}", "new") for number in range(4)))
+            assert len({tuple(answer) for answer in answers}) == 1 and fetched == [("engine-0", "v1")]
+            (card,) = [card for card in await router.adapters() if card.name == "new"]
+            assert card.content and "engine-0" in card.places
+            router.offer({"new": Offer("new", str(root / "new"), "v2", 8)})
+            await tokens(router, "again", "new")
+            assert fetched == [("engine-0", "v1"), ("engine-0", "v2")]
+            router.offer({})
+            with pytest.raises(ServerError) as refused:
+                await tokens(router, "late", "new")
+            assert refused.value.code == "unknown_adapter"
+            assert "new" not in {card.name for card in await router.adapters()}
+            router.offer({"bad": Offer("bad", str(tmp_path), "v1", 8)})
+            with pytest.raises(ServerError) as refused:
+                await tokens(router, "bad", "bad")
+            assert refused.value.code == "forbidden", "one request fails, and says why"
+        finally:
+            await router.close()
+
+    root.mkdir()
+    (tmp_path / "e").mkdir()
+    with serve_fake(tmp_path / "e", adapters=1, num_slots=4, adapter_roots=[str(root)]) as server:
+        asyncio.run(run(server))
