@@ -9,7 +9,6 @@ safe.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -30,14 +29,6 @@ PACKAGE = Path(__file__).parents[2]
 SOURCES = ("ops", "graphs", "compiler")
 LIMIT = 4 << 30
 """Bytes of all kept programs together; one has some megabytes."""
-
-
-def cache_directory() -> Path:
-    """Where programs are kept: $SIDESTREAM_CACHE, else sidestream/ under $XDG_CACHE_HOME or ~/.cache."""
-    given = os.environ.get("SIDESTREAM_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sidestream"
 
 
 @lru_cache(maxsize=1)

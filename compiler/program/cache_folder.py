@@ -27,6 +27,14 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
 
 
+def cache_directory() -> Path:
+    """Where everything is kept: $SIDESTREAM_CACHE, else sidestream/ under $XDG_CACHE_HOME or ~/.cache."""
+    given = os.environ.get("SIDESTREAM_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sidestream"
+
+
 class CacheFolder:
     """The folder `directory`, made with mode 0700 when something is first kept; at most `limit` bytes. Safe for several
     processes at once.

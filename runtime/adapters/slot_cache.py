@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from ...compiler.graph.recipe import Recipe
 from ...compiler.options import OptionError
-from ...compiler.program.cache import cache_directory, source_hash
-from ...compiler.program.cache_folder import CacheFolder, write_fully
+from ...compiler.program.cache import source_hash
+from ...compiler.program.cache_folder import CacheFolder, cache_directory, write_fully
 from ...graphs.adapter import Adapter
 from ...graphs.adapter_file import read_fully, readers
 from ...graphs.config import LlamaConfig

@@ -17,7 +17,8 @@ from ...compiler.api import CompiledModel, compile_model
 from ...compiler.graph.recipe import Recipe
 from ...compiler.options import CompileOptions, OptionError
 from ...compiler.pipeline import PASSES, pass_names
-from ...compiler.program.cache import ProgramCache, ProgramStore, cache_directory
+from ...compiler.program.cache import ProgramCache, ProgramStore
+from ...compiler.program.cache_folder import cache_directory
 from ...compiler.program.program import Program
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter

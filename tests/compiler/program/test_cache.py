@@ -12,7 +12,8 @@ from sidestream.compiler.api import CompiledModel, compile_model
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.pipeline import pass_names
 from sidestream.compiler.program.buffers import ProgramError
-from sidestream.compiler.program.cache import ProgramCache, ProgramStore, cache_directory, with_pages
+from sidestream.compiler.program.cache import ProgramCache, ProgramStore, with_pages
+from sidestream.compiler.program.cache_folder import cache_directory
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama

@@ -30,7 +30,7 @@ def real_model(given: str | Path | None = None) -> Path:
         if not (Path(given) / "config.json").is_file():
             raise ValueError(f"--real {given} holds no config.json; name a converted directory or the GGUF file")
         return Path(given)
-    from ....compiler.program.cache import cache_directory
+    from ....compiler.program.cache_folder import cache_directory
 
     target = cache_directory() / "models" / f"{NAME}-{GGUF_SHA256[:16]}"
     if (target / DONE).is_file():
