@@ -6,6 +6,7 @@ attention        paged attention, and every op that reads or writes the KV cache
 linear           linears in eight bits, their kernels, and the tables that choose among them
 lora             LoRA of mixed adapters: plan, shrink, expand
 rows             one row at a time: norms, SiLU * mul, quantizers, embedding, sampling
+speculate        drafts: made from a sequence's own tokens, placed in a step's inputs, accepted
 decoder_block    a decode layer between two attentions as one launch
 collectives      what the ranks of a tensor-parallel group do together
 

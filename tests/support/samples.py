@@ -15,6 +15,7 @@ from sidestream.ops.lora.rounded import lora_round_reference
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
 from sidestream.ops.rows.quantize_blocks import reference as quantize_blocks_reference
 
+from support.drafts import steps_of_drafts
 from support.lora import LoraCase, lora_case
 
 SAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {}
@@ -439,3 +440,18 @@ def _linear_8bit() -> list[tuple[Any, ...]]:
         (*case(2, 2, n=32, k=16), normal(2, 2, 32), normal(2, 2, 32), torch.float32),
         blocks,
     ]
+
+
+@samples("draft_ngram")
+def _draft_ngram() -> list[tuple[Any, ...]]:
+    return [steps_of_drafts(most=most)["draft_ngram"] for most in (3, 1)]
+
+
+@samples("place_drafts")
+def _place_drafts() -> list[tuple[Any, ...]]:
+    return [steps_of_drafts(most=most)["place_drafts"] for most in (3, 0)]
+
+
+@samples("accept_drafts")
+def _accept_drafts() -> list[tuple[Any, ...]]:
+    return [steps_of_drafts(most=most)["accept_drafts"] for most in (3, 0)]

@@ -1,0 +1,114 @@
+"""`accept_drafts`: the drafts that the model itself samples are accepted, and the history grows by them.
+
+A draft was computed as if it were the next token. It holds exactly when the token that the row before it sampled is the
+same: noise depends on (seed, step, token) alone, so that row has sampled what a step of its own would have. Up to the
+first draft that does not hold, and with the token sampled in its place, the sequence is what it would have been without
+drafts, greedy or not; the other rows' tokens are void.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.registry import register
+from ..core.triton_support import next_power_of_2, pdl_options, pdl_start, require_contiguous
+
+
+def reference(
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    first: torch.Tensor,
+    history: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Count the drafts that hold, and append what was sampled up to there.
+
+    tokens   [N] int32: sampled tokens; -1 (no token) ends a sequence's part and is kept as 0
+    drafts   [B, K] int32 (K may be 0)
+    rows     [B] int32: each sequence's row of the history, -1: none
+    counts   [B] int32: how many of its drafts were computed; -1 counts as 0
+    first    [B] int32: the place of a sequence's first sampled token in `tokens`; its others follow
+    writes history [R, H] and lengths [R] int32: the accepted drafts and one token more, as far as the row has room
+    returns  [B] int32: accepted drafts
+    """
+    accepted = torch.zeros_like(rows)
+    width = history.shape[1]
+    for index, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
+        if row < 0:
+            continue
+        begin, count, length = int(first[index]), max(count, 0), int(lengths[row])
+        sampled = tokens[begin : begin + 1 + count]
+        held = int((sampled[:count] == drafts[index, :count]).to(torch.int32).cumprod(0).sum())
+        accepted[index] = held
+        room = max(0, min(1 + held, width - length))
+        history[row, length : length + room] = sampled[:room].clamp_min(0)
+        lengths[row] = length + 1 + held
+    return accepted
+
+
+def fake(
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    first: torch.Tensor,
+    history: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """The results of `reference`, not filled."""
+    return torch.empty_like(rows)
+
+
+@triton.jit(do_not_specialize=["width", "most"])
+def _accept_kernel(
+    tokens, drafts, rows, counts, first, history, lengths, accepted, width, most, COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes one sequence: COUNT >= 1 + K."""
+    pdl_start(PDL)
+    index = tl.program_id(0)
+    row = tl.load(rows + index)
+    if row < 0:
+        tl.store(accepted + index, 0)
+        return
+    count = tl.maximum(tl.load(counts + index), 0)
+    step = tl.arange(0, COUNT)
+    sampled = tl.load(tokens + tl.load(first + index) + step, mask=step <= count, other=-1)
+    draft = tl.load(drafts + index * most + step, mask=step < count, other=0)
+    # the first that does not hold; behind the last draft there is none to hold
+    held = tl.min(tl.where((step < count) & (sampled == draft), COUNT, step), axis=0)
+    length = tl.load(lengths + row)
+    place = length + step
+    kept = (step <= held) & (place < width)
+    tl.store(history + row.to(tl.int64) * width + place, tl.maximum(sampled, 0), mask=kept)
+    tl.store(lengths + row, length + 1 + held)
+    tl.store(accepted + index, held)
+
+
+def launch(
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    first: torch.Tensor,
+    history: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """One program a sequence. Too short to heed `sm_budget`."""
+    require_contiguous("accept_drafts", tokens=tokens, drafts=drafts, history=history)
+    if len(rows) == 0:
+        return
+    most = drafts.shape[1]
+    _accept_kernel[(len(rows),)](
+        tokens, drafts, rows, counts, first, history, lengths, out[0], history.shape[1], most,
+        COUNT=next_power_of_2(1 + most), num_warps=1, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+accept_drafts = register("accept_drafts", reference, fake, launch, mutates=("history", "lengths"))
