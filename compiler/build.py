@@ -26,8 +26,8 @@ def build_program(
     """Specialize, schedule and lay out one program.
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `options.lora_lowering` decides
-    whether side-lane nodes get their own stream (`auto`: in decode buckets). Raises ProgramError
-    (SpecializeError) when the graph does not fit these sizes.
+    whether side-lane nodes get their own stream (`auto`: in buckets of decode steps and of steps with drafts).
+    Raises ProgramError (SpecializeError) when the graph does not fit these sizes.
     """
     options = options or CompileOptions()
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -37,7 +37,7 @@ def build_program(
         propagate(graph)
     draft = lower(graph)
     two_streams = options.lora_lowering == "side_stream" or (
-        options.lora_lowering == "auto" and bucket is not None and bucket.decode
+        options.lora_lowering == "auto" and bucket is not None and (bucket.decode or bucket.verifies)
     )
     steps = schedule(
         draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl

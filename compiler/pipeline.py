@@ -112,6 +112,10 @@ PROMPT_PASSES: tuple[Pass, ...] = (
     Pass(fuse_lora_expand, "keeps"),
     Pass(widen_kv_once, "keeps"),
 )
+# On the static graph of a program for steps with drafts: as of few tokens, and of several a sequence.
+VERIFY_PASSES: tuple[Pass, ...] = (
+    Pass(fuse_quantize, "keeps"),  # as in a decode program
+)
 STATIC_PASSES = (*DECODE_PASSES, *PROMPT_PASSES)
 SAME_VALUES = frozenset({"fuse_quantize", "widen_kv_once"})  # of these, those that round where their input did
 ALWAYS_ON = frozenset({"normalize"})
@@ -125,7 +129,7 @@ def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass,
     """
     if bucket is None:
         return ()
-    chosen = DECODE_PASSES if bucket.decode else PROMPT_PASSES
+    chosen = DECODE_PASSES if bucket.decode else VERIFY_PASSES if bucket.verifies else PROMPT_PASSES
     if not options.size_independent:
         return chosen
     kept = {*SAME_VALUES, "fuse_decoder_block"} if options.whole_layer == "on" else SAME_VALUES

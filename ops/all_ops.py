@@ -1,3 +1,3 @@
 """Importing this module registers every op as `torch.ops.sidestream.<name>`."""
 
-from . import attention, collective, decoder_block, linear, lora, rows, speculate  # noqa: F401
+from . import attention, collectives, decoder_block, linear, lora, rows, speculate  # noqa: F401

@@ -33,6 +33,7 @@ class Bucket:
     blocks     P, columns of block_table
     decode     one token a sequence: row b of every activation is sequence b (so T == B, and logits_indices is 0..B-1)
     lora       False: the twin without LoRA
+    rows       of a step with drafts: so many tokens a sequence (at most: T tokens in all), and logits of every token
     """
 
     tokens: int
@@ -41,9 +42,10 @@ class Bucket:
     blocks: int
     decode: bool = False
     lora: bool = True
+    rows: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "sequences", "pages", "blocks"):
+        for name in ("tokens", "sequences", "pages", "blocks", "rows"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ProgramError(f"bucket {name}={value!r} must be a positive integer")
@@ -52,11 +54,23 @@ class Bucket:
                 f"a decode bucket has one token a sequence, not {self.tokens} tokens for {self.sequences} sequences; "
                 "use decode=False"
             )
+        if self.verifies and (self.decode or self.tokens != self.sequences * self.rows):
+            raise ProgramError(
+                f"a bucket with {self.rows} rows a sequence has {self.sequences * self.rows} tokens for "
+                f"{self.sequences} sequences and is none of decode steps, not tokens={self.tokens}, "
+                f"decode={self.decode}"
+            )
+
+    @property
+    def verifies(self) -> bool:
+        """Whether it is for steps with drafts."""
+        return self.rows > 1
 
     @property
     def name(self) -> str:
-        """A short name, also fit for a file: `decode_t16_b16_p64_lora`."""
-        kind, lora = "decode" if self.decode else "mixed", "lora" if self.lora else "base"
+        """A short name, also fit for a file: `decode_t16_b16_p64_lora`, `verify_t64_b16_p64_lora`."""
+        kind = "decode" if self.decode else "verify" if self.verifies else "mixed"
+        lora = "lora" if self.lora else "base"
         return f"{kind}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{lora}"
 
 

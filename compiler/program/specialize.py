@@ -40,8 +40,9 @@ def specialize(
 
     `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer. `decode`: row
     b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the
-    bucket's). `lora=False`: LoRA ops vanish, and what consumed their delta goes without (default: the bucket's, else
-    True). `one_sum`: LoRA's shrinks make one plane each, whatever the size.
+    bucket's; in a bucket of steps with drafts the selection is dropped too). `lora=False`: LoRA ops vanish, and what
+    consumed their delta goes without (default: the bucket's, else True). `one_sum`: LoRA's shrinks make one plane each,
+    whatever the size.
     Raises SpecializeError naming the node that can't be made static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -54,6 +55,10 @@ def specialize(
         erase_lora(graph)
     if decode:
         mark_decode(graph)
+    if decode or (bucket is not None and bucket.verifies):
+        take_every_row(graph)
+    if bucket is not None and bucket.verifies:
+        keep_queries(graph)
     sweep(graph)
     fit_lora_tiles(graph, specs, one_sum)
     _set_inputs(graph, graph_module, specs)
@@ -131,13 +136,25 @@ def _drop_optional(node: fx.Node, erased: set[fx.Node]) -> None:
 
 
 def mark_decode(graph: fx.Graph) -> None:
-    """Set every `decode` flag; drop selections of the logits rows (all of them, in order, when each sequence has one
-    token).
-    """
+    """Set every `decode` flag."""
     for node in list(graph.nodes):
         if is_own(node) and has_operand(node, "decode"):
             set_operands(node, decode=True)
-        elif is_call(node, aten.index_select.default):
+
+
+def keep_queries(graph: fx.Graph) -> None:
+    """Queries are not rounded to eight bits: drafts are judged by what a decode step would sample, and that rounds
+    none.
+    """
+    for node in graph.nodes:
+        if is_own(node) and has_operand(node, "quantize_q"):
+            set_operands(node, quantize_q=False)
+
+
+def take_every_row(graph: fx.Graph) -> None:
+    """Drop selections of the logits rows: it is all of them, in order."""
+    for node in list(graph.nodes):
+        if is_call(node, aten.index_select.default):
             selection = bind(node)
             if selection.dim in (0, -2) and getattr(selection.index, "name", "") == "logits_indices":
                 node.replace_all_uses_with(selection.self)

@@ -1,8 +1,8 @@
 """Speculation on the device, without a CPU in the loop: what each sequence's tokens are, where it stands, and what may
 come next.
 
-The device keeps `history` [R, H] int32 (row r: the tokens of the sequence that holds row r) and `lengths` [R] int32 (how
-many of them there are), because plans are made before the host knows how many drafts were accepted.
+The device keeps `history` [R, H] int32 (row r: the tokens of the sequence that holds row r) and `lengths` [R] int32
+(how many of them there are), because plans are made before the host knows how many drafts were accepted.
 
 draft_ngram    the tokens that followed the latest, longest earlier occurrence of a sequence's end
 place_drafts   a step's inputs for the sequences that only the device can place: tokens, positions, slots, lengths

@@ -1,9 +1,9 @@
 """`draft_ngram`: drafts from a sequence's own tokens: what followed the last time that it ended as it ends now.
 
 Of all earlier places whose tokens agree with the sequence's end, the one with the longest agreement is taken (at most
-`LONGEST` tokens count), and among equals the latest. What followed there is the draft; where the end is reached, it goes
-on from the place again, so that a run of one token or a short cycle drafts itself. A sequence without any such place
-drafts its last token once more. The same history always gives the same drafts.
+`LONGEST` tokens count), and among equals the latest. What followed there is the draft; where the end is reached, it
+goes on from the place again, so that a run of one token or a short cycle drafts itself. A sequence without any such
+place drafts its last token once more. The same history always gives the same drafts.
 """
 
 import torch

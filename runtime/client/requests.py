@@ -187,6 +187,8 @@ class Assembly:
             now, first = time.time(), chunk.usage.first_token_seconds
             arrival = now - chunk.usage.total_seconds
             self.output.finished, self.output.num_cached_tokens = True, chunk.usage.cached_tokens
+            self.output.num_draft_tokens = chunk.usage.draft_tokens
+            self.output.num_accepted_tokens = chunk.usage.accepted_tokens
             self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)
 
 

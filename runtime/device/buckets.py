@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ...compiler.program.program import Bucket
 from ...ops.core.triton_support import next_power_of_2
-from ..steps.plan import StepPlan, most_logits
+from ..steps.plan import DRAFT_SIZES, VERIFIED_ROWS, StepPlan, most_logits
 
 FINE_DECODE = 64
 SMALLEST_MIXED = 64
@@ -16,8 +16,9 @@ class Buckets:
     """The engine's buckets.
 
     On a GPU: decode buckets of 1, 2, 4, 8, then every 8 to 64 and every 16 beyond; mixed buckets of 64, 128, 192, 256,
-    384, ... tokens and few, some or all sequences. `rounded` (the CPU, where a padded row costs as much as a real one):
-    everything rounded up to powers of two.
+    384, ... tokens and few, some or all sequences. With `drafts` (most of a sequence) also buckets of steps with
+    drafts: 2, 4 and 8 rows a sequence, as far as VERIFIED_ROWS go. `rounded` (the CPU, where a padded row costs as much
+    as a real one): everything rounded up to powers of two.
     """
 
     max_num_seqs: int
@@ -26,6 +27,7 @@ class Buckets:
     blocks: int
     lora: bool
     rounded: bool = False
+    drafts: int = 0
 
     def decode_sizes(self) -> list[int]:
         """Batch sizes of the decode buckets, ascending; the last is max_num_seqs."""
@@ -45,9 +47,23 @@ class Buckets:
         sizes = [size for size in MIXED_SEQUENCES if size < self.max_num_seqs] + [self.max_num_seqs]
         return sizes + [self.logit_rows] * (self.logit_rows > self.max_num_seqs)
 
+    def verify_sizes(self) -> list[tuple[int, int]]:
+        """(sequences, rows a sequence) of the buckets of steps with drafts."""
+        return [
+            (size, rows) for rows in self._verify_rows() for size in self.decode_sizes() if size * rows <= VERIFIED_ROWS
+        ]
+
+    def _verify_rows(self) -> list[int]:
+        return [1 + size for size in DRAFT_SIZES if size < 2 * self.drafts]
+
+    @property
+    def sampled_rows(self) -> int:
+        """Most rows that a step samples."""
+        return max(self.max_num_seqs, self._largest_verify().tokens if self.drafts else 0)
+
     @property
     def logit_rows(self) -> int:
-        """Most rows of logits of a step."""
+        """Most rows of logits of a step without drafts."""
         return most_logits(self.max_num_seqs, self.max_num_batched_tokens)
 
     def largest(self) -> Bucket:
@@ -57,6 +73,16 @@ class Buckets:
     def largest_decode(self) -> Bucket:
         """The decode bucket that holds every decode step."""
         return self._make(self.max_num_seqs, self.max_num_seqs, decode=True, lora=self.lora)
+
+    def _largest_verify(self) -> Bucket:
+        """The bucket that holds every step with drafts."""
+        sequences = min(self.max_num_seqs, VERIFIED_ROWS // 2)
+        most = min(VERIFIED_ROWS, sequences * self._verify_rows()[-1])
+        return self._make_verify(sequences, next(rows for rows in self._verify_rows() if sequences * rows >= most))
+
+    def largest_of_each_kind(self) -> list[Bucket]:
+        """Buckets that hold every step but one that scores more of a prompt than there are rows for sequences."""
+        return [self.largest(), self.largest_decode(), *([self._largest_verify()] if self.drafts else [])]
 
     def warm_up_buckets(self) -> list[Bucket]:
         """Mixed buckets among which every kernel of a prompt's step is met: one for each token count, with its
@@ -76,10 +102,18 @@ class Buckets:
             self._make(size, size, decode=True, lora=lora) for size in reversed(self.decode_sizes()) for lora in twins
         ]
 
+    def captured_buckets(self) -> list[Bucket]:
+        """Every bucket that is a CUDA graph from the start: of decode steps, and of steps with drafts."""
+        twins = (True, False) if self.lora else (False,)
+        verify = [self._make_verify(*sizes, lora) for sizes in reversed(self.verify_sizes()) for lora in twins]
+        return [*self.decode_buckets(), *verify]
+
     def pick(self, plan: StepPlan) -> Bucket:
         """The bucket for a step."""
         tokens, sequences = plan.num_tokens, len(plan.logits_indices)
         lora = self.lora and plan.uses_lora
+        if plan.verifies:
+            return self._pick_verify(plan.num_sequences, tokens, lora)
         if self.rounded:
             tokens = min(next_power_of_2(tokens), self.max_num_batched_tokens)
             most = self.max_num_seqs if sequences <= self.max_num_seqs else self.logit_rows
@@ -95,6 +129,18 @@ class Buckets:
         return self._make(
             _at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, lora
         )
+
+    def _pick_verify(self, sequences: int, tokens: int, lora: bool) -> Bucket:
+        size = (
+            min(next_power_of_2(sequences), self.max_num_seqs)
+            if self.rounded
+            else _at_least(self.decode_sizes(), sequences)
+        )
+        return self._make_verify(size, next(rows for rows in self._verify_rows() if size * rows >= tokens), lora)
+
+    def _make_verify(self, sequences: int, rows: int, lora: bool | None = None) -> Bucket:
+        lora = self.lora if lora is None else lora
+        return Bucket(sequences * rows, sequences, self.pages, self.blocks, False, lora, rows)
 
     def _make(self, tokens: int, sequences: int, decode: bool, lora: bool) -> Bucket:
         return Bucket(tokens, sequences, self.pages, self.blocks, decode, lora)

@@ -12,6 +12,7 @@ from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from ..engine.options import EngineOptions
 from ..engine.resolve import EngineSizes
 from ..requests.errors import CapacityError
+from .histories import histories_bytes
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 GIB = 1 << 30
@@ -104,15 +105,24 @@ def plan_cpu_pages(page: int, max_model_len: int, max_num_seqs: int) -> int:
 
 
 def num_kv_pages(
-    program: Program, config: LlamaConfig, options: EngineOptions, sizes: EngineSizes, device: torch.device
+    program: Program,
+    config: LlamaConfig,
+    options: EngineOptions,
+    sizes: EngineSizes,
+    device: torch.device,
+    sampled_rows: int,
 ) -> int:
-    """How many KV pages there will be; `program` is the one that needs the most memory. Raises CapacityError."""
+    """How many KV pages there will be; `program` is the one that needs the most memory, `sampled_rows` the most that a
+    step samples. Raises CapacityError.
+    """
     page = nbytes(kv_specs(program, 1))
     if options.num_kv_pages is not None:
         return options.num_kv_pages
     if device.type == "cpu":
         return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
-    activations = program.arena_bytes + sampling_bytes(sizes.max_num_seqs, config.vocab_size)
+    activations = program.arena_bytes + sampling_bytes(sampled_rows, config.vocab_size)
+    if options.speculation != "off":
+        activations += histories_bytes(sizes.max_num_seqs, sizes.max_model_len)
     stacks = specs_of(program, "adapter")
     slots = next((shape[0] for shape, _ in stacks.values()), 1)
     # one slot more: `slot_copy`'s buffer

@@ -35,9 +35,11 @@ from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, resolve_sizes
 from ..requests.errors import RequestError
 from ..scheduling.limits import SchedulerLimits
+from ..scheduling.speculation import most_drafts
 from ..text.tokenizer import eos_token_ids
 from .buckets import Buckets
 from .capacity import kv_specs, num_kv_pages, specs_of
+from .histories import Histories
 from .progress import progress, stage
 from .runner import ModelRunner
 from .sleep import Sleeper
@@ -223,9 +225,10 @@ def _build(
         model = Llama(config, lora, dtype=dtype, device="meta")
         cache = _program_cache(config, lora, compiler_options) if options.passes == PASSES else None
         compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache)
-        largest = compiled.program(_buckets(sizes, sizes.blocks, lora is not None, device).largest())
-    num_pages = num_kv_pages(largest, config, engine, sizes, device)
-    buckets = _buckets(sizes, num_pages, lora is not None, device)
+        buckets = _buckets(sizes, sizes.blocks, lora is not None, device, engine)
+        largest = compiled.program(buckets.largest())
+    num_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows)
+    buckets = replace(buckets, pages=num_pages)
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
     constants = {} if calibration is None else calibration.tensors()
     with _timed(seconds, "load"):
@@ -250,6 +253,7 @@ def _build(
     )
     tensors.update(stack_tensors)
     tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
+    follows = engine.speculation != "off"
     runner = ModelRunner(
         compiled,
         tensors,
@@ -259,6 +263,7 @@ def _build(
         vocabulary=config.vocab_size,
         enforce_eager=engine.enforce_eager,
         arena_bytes=largest.arena_bytes,
+        histories=Histories(sizes.max_num_seqs, sizes.max_model_len, device) if follows else None,
     )
     if stacks is not None:
         registry.lora = lora
@@ -272,6 +277,7 @@ def _build(
         sizes.max_num_batched_tokens,
         slots,
         engine.enable_prefix_caching,
+        speculation=engine.speculation,
     )
     return Model(source, options, calibration, limits, registry, runner, compiled, sleeper, seconds)
 
@@ -281,9 +287,15 @@ def _program_cache(config: LlamaConfig, lora: LoraShape | None, options: Compile
     return ProgramCache(ProgramStore(cache_directory() / "programs"), parts, options, pass_names())
 
 
-def _buckets(sizes: EngineSizes, pages: int, lora: bool, device: torch.device) -> Buckets:
+def _buckets(sizes: EngineSizes, pages: int, lora: bool, device: torch.device, options: EngineOptions) -> Buckets:
     return Buckets(
-        sizes.max_num_seqs, sizes.max_num_batched_tokens, pages, sizes.blocks, lora, rounded=device.type == "cpu"
+        sizes.max_num_seqs,
+        sizes.max_num_batched_tokens,
+        pages,
+        sizes.blocks,
+        lora,
+        rounded=device.type == "cpu",
+        drafts=most_drafts(options.speculation),
     )
 
 

@@ -63,6 +63,7 @@ def _holds(ready: Bucket, wanted: Bucket) -> bool:
     """Whether a program runs another bucket's steps, padded."""
     return (
         ready.decode == wanted.decode
+        and ready.verifies == wanted.verifies
         and ready.tokens >= wanted.tokens
         and ready.sequences >= wanted.sequences
         and ready.lora >= wanted.lora

@@ -5,7 +5,7 @@ back.
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ...compiler.run.emit import BoundProgram
 from ..adapters.stacks import AdapterStacks, Report
 from ..steps.plan import StepMasks, StepPlan, StepResult
 from .buckets import Buckets
+from .histories import Histories
 from .programs import ReadyPrograms
 from .progress import progress, stage
 from .sampler import DeviceSamples, Sampler
@@ -39,13 +40,13 @@ class _Ready:
 @dataclass
 class Handle:
     """A step on its way: pinned copies of what it sampled, and the event after which they are valid. `unsampled`: its
-    plan and logits while it waits for masks.
+    plan, logits and positions (see `Sampler`) while it waits for masks.
     """
 
     step: int
     samples: DeviceSamples | None = None
     done: Any = None
-    unsampled: tuple[StepPlan, torch.Tensor] | None = None
+    unsampled: tuple[StepPlan, torch.Tensor, torch.Tensor | None] | None = None
 
 
 class ModelRunner:
@@ -68,6 +69,7 @@ class ModelRunner:
         vocabulary: int,
         enforce_eager: bool = False,
         arena_bytes: int = 0,
+        histories: Histories | None = None,
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -75,13 +77,14 @@ class ModelRunner:
         self.buckets = buckets
         self.device = device
         self.stacks = stacks
+        self.histories = histories
         self.captures = device.type == "cuda" and not enforce_eager
         self._tensors = dict(tensors)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._vocabulary = vocabulary
         self._logits: dict[torch.dtype, torch.Tensor] = {}
         self.programs: ReadyPrograms[_Ready] = ReadyPrograms()
-        self._sampler = Sampler(buckets.max_num_seqs, device)
+        self._sampler = Sampler(buckets.sampled_rows, device)
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
         self._pool: Any = None
         self._waiting: Handle | None = None  # for masks
@@ -97,7 +100,7 @@ class ModelRunner:
         """
         begin = time.perf_counter()
         if self.device.type == "cuda":
-            mixed, decode = self.buckets.warm_up_buckets(), self.buckets.decode_buckets() if self.captures else []
+            mixed, decode = self.buckets.warm_up_buckets(), self.buckets.captured_buckets() if self.captures else []
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
             with compiling, KernelsAhead(self.device) as ahead:
                 for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
@@ -118,7 +121,7 @@ class ModelRunner:
         met every kernel, and steps are replayed from the graphs that it captured.
         """
         if self.device.type == "cpu":
-            self.programs.build_aside((self.buckets.largest(), self.buckets.largest_decode()), self._make_ready)
+            self.programs.build_aside(self.buckets.largest_of_each_kind(), self._make_ready)
 
     def submit(self, plan: StepPlan) -> Handle:
         """Start a step. On a GPU this returns as soon as everything is launched. One with `masked_rows` computes its
@@ -141,29 +144,48 @@ class ModelRunner:
             and ready.bound.program.bucket.tokens <= CAPTURE_TOKENS  # type: ignore[union-attr]
         ):
             self._capture(ready)
+        inputs = ready.inputs.tensors
         ready.inputs.fill(plan, self._last_tokens)
+        positions: torch.Tensor | None = None
+        if plan.follows:
+            if self.histories is None:
+                raise RuntimeError("a plan follows sequences, but the engine was started without speculation")
+            self.histories.place(plan, inputs)
+            positions = inputs["positions"]
+            if not plan.decode and not plan.verifies:
+                positions = positions.index_select(0, inputs["logits_indices"])
         ready.bound.replay()
         handle, logits = Handle(plan.step), ready.logits[: len(plan.logits_indices)]
         if len(plan.masked_rows):
-            handle.unsampled = plan, logits
+            handle.unsampled = plan, logits, positions
             self._waiting = handle
         else:
-            self._sample(handle, plan, logits)
+            self._sample(handle, plan, logits, positions)
         return handle
 
     def constrain(self, handle: Handle, masks: StepMasks) -> None:
         """Sample a step that waits for these masks."""
         if handle.unsampled is None or handle.step != masks.step:
             raise RuntimeError(f"masks of step {masks.step} came when step {handle.step} waits for none")
-        (plan, logits), handle.unsampled = handle.unsampled, None
+        (plan, logits, positions), handle.unsampled = handle.unsampled, None
         self._waiting = None
-        self._sample(handle, plan, logits, masks)
+        self._sample(handle, plan, logits, positions, masks)
 
-    def _sample(self, handle: Handle, plan: StepPlan, logits: torch.Tensor, masks: StepMasks | None = None) -> None:
-        samples = self._sampler(logits, plan, masks)
-        # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
-        fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
-        self._last_tokens[: plan.num_sequences].copy_(fed)
+    def _sample(
+        self,
+        handle: Handle,
+        plan: StepPlan,
+        logits: torch.Tensor,
+        positions: torch.Tensor | None,
+        masks: StepMasks | None = None,
+    ) -> None:
+        samples = self._sampler(logits, plan, masks, positions)
+        if plan.follows and self.histories is not None:
+            samples = replace(samples, accepted=self.histories.accept(plan, samples.tokens))
+        else:
+            # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
+            fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
+            self._last_tokens[: plan.num_sequences].copy_(fed)
         self._send_back(handle, samples)
 
     def start_load(self, slot: int, number: int) -> None:
@@ -230,12 +252,11 @@ class ModelRunner:
 
     def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Programs share one logits buffer: each step's are read before the next step runs."""
-        if len(shape) != 2 or shape[1] != self._vocabulary or shape[0] > self.buckets.logit_rows:
+        most = max(self.buckets.logit_rows, self.buckets.sampled_rows)
+        if len(shape) != 2 or shape[1] != self._vocabulary or shape[0] > most:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if dtype not in self._logits:
-            self._logits[dtype] = torch.empty(
-                self.buckets.logit_rows, self._vocabulary, dtype=dtype, device=self.device
-            )
+            self._logits[dtype] = torch.empty(most, self._vocabulary, dtype=dtype, device=self.device)
         return self._logits[dtype][: shape[0]]
 
     def _send_back(self, handle: Handle, samples: DeviceSamples) -> None:

@@ -8,7 +8,7 @@ import torch
 from ...ops.core.triton_support import cdiv
 from ...ops.rows.argmax import argmax
 from ...ops.rows.sample import sample, top_logprobs
-from ..steps.plan import SamplingPlan, StepMasks, StepPlan
+from ..steps.plan import Int32, SamplingPlan, StepMasks, StepPlan
 from .staging import Staging
 
 _NUMBERS = (
@@ -28,7 +28,8 @@ Reported = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class DeviceSamples:
     """Tokens [B] int32 of a step, on the device (-1: no token, see `Sampler`); with logprobs: ids and values [B, 1 + k]
-    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored.
+    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored. `accepted` [B]: drafts
+    that hold (then the others have a row for each token).
     """
 
     tokens: torch.Tensor
@@ -38,10 +39,11 @@ class DeviceSamples:
     prompt_tokens: torch.Tensor | None = None
     prompt_logprobs: torch.Tensor | None = None
     prompt_ranks: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
 
 
 class Sampler:
-    """Samples steps of at most `max_rows` sequences.
+    """Samples steps of at most `max_rows` rows of logits.
 
     A step of greedy rows is one argmax; everything else is done only when a row asks for it. A row whose largest logit
     is infinite, or with NaN among them, gets no token (-1).
@@ -53,17 +55,25 @@ class Sampler:
         self._masks: Staging | None = None
         self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in _NUMBERS], device)
 
-    def __call__(self, logits: torch.Tensor, plan: StepPlan, masks: StepMasks | None = None) -> DeviceSamples:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        plan: StepPlan,
+        masks: StepMasks | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> DeviceSamples:
         """logits [R, V] of the plan's sequences, in order (rows that sample nothing are computed along), then of other
-        prompt tokens that are scored. `masks`: which tokens some of them may get.
+        prompt tokens that are scored. `masks`: which tokens some of them may get. `positions` [R] int32: what the
+        noise's steps are relative to.
         """
         prompts = None if plan.sampling.num_prompt_logprobs < 0 else self._score(logits, plan)
-        logits, sampling = logits[: plan.num_sequences], plan.sampling
+        sampling = plan.sampling
+        logits = logits[: len(sampling.temperature)]
         scores = logits
         if len(sampling.history_rows) or len(sampling.bias_rows) or len(sampling.allowed_rows):
             scores = edited_logits(logits, sampling)
-        masked = () if masks is None or not len(masks.rows) else self._upload(masks, *logits.shape)
-        tokens = argmax(scores, *masked) if sampling.greedy else self._draw(scores, sampling, masked)
+        masked = () if masks is None or not len(masks.rows) else self._upload(masks, plan.first_logits, *logits.shape)
+        tokens = argmax(scores, *masked) if sampling.greedy else self._draw(scores, sampling, masked, positions)
         if sampling.num_logprobs < 0:
             return DeviceSamples(tokens, None, None, None, *(prompts or ()))
         chosen = _reported(logits, tokens.clamp_min(0), sampling.num_logprobs)
@@ -80,7 +90,7 @@ class Sampler:
         ids, logprobs, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
         return ids, logprobs, ranks
 
-    def _upload(self, masks: StepMasks, rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _upload(self, masks: StepMasks, first: Int32, rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The masks, and which of them holds for a row (-1: none), on the device."""
         if self._masks is None:
             sizes = {"masks": (self._max_rows, cdiv(vocabulary, 32)), "mask_rows": (self._max_rows,)}
@@ -88,12 +98,16 @@ class Sampler:
         host, count = self._masks.host, len(masks.rows)
         host["masks"][:count] = masks.words
         host["mask_rows"][:rows] = -1
-        host["mask_rows"][masks.rows] = np.arange(count)
+        host["mask_rows"][first[masks.rows]] = np.arange(count)
         self._masks.upload()
         return self._masks.device["masks"][:count], self._masks.device["mask_rows"][:rows]
 
     def _draw(
-        self, scores: torch.Tensor, sampling: SamplingPlan, masked: tuple[torch.Tensor, ...] = ()
+        self,
+        scores: torch.Tensor,
+        sampling: SamplingPlan,
+        masked: tuple[torch.Tensor, ...],
+        positions: torch.Tensor | None,
     ) -> torch.Tensor:
         rows = scores.shape[0]
         for name, _ in _NUMBERS:
@@ -107,7 +121,7 @@ class Sampler:
             numbers["top_p"],
             numbers["min_p"],
             numbers["seeds"],
-            numbers["steps"],
+            numbers["steps"] if positions is None else numbers["steps"] + positions[:rows],
             *masked,
         )
 

@@ -37,6 +37,7 @@ class Completion:
         self._detokenizer: Detokenizer | ByteDetokenizer | None = None
         self._pending: list[int] = []
         self._shown = 0
+        self._ended = False
 
     @property
     def shown(self) -> int:
@@ -59,20 +60,21 @@ class Completion:
         self._shown = characters
         self.plain = self.plain and characters == len(self.text)
 
-    def accept(self, token: int, row: int, result: StepResult) -> str | None:
+    def accept(self, token: int, row: int, result: StepResult, goes_on: bool = False) -> str | None:
         """Take a token in; returns the stop string that it completes, if any.
 
-        The sequence already holds the token and may have ended by it.
+        The sequence already holds the token and may have ended by it; `goes_on`: it holds later ones too, and has not.
         """
+        self._ended = self.sequence.finished and not goes_on
         if self.logprobs is not None:
             self._note_logprobs(row, result)
         if self._tokenizer is None:
             return None
         sequence, params = self.sequence, self.sequence.params
-        ended_by_token = sequence.finish_reason == "stop"
+        ended_by_token = self._ended and sequence.finish_reason == "stop"
         if not ended_by_token or params.include_stop_str_in_output:
             self._pending.append(token)
-        if not self._eager and not sequence.finished:
+        if not self._eager and not self._ended:
             return None
         new = self._push_pending(self._tokenizer)
         if (
@@ -87,6 +89,7 @@ class Completion:
             return None
         stop, end = found
         self.text = self.text[:end]
+        self._ended = True
         return stop
 
     def extend(self, token: int) -> str:
@@ -103,6 +106,7 @@ class Completion:
 
     def close(self) -> None:
         """The sequence ended without another token: make text of what is left."""
+        self._ended = True
         if self._tokenizer is not None:
             self._push_pending(self._tokenizer)
 
@@ -112,14 +116,14 @@ class Completion:
             self._detokenizer = make_detokenizer(
                 tokenizer, sequence.tokens[: sequence.prompt_length], sequence.params.skip_special_tokens
             )
-        new = self._detokenizer.push(self._pending, last=sequence.finished)
+        new = self._detokenizer.push(self._pending, last=self._ended)
         self._pending = []
         self.text += new
         return new
 
     def fresh_text(self) -> str:
         """Text that has not been shown yet and can no longer be cut off."""
-        end = len(self.text) if self.sequence.finished else max(self._shown, len(self.text) - self._stops.held)
+        end = len(self.text) if self._ended else max(self._shown, len(self.text) - self._stops.held)
         fresh = self.text[self._shown : end]
         self._shown = end
         return fresh

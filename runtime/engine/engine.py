@@ -14,6 +14,7 @@ from ..requests.sampling_params import SEED_LIMIT, SamplingParams
 from ..scheduling.forbidden import Forbidden
 from ..scheduling.scheduler import Sampled, Scheduler
 from ..scheduling.sequence import Sequence, Status
+from ..scheduling.speculation import Speculation, most_drafts, speculation_of
 from ..steps.plan import StepMasks, StepPlan, StepResult
 from ..steps.runner import Runner
 from ..text.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ class Engine:
                 scores_prompt=params.prompt_logprobs is not None and index == 0 and not so_far.token_ids,
                 forbidden=forbidden,
                 matcher=None if request.grammar is None else request.grammar.matcher(),
+                speculation=self._speculation(params),
             )
             completion = Completion(sequence, self.tokenizer, stream)
             if so_far.finished:
@@ -246,7 +248,7 @@ class Engine:
                 live.first_token_time = time.time()
             completion = live.completions[sequence.index]
             try:
-                if completion.plain and sequence.finish_reason is None:
+                if completion.plain and (sampled.behind or sequence.finish_reason is None):
                     deltas.append(
                         Delta(sequence.request_id, sequence.index, completion.extend(sampled.token), [sampled.token])
                     )
@@ -274,15 +276,18 @@ class Engine:
     def _advance(self, live: _Live, sampled: Sampled, result: StepResult) -> Delta | None:
         sequence = sampled.sequence
         completion = live.completions[sequence.index]
-        stop = completion.accept(sampled.token, sampled.row, result)
+        stop = completion.accept(sampled.token, sampled.row, result, sampled.behind > 0)
         if stop is not None:
+            if sampled.behind:  # drafts behind the stop string held, and nobody wants them
+                del sequence.tokens[-sampled.behind :]
             if sequence.finished:  # the length limit was met by the very token that completes the stop string
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             else:
                 self.scheduler.finish(sequence, "stop", stop)
         delta: Delta | None = None
+        ended = sequence.finished and (stop is not None or not sampled.behind)
         if live.stream:
-            reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
+            reason: FinishReason | None = sequence.finish_reason if ended else None  # type: ignore[assignment]
             logprobs = completion.logprobs[-1] if completion.logprobs else None
             delta = Delta(
                 sequence.request_id,
@@ -290,10 +295,10 @@ class Engine:
                 completion.fresh_text(),
                 [sampled.token],
                 reason,
-                sequence.stop_reason,
+                sequence.stop_reason if ended else None,
                 logprobs,
             )
-        if sequence.finished:
+        if ended:
             live.open.discard(sequence.index)
         return delta
 
@@ -306,6 +311,15 @@ class Engine:
         sequence.finish_reason, sequence.stop_reason = "error", FAULT
         live.open.clear()
         return Delta(sequence.request_id, sequence.index, "", [], "error", FAULT) if live.stream else None
+
+    def _speculation(self, params: SamplingParams) -> Speculation | None:
+        """How the request speculates. Raises RequestError if it asks for what the engine was not started with."""
+        option = self.scheduler.limits.speculation
+        if params.speculation not in (None, "off") and option == "off":
+            raise RequestError(
+                f"speculation={params.speculation!r} needs an engine that was started with speculation; leave it out"
+            )
+        return speculation_of(option if params.speculation is None else params.speculation, most_drafts(option))
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """The completion's own seed: the caller's plus its index, else a mix of the engine's seed and the arrival
@@ -324,6 +338,16 @@ def _output(live: _Live) -> RequestOutput:
     outputs = [completion.output() for completion in live.completions]
     cached = live.completions[0].sequence.cached_tokens
     metrics = RequestMetrics(live.arrival_time, live.first_token_time, time.time())
+    speculations = [speculation for each in live.completions if (speculation := each.sequence.speculation) is not None]
     return RequestOutput(
-        request.request_id, request.prompt, list(request.prompt_ids), outputs, True, request.adapter, cached, metrics
+        request.request_id,
+        request.prompt,
+        list(request.prompt_ids),
+        outputs,
+        True,
+        request.adapter,
+        cached,
+        metrics,
+        num_draft_tokens=sum(each.drafted for each in speculations),
+        num_accepted_tokens=sum(each.accepted for each in speculations),
     )

@@ -10,6 +10,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
+from ..requests.checks import MAX_DRAFTS, is_speculation
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
@@ -71,6 +72,11 @@ class EngineOptions:
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
     enforce_eager: bool = option(False, "run step by step instead of replaying CUDA graphs")
     enable_prefix_caching: bool = option(True, "keep the keys and values of prompts for later requests")
+    speculation: Any = option(
+        "off",
+        "drafts of tokens, made from a request's own ones, that one step verifies together: off, auto or 1 to 7",
+        more="the same tokens, in fewer steps; auto: as many as pay, request by request",
+    )
     enable_sleep_mode: bool = option(
         False, "let `sleep` give the device's memory back for a while", more="weights and KV cache keep their addresses"
     )
@@ -79,6 +85,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_speculation(self.speculation)
         for each in fields(self):
             if "range" in each.metadata:
                 _check_range(each, getattr(self, each.name))
@@ -96,6 +103,12 @@ class EngineOptions:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
                 "so not every running sequence would get its token in a step; raise the one or lower the other"
             )
+
+
+def check_speculation(value: Any) -> None:
+    """Raises OptionError for what is not "off", "auto" or a number of drafts."""
+    if not is_speculation(value):
+        raise OptionError(f"speculation={value!r} must be 'off', 'auto' or a number of drafts from 1 to {MAX_DRAFTS}")
 
 
 def _check_range(option: "Field[Any]", value: Any) -> None:

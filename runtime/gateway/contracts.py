@@ -221,6 +221,8 @@ class UsageRecord:
     error: str = ""
     engine_first_token_seconds: float = 0.0
     engine_total_seconds: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Ticket(Protocol):

@@ -14,6 +14,7 @@ MAX_BAD_WORD_CHARACTERS = 4096
 """Of all bad words together: they become tokens next to other requests' steps."""
 MAX_TOKENS = 1 << 24
 BIAS_LIMIT = 100.0
+MAX_DRAFTS = 7
 
 
 def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
@@ -33,6 +34,13 @@ def check_number(name: str, value: Any, low: float, high: float, hint: str = "",
     if not valid:  # NaN fails the comparison as well
         span = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
         raise RequestError(f"{name}={value!r} must be a number {span}" + (f" ({hint})" if hint else ""))
+
+
+def is_speculation(value: Any) -> bool:
+    """Whether `value` is one of the ways to say how many drafts a step has: "off", "auto", or 1 to MAX_DRAFTS."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return 1 <= value <= MAX_DRAFTS
+    return value in ("off", "auto")
 
 
 def as_stop_strings(stop: Any) -> tuple[str, ...]:

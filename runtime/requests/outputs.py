@@ -61,6 +61,7 @@ class RequestOutput:
     """One request's prompt and its n completions; `adapter` is the LoRA adapter's name or None for the base model.
 
     num_cached_tokens   how many tokens of the prompt were found in the prefix cache
+    num_draft_tokens    drafts that were computed for its completions, and num_accepted_tokens: those that became output
     metrics             when it came and ended
     lora_request        what the caller gave as such, or None
     prompt_logprobs     None unless they were asked for; else None for the prompt's first token, and for each other a
@@ -77,3 +78,5 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -6,6 +6,7 @@ from typing import Any, Self, cast
 
 from .checks import (
     MAX_ALLOWED,
+    MAX_DRAFTS,
     MAX_STOPS,
     MAX_TOKENS,
     as_bad_words,
@@ -14,6 +15,7 @@ from .checks import (
     as_token_ids,
     check_integer,
     check_number,
+    is_speculation,
 )
 from .errors import RequestError
 from .structured_outputs import StructuredOutputsParams
@@ -62,6 +64,8 @@ class SamplingParams:
                          the word's other tokens. A word is taken with and without a space in front
     skip_reading_prefix_cache  True = compute the whole prompt, also what the prefix cache has
     structured_outputs   what the answer must look like: StructuredOutputsParams, or its fields as a dict
+    speculation          drafts a step, where the engine was started with speculation: "off", "auto" or 1 to 7, at most
+                         the engine's own; None = as the engine does. The tokens are the same
     detokenize           False = token ids only, the text stays ''
     output_kind          vLLM's RequestOutputKind; `generate` gives whole answers whatever it is, DELTA is refused
 
@@ -101,6 +105,7 @@ class SamplingParams:
     flat_logprobs: bool = False
     extra_args: Mapping[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
+    speculation: str | int | None = None
 
     def __post_init__(self) -> None:
         for name, remedy in REFUSED.items():
@@ -144,6 +149,10 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.speculation is not None and not is_speculation(self.speculation):
+            raise RequestError(
+                f"speculation={self.speculation!r} must be 'off', 'auto' or a number of drafts from 1 to {MAX_DRAFTS}"
+            )
         object.__setattr__(self, "stop", as_stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS))
         object.__setattr__(self, "logit_bias", as_biases(self.logit_bias))

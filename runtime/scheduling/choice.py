@@ -5,7 +5,8 @@ pages, rows and adapters last.
 from collections import Counter
 from heapq import heappop, heappush
 
-from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.kv_layout import PAGE_SIZE, pages_for
+from ..steps.plan import drafts_within
 from .prompt_scores import tokens_within
 from .rows import Work
 from .sequence import Sequence, Status
@@ -53,8 +54,9 @@ class Choice:
         running = Status.RUNNING
         last = states.step - 1
         for sequence in list(states.running):  # the loop that decides what a step costs on the CPU
-            known, in_flight = len(sequence.tokens), sequence.in_flight
-            if known + in_flight >= sequence.limit or sequence.status is not running:
+            known, in_flight, drafted = len(sequence.tokens), sequence.in_flight, sequence.drafted
+            if known + in_flight + drafted >= sequence.limit or sequence.status is not running:
+                self.holds_back |= drafted > 0
                 continue
             # it waits for a step that is issued
             if in_flight and (sequence.sampled_at[0] != last or sequence.needs_history):
@@ -64,7 +66,7 @@ class Choice:
             if left > 1:
                 prompts.append(sequence)
                 continue
-            if sequence.computed == len(sequence.pages) * PAGE_SIZE:
+            if sequence.computed + drafted >= len(sequence.pages) * PAGE_SIZE:
                 self.at = sequence
                 preempted |= self._next_page(sequence)
                 if sequence.status is not running:
@@ -76,7 +78,32 @@ class Choice:
             if budget > kept and sequence.status is Status.RUNNING:
                 budget -= self._assign(work, sequence, min(budget - kept, sequence.length - sequence.computed))
         self._admit(work, budget, preempted)
+        if states.limits.follows:
+            self._add_drafts(work)
         return work
+
+    def _add_drafts(self, work: Work) -> None:
+        """Let a step of sequences that all decode compute drafts too; no page is taken from anybody for them."""
+        states = self.states
+        most = drafts_within(len(work), states.limits.max_num_batched_tokens)
+        if not most or not all(sequence.followed for sequence, _ in work):
+            return
+        for index, (sequence, _) in enumerate(work):
+            if sequence.speculation is None:
+                continue
+            self.at = sequence
+            # the last token that the limit allows needs no row
+            room = sequence.limit - 1 - sequence.most_tokens
+            count = min(sequence.speculation.wanted(), most, room)
+            if count <= 0:
+                continue
+            missing = pages_for(sequence.most_tokens + count) - len(sequence.pages)
+            pages = states.pages.allocate(missing) if missing > 0 else None
+            if pages is not None:
+                sequence.pages += pages
+                states.rows.set_pages(sequence, len(sequence.pages) - missing)
+            count = min(count, len(sequence.pages) * PAGE_SIZE - sequence.most_tokens)
+            work[index] = sequence, 1 + count
 
     def _try_suspects(self, work: Work) -> Work:
         """The same while there are suspects: a step of the group that is on trial."""

@@ -14,6 +14,7 @@ class SchedulerLimits:
     adapter put back.
     owner_patience: after so many steps a request that finds no row or pages has sequences put back of the owner that
     runs the most, if its own owner runs at least two fewer.
+    speculation: drafts of a request that does not say: "off" (and none for any), "auto", or so many.
     """
 
     num_pages: int
@@ -24,6 +25,12 @@ class SchedulerLimits:
     prefix_caching: bool = True
     slot_patience: int = 128
     owner_patience: int = 32
+    speculation: str | int = "off"
+
+    @property
+    def follows(self) -> bool:
+        """Whether the device keeps the sequences' tokens."""
+        return self.speculation != "off"
 
     @property
     def extra_logits(self) -> int:
@@ -46,7 +53,8 @@ class SchedulerLimits:
 @dataclass(frozen=True)
 class SchedulerStats:
     """Where things stand now, and (from `preemptions` on) counts since the start; prefix_* count prompt tokens,
-    cached ones are those found in the cache.
+    cached ones are those found in the cache; `drafted`: drafts that were computed, `accepted`: those that became
+    output.
     """
 
     running: int
@@ -65,3 +73,5 @@ class SchedulerStats:
     adapter_loads: int
     adapter_evictions: int
     adapter_failures: int
+    drafted: int
+    accepted: int

@@ -36,6 +36,7 @@ class RowTable:
         self.top_p = np.ones(num_rows, np.float32)
         self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.int64)
+        self.prompt_length = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, -1, np.int32)
         self.penalties = np.zeros((num_rows, 3), np.float32)
         self.edited = np.zeros(num_rows, np.bool_)
@@ -55,6 +56,7 @@ class RowTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = sequence.seed
+        self.prompt_length[row] = sequence.prompt_length
         self.edited[row] = sequence.edits_logits
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.penalties[row] = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
@@ -72,20 +74,25 @@ class RowTable:
         """KV slot of the token at `positions[i]` of row `rows[i]`."""
         return self.pages[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
-    def sampling(
-        self, rows: Int32, sequences: list[Sequence], sampled: Int32, steps: Int64, num_prompt_logprobs: int = -1
-    ) -> SamplingPlan:
-        """The sampling part of a plan:
+    def edits(self, rows: Int32, sequences: list[Sequence], sampled: Int32, first: Int32, steps: Int64) -> LogitEdits:
+        """What changes about the logits of a plan's B sequences, which have these `rows`; `sampled`: the indices (into
+        them) that get a token, `first` and `steps`: of each its row of the logits and its tokens so far.
 
-        `rows` of its B sequences, `sampled` the indices (into them) that get a token. Raises SequenceFault.
+        Raises SequenceFault.
         """
         edits = LogitEdits()
-        chosen = rows[sampled]
-        for index in sampled[self.edited[chosen]].tolist():
+        for index in sampled[self.edited[rows[sampled]]].tolist():
             try:
-                edits.add(sequences[index], index, int(steps[index]))
+                edits.add(sequences[index], int(first[index]), int(steps[index]))
             except Exception as error:
                 raise SequenceFault(sequences[index]) from error
+        return edits
+
+    def sampling(
+        self, rows: Int32, sampled: Int32, steps: Int64, edits: LogitEdits, num_prompt_logprobs: int
+    ) -> SamplingPlan:
+        """The sampling part of a plan: `rows` and `steps` of its rows of logits, of which those `sampled` count."""
+        chosen = rows[sampled]
         presence, frequency, repetition = self.penalties[rows].T
         return SamplingPlan(
             greedy=not self.temperature[chosen].any(),
@@ -104,9 +111,11 @@ class RowTable:
         )
 
 
-def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]]) -> StepPlan:
+def build_plan(
+    step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]], follows: bool = False
+) -> StepPlan:
     """The plan of `work`, which counts as computed from now on; sequences whose last token it computes get a token in
-    flight.
+    flight. More tokens than a sequence has are drafts. `follows`: the device keeps the sequences' tokens.
 
     Raises SequenceFault, and then has changed nothing.
     """
@@ -122,10 +131,13 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
     feed_rows: list[int] = []
     sampled: list[int] = []
     steps = [0] * count
+    drafts = [0] * count
     for index, (sequence, tokens) in enumerate(work):  # runs for every sequence of every step
         ids, begin = sequence.tokens, sequence.computed
         end, known = begin + tokens, len(ids)
-        if end > known:  # the last token is still on the device
+        if sequence.followed:  # all of them are on the device
+            input_ids += [0] * tokens
+        elif end > known:  # the last token is still on the device
             input_ids += ids[begin:]
             feed_positions.append(len(input_ids))
             feed_rows.append(sequence.sampled_at[1])
@@ -134,9 +146,11 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
             input_ids.append(ids[begin])
         else:
             input_ids += ids[begin:end]
-        if end == known + sequence.in_flight:
-            steps[index] = end - sequence.prompt_length
+        left = end - known - sequence.in_flight
+        if left >= 0:
+            steps[index] = end - left - sequence.prompt_length
             sampled.append(index)
+            drafts[index] = left
     decode = len(input_ids) == count
     of_token = np.arange(count, dtype=np.int32) if decode else np.repeat(np.arange(count, dtype=np.int32), counts)
     positions = (
@@ -147,6 +161,16 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
     last_rows = query_start[1:] - 1
     longest = max(len(sequence.pages) for sequence in sequences)
     token_rows = row_of if decode else row_of[of_token]
+    output_tokens = np.array(steps, np.int64)
+    followed = _followed(work, sample_rows, drafts) if follows else {}
+    if any(drafts):  # every token's row is sampled
+        logits_indices = np.arange(len(input_ids), dtype=np.int32)
+        logits_rows, sampled_logits, first = token_rows, logits_indices, query_start[:-1]
+    else:
+        logits_indices = np.concatenate((last_rows, np.array(scores.extra, np.int32))) if scores.extra else last_rows
+        logits_rows, sampled_logits, first = row_of, sample_rows, np.arange(count, dtype=np.int32)
+    edits = rows.edits(row_of, sequences, sample_rows, first, output_tokens)
+    noise_steps = 1 - rows.prompt_length[logits_rows] if follows else output_tokens
     plan = StepPlan(
         step=step,
         decode=decode,
@@ -155,9 +179,9 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
         slot_mapping=rows.slots(token_rows, positions),
         adapter_index=rows.adapter_slot[token_rows],
         block_table=rows.pages[row_of, :longest],
-        context_lens=starts + counts,
+        context_lens=starts + counts + np.array([sequence.drafted for sequence in sequences], np.int32),
         query_start=query_start,
-        logits_indices=np.concatenate((last_rows, np.array(scores.extra, np.int32))) if scores.extra else last_rows,
+        logits_indices=logits_indices,
         scored_rows=np.array(scores.rows, np.int32),
         scored_tokens=np.array(scores.tokens, np.int32),
         sample_rows=sample_rows,
@@ -165,12 +189,37 @@ def build_plan(step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int
         feed_rows=np.array(feed_rows, np.int32),
         slot_loads=np.asarray(slot_loads, np.int32).reshape(-1, 2),
         masked_rows=np.array([index for index in sampled if sequences[index].matcher is not None], np.int32),
-        sampling=rows.sampling(row_of, sequences, sample_rows, np.array(steps, np.int64), scores.most),
+        sampling=rows.sampling(logits_rows, sampled_logits, noise_steps, edits, scores.most),
+        **followed,
     )
-    for sequence, tokens in work:
-        sequence.computed += tokens
+    for index, (sequence, tokens) in enumerate(work):
+        sequence.computed += tokens - drafts[index]
     for index in sampled:
         sequence = sequences[index]
         sequence.in_flight += 1
+        sequence.drafted += drafts[index]
+        sequence.followed = follows
         sequence.sampled_at = (step, index)
     return plan
+
+
+def _followed(work: Work, sampled: Int32, drafts: list[int]) -> dict[str, Int32]:
+    """What a plan says about the device's histories. One begins with the first token that a sequence samples since it
+    runs; all tokens before are known then.
+    """
+    follow_rows, counts = np.full(len(work), -1, np.int32), np.full(len(work), -1, np.int32)
+    told: list[Sequence] = []
+    for index in sampled.tolist():
+        sequence, _ = work[index]
+        follow_rows[index] = sequence.row
+        if sequence.followed:
+            counts[index] = drafts[index]
+        else:
+            told.append(sequence)
+    return {
+        "follow_rows": follow_rows,
+        "drafts": counts,
+        "told_rows": np.array([sequence.row for sequence in told], np.int32),
+        "told_lengths": np.array([len(sequence.tokens) for sequence in told], np.int32),
+        "told_tokens": np.array([token for sequence in told for token in sequence.tokens], np.int32),
+    }

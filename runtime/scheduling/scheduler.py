@@ -17,7 +17,7 @@ plans run in order on one stream.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -42,11 +42,14 @@ NO_TOKEN = (
 
 
 class Sampled(NamedTuple):
-    """One sequence's new token; `row` is its row in the step's result."""
+    """One sequence's new token; `row` is its row in the step's result, `behind`: how many tokens of the same step
+    follow it, which the sequence has already.
+    """
 
     sequence: Sequence
     token: int
     row: int
+    behind: int = 0
 
 
 class Scheduler:
@@ -76,7 +79,7 @@ class Scheduler:
         self.choice = Choice(self.states)
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.clock = clock
-        self.timeouts = 0
+        self.timeouts = self.drafted = self.accepted = 0
         self._issued: dict[int, Issued] = {}
         self._masked = -1  # the last step whose masks were made
         self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
@@ -170,6 +173,8 @@ class Scheduler:
             adapter_loads=slots.loads,
             adapter_evictions=slots.evictions,
             adapter_failures=states.residency.failures,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
 
     # -- adapters --------------------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class Scheduler:
                 if not self.choice.fill(work, idle=not self._issued):
                     return None
                 self._loads += states.residency.loads_of_plan()
-                plan = build_plan(states.step, work, states.rows, self._loads)
+                plan = build_plan(states.step, work, states.rows, self._loads, self.limits.follows)
             except Exception as error:
                 culprit = error.sequence if isinstance(error, SequenceFault) else self.choice.at
                 if culprit is None or culprit.finished:
@@ -304,7 +309,10 @@ class Scheduler:
                 self._scored.append(scored)
         tokens = result.tokens.tolist()
         progress: list[Sampled] = []
-        states, finished = self.states, Status.FINISHED
+        finished = Status.FINISHED
+        if plan.verifies:
+            self._commit_drafts(plan, sequences, void, tokens, result, progress)
+            return progress
         for row in plan.sample_rows.tolist():
             sequence, token = sequences[row], tokens[row]
             if sequence.status is finished or sequence in void:
@@ -313,19 +321,64 @@ class Scheduler:
             if token < 0:
                 self._end(sequence, "error", NO_TOKEN)
                 continue
-            sequence.tokens.append(token)
-            if sequence.counts is not None:
-                sequence.counts[token] += 1
+            self._append(sequence, token)
             progress.append(Sampled(sequence, token, row))
-            if sequence.computed >= sequence.publish_at and sequence.pages:
-                self._publish(sequence)
-            if token in sequence.eos_ids:
-                states.finish(sequence, "stop")
-            elif token in sequence.stop_ids:
-                states.finish(sequence, "stop", token)
-            elif len(sequence.tokens) >= sequence.limit:
-                states.finish(sequence, "length")
         return progress
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """One more token of a sequence, which may be its last."""
+        states = self.states
+        sequence.tokens.append(token)
+        if sequence.counts is not None:
+            sequence.counts[token] += 1
+        if sequence.computed >= sequence.publish_at and sequence.pages:
+            self._publish(sequence)
+        if token in sequence.eos_ids:
+            states.finish(sequence, "stop")
+        elif token in sequence.stop_ids:
+            states.finish(sequence, "stop", token)
+        elif len(sequence.tokens) >= sequence.limit:
+            states.finish(sequence, "length")
+
+    def _commit_drafts(
+        self,
+        plan: StepPlan,
+        sequences: list[Sequence],
+        void: Collection[Sequence],
+        tokens: list[int],
+        result: StepResult,
+        progress: list[Sampled],
+    ) -> None:
+        """A step with drafts: of each sequence those that hold and one token more, as far as it goes on."""
+        if result.accepted is None:
+            raise RuntimeError(f"step {plan.step} had drafts, and its result does not say how many hold")
+        first, drafts, accepted = plan.first_logits.tolist(), plan.drafts.tolist(), result.accepted.tolist()
+        for index in plan.sample_rows.tolist():
+            sequence = sequences[index]
+            if sequence.finished or sequence in void:
+                continue
+            sequence.in_flight -= 1
+            sequence.drafted -= drafts[index]
+            if sequence.status is Status.RUNNING:  # not put back meanwhile: their keys and values are there
+                sequence.computed += accepted[index]
+            taken: list[int] = []
+            for token in tokens[first[index] : first[index] + 1 + accepted[index]]:
+                if token < 0:
+                    self._end(sequence, "error", NO_TOKEN)
+                else:
+                    self._append(sequence, token)
+                    taken.append(token)
+                if sequence.finished:
+                    break
+            held = min(accepted[index], len(taken))
+            self.drafted += drafts[index]
+            self.accepted += held
+            if drafts[index] and sequence.speculation is not None:
+                sequence.speculation.note(drafts[index], held)
+            progress += (
+                Sampled(sequence, token, first[index] + place, len(taken) - 1 - place)
+                for place, token in enumerate(taken)
+            )
 
     def take_scored(self) -> list[Scored]:
         """What committed steps have scored of prompts since the last call."""
@@ -357,12 +410,12 @@ class Scheduler:
         plan, sequences = failed
         ends = plan.context_lens.tolist()
         accused = {
-            sequence: ends[row]
+            sequence: min(ends[row], len(sequence.tokens))
             for row, sequence in enumerate(sequences)
             if sequence.status is Status.RUNNING and sequence not in void
         }
         for sequence in lost:
-            sequence.in_flight = 0
+            sequence.in_flight = sequence.drafted = 0
             if sequence.status is Status.RUNNING:
                 (self.states.hold if sequence in accused else self.states.preempt)(sequence)
         guilty = self.choice.suspects.accuse(accused) if accused else None

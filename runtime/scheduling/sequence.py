@@ -10,6 +10,7 @@ from ..requests.sampling_params import SamplingParams
 from ..steps.plan import Int32
 from ..structured.matcher import Matcher
 from .forbidden import Forbidden
+from .speculation import Speculation
 
 
 class Status(Enum):
@@ -27,8 +28,9 @@ class Sequence:
     """A prompt and its continuation.
 
     tokens      prompt and output ids that are known
-    in_flight   tokens that an issued plan samples and whose ids have not come back yet
-    computed    how many tokens' keys and values are written by issued plans
+    in_flight   tokens that an issued plan samples and whose ids have not come back yet, drafts not counted
+    drafted     drafts of issued plans: as many tokens more may come back
+    computed    how many tokens' keys and values are written by issued plans, drafts not counted
     limit       most tokens that prompt and output may come to
     row         the sequence's row in the scheduler's tables while it runs, else -1
     number      the adapter's number, which stays the same when its name is given to another adapter; -1 = the base
@@ -47,6 +49,8 @@ class Sequence:
     allowed     the only tokens that may be sampled, or None
     edits_logits  whether anything about its logits is changed in some of its steps; `needs_history`: what that is
                   depends on the tokens before
+    followed    whether the device keeps its tokens
+    speculation  how many drafts it gets, or None: its next tokens depend on more than the tokens before
     sampled_at  (step, row of that step's plan) of the last sample, which is where a token in flight will be found
     """
 
@@ -85,6 +89,9 @@ class Sequence:
     scored: int = 0
     forbidden: Forbidden | None = None
     matcher: Matcher | None = None
+    speculation: Speculation | None = None
+    drafted: int = 0
+    followed: bool = False
     allowed: Int32 | None = field(init=False)
     edits_logits: bool = field(init=False)
     needs_history: bool = field(init=False)
@@ -100,6 +107,8 @@ class Sequence:
             or forbidden is not None
             or self.allowed is not None
         )
+        if self.edits_logits or self.matcher is not None:
+            self.speculation = None
 
     @property
     def reads_cache(self) -> bool:
@@ -116,6 +125,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens that exist, whether their ids are known here or not."""
         return len(self.tokens) + self.in_flight
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that exist if every draft in flight is accepted."""
+        return len(self.tokens) + self.in_flight + self.drafted
 
     @property
     def output_ids(self) -> list[int]:

@@ -99,6 +99,7 @@ class States:
         self.running.remove(sequence)
         self.pages.free(sequence.pages)
         sequence.pages = []
+        sequence.followed = False
         self.rows.release(sequence)
         self._charge(sequence)
         if sequence.number >= 0:

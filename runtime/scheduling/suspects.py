@@ -110,10 +110,11 @@ def what_is_lost(failed: Issued, later: list[Issued], running: list[Sequence]) -
 
 
 def _written(plan: StepPlan, sequences: list[Sequence], writers: set[Sequence]) -> set[int]:
-    """The pages that a plan writes for some of its sequences."""
-    ends = plan.query_start.tolist()
-    slots: list[int] = []
-    for row, sequence in enumerate(sequences):
-        if sequence in writers:
-            slots += plan.slot_mapping[ends[row] : ends[row + 1]].tolist()
-    return {slot // PAGE_SIZE for slot in slots}
+    """The pages that a plan writes for some of its sequences, or may write."""
+    starts, ends = plan.positions[plan.query_start[:-1]] // PAGE_SIZE, -(-plan.context_lens // PAGE_SIZE)
+    return {
+        page
+        for row, sequence in enumerate(sequences)
+        if sequence in writers
+        for page in plan.block_table[row, starts[row] : ends[row]].tolist()
+    }

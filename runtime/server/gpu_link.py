@@ -54,6 +54,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     adapters: list[LoadedAdapter]
     device: str = "cpu"
     prefix_caching: bool = True
+    speculation: str | int = "off"
     seconds: dict[str, float] = {}
 
 

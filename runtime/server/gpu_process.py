@@ -292,6 +292,7 @@ class ServedModel:
             device=str(options.device),
             seconds=dict(model.seconds),
             prefix_caching=limits.prefix_caching,
+            speculation=limits.speculation,
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:

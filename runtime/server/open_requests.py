@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
 from ..requests.request import Delta
 from ..wire.protocol import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
@@ -37,10 +39,18 @@ class OpenRequest:
     scored: int = 0
     scored_here: int = 0
 
-    def usage(self, output_tokens: int, cached_tokens: int = 0) -> Usage:
+    def usage(self, output_tokens: int, output: RequestOutput | None = None) -> Usage:
         """What it cost."""
         first = self.first_token - self.arrived if self.first_token else 0.0
-        return Usage(self.prompt_tokens, output_tokens, cached_tokens, first, time.monotonic() - self.arrived)
+        usage = Usage(self.prompt_tokens, output_tokens, 0, first, time.monotonic() - self.arrived)
+        if output is None:
+            return usage
+        return structs.replace(
+            usage,
+            cached_tokens=output.num_cached_tokens,
+            draft_tokens=output.num_draft_tokens,
+            accepted_tokens=output.num_accepted_tokens,
+        )
 
 
 class OpenRequests:
@@ -158,7 +168,7 @@ class OpenRequests:
             return
         if not request.first_token:
             request.first_token = time.monotonic()
-        usage = request.usage(sum(len(completion.token_ids) for completion in output.outputs), output.num_cached_tokens)
+        usage = request.usage(sum(len(completion.token_ids) for completion in output.outputs), output)
         if request.stream:
             (delta,) = deltas
             sent = request.sent[delta.index] - len(delta.token_ids)

@@ -89,6 +89,7 @@ class Stepper:
             ready.max_num_batched_tokens,
             ready.num_slots,
             ready.prefix_caching,
+            speculation=ready.speculation,
         )
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
         self._remote = RemoteRunner(link)
@@ -229,6 +230,8 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "pages_in_use": counted["pages_used"],
         "adapter_hits_total": counted["adapter_admissions"] - counted["adapter_loads"],
         "adapter_misses_total": counted["adapter_loads"],
+        "draft_tokens_total": counted["drafted"],
+        "accepted_tokens_total": counted["accepted"],
     }
     values |= {name: counted[name] for name in ("pages_cached", "adapters_resident", "adapters_loading")}
     totals = (

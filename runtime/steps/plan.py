@@ -22,6 +22,18 @@ SCORED_ROWS = 128
 """Prompt tokens of which a step may give log-probabilities next to the rows that it samples."""
 
 
+DRAFT_SIZES = (1, 3, 7)
+"""Drafts a sequence for which there are programs; a step of other counts runs in the next larger one."""
+VERIFIED_ROWS = 256
+"""Query rows of a step with drafts, at most: from there on rows cost as much as steps."""
+
+
+def drafts_within(sequences: int, budget: int) -> int:
+    """The most drafts that each of so many sequences may have in a step of `budget` tokens."""
+    rows = min(VERIFIED_ROWS, budget)
+    return max((size for size in DRAFT_SIZES if sequences * (1 + size) <= rows), default=0)
+
+
 def no_rows() -> Int32:
     """An empty array."""
     return np.zeros(0, np.int32)
@@ -34,14 +46,16 @@ def most_logits(max_num_seqs: int, max_num_batched_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How the rows of a step are sampled; arrays are [B] unless said otherwise.
+    """How the rows of a step are sampled; arrays are [B] unless said otherwise ([T] in a step with drafts, where every
+    token's row is sampled; rows in the flat lists are rows of the logits).
 
     `greedy`: every sampled row has temperature 0. `num_logprobs`: likeliest tokens to report a row, -1 = none;
     `num_prompt_logprobs`: the same for the prompt tokens that are scored. The flat
     lists (rows, tokens, values) add `bias_values` to single logits (-inf bans a token); a row that `allowed_rows` names
     gets one of its `allowed_tokens`; `history_*` list each distinct
     token of a penalised row with the number of times that it occurs in the output (0 = in the prompt only), and the
-    three penalties are per row.
+    three penalties are per row. `steps`: tokens of output so far; in a plan that follows sequences this less the row's
+    position, which the device adds.
     """
 
     greedy: bool
@@ -81,6 +95,11 @@ class StepPlan:
     sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
     feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
     masked_rows [M]     sampled sequences that need a mask: the step samples when its StepMasks have come
+    follow_rows [B]     row of the device's history that each sequence has, -1 = none (its prompt goes on). Empty in an
+                        engine without speculation
+    drafts [B]          drafts that a sequence computes after its last token. Then input_ids, positions and slot_mapping
+                        are the device's to fill in, and context_lens is the most that there may be; -1 = all is known
+    told_rows, told_lengths [N], told_tokens   histories that begin: row, number of tokens, and all these tokens
     slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
                         while steps run
     """
@@ -103,6 +122,26 @@ class StepPlan:
     slot_loads: Int32
     sampling: SamplingPlan
     masked_rows: Int32 = field(default_factory=no_rows)
+    follow_rows: Int32 = field(default_factory=no_rows)
+    drafts: Int32 = field(default_factory=no_rows)
+    told_rows: Int32 = field(default_factory=no_rows)
+    told_lengths: Int32 = field(default_factory=no_rows)
+    told_tokens: Int32 = field(default_factory=no_rows)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the device keeps the sequences' tokens."""
+        return len(self.follow_rows) > 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether any sequence has drafts: all rows are sampled."""
+        return bool((self.drafts > 0).any())
+
+    @property
+    def first_logits(self) -> Int32:
+        """Row of the logits from which each sequence gets its first token [B]; those after its drafts follow."""
+        return self.query_start[:-1] if self.verifies else np.arange(self.num_sequences, dtype=np.int32)
 
     @property
     def num_tokens(self) -> int:
@@ -138,7 +177,8 @@ class StepMasks:
 class StepResult:
     """What a step sampled.
 
-    tokens [B] (-1: the logits are no numbers; rows outside `sample_rows` are meaningless); with logprobs: token ids and
+    tokens [B] (-1: the logits are no numbers; rows outside `sample_rows` are meaningless; [T] in a step with drafts, of
+    which a sequence gets 1 + accepted [B] from its first one on); with logprobs: token ids and
     log-probabilities [B, 1 + k], the chosen token first, then the k likeliest, and the rank of the chosen one [B].
     `prompt_*`: the same for the N prompt tokens that were scored.
     """
@@ -151,3 +191,4 @@ class StepResult:
     prompt_tokens: Int32 | None = None
     prompt_logprobs: Float32 | None = None
     prompt_ranks: Int32 | None = None
+    accepted: Int32 | None = None

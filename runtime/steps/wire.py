@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from .plan import SamplingPlan, StepMasks, StepPlan, StepResult
+from .plan import SamplingPlan, StepMasks, StepPlan, StepResult, no_rows
 
 _LONG = ("seeds", "steps")
 _SAMPLING_FLOATS = (
@@ -45,6 +45,11 @@ _PLAN = (
     "feed_positions",
     "feed_rows",
     "masked_rows",
+    "follow_rows",
+    "drafts",
+    "told_rows",
+    "told_lengths",
+    "told_tokens",
 )
 _FLAGS = 7  # step, decode, greedy, num_logprobs, num_prompt_logprobs, rows of the block table, rows of slot_loads
 _HEADER = _FLAGS + len(_LONG) + len(_SAMPLING_FLOATS) + len(_SAMPLING_INTS) + len(_PLAN) + 1
@@ -122,8 +127,9 @@ def pack_result(result: StepResult) -> bytes:
         (result.ranks, result.logprob_tokens, result.logprobs),
         (result.prompt_ranks, result.prompt_tokens, result.prompt_logprobs),
     )
-    head = [result.step, len(result.tokens)]
-    parts = [result.tokens.astype(np.int32, copy=False)]
+    accepted = no_rows() if result.accepted is None else result.accepted
+    head = [result.step, len(result.tokens), len(accepted)]
+    parts = [each.astype(np.int32, copy=False) for each in (result.tokens, accepted)]
     for ranks, tokens, logprobs in groups:
         if ranks is None or tokens is None or logprobs is None:
             head += [0, 0]
@@ -136,8 +142,8 @@ def pack_result(result: StepResult) -> bytes:
 
 def unpack_result(frame: bytes) -> StepResult:
     """The result in a frame of `pack_result`. Raises ValueError for a frame that is cut short."""
-    step, count, *shapes = np.frombuffer(frame, np.int32, 6).tolist()
-    at = 24
+    step, count, drafted, *shapes = np.frombuffer(frame, np.int32, 7).tolist()
+    at = 28
 
     def take(dtype: type, *shape: int) -> np.ndarray:
         nonlocal at
@@ -146,7 +152,7 @@ def unpack_result(frame: bytes) -> StepResult:
         at += array.nbytes
         return array
 
-    tokens = take(np.int32, count)
+    tokens, accepted = take(np.int32, count), take(np.int32, drafted)
     groups: list[np.ndarray | None] = []
     for rows, columns in (shapes[:2], shapes[2:]):
         if not columns:
@@ -154,4 +160,5 @@ def unpack_result(frame: bytes) -> StepResult:
             continue
         ranks, ids = take(np.int32, rows), take(np.int32, rows, columns)
         groups += [ids, take(np.float32, rows, columns), ranks]
+    groups.append(accepted if drafted else None)
     return StepResult(step, tokens, *groups)

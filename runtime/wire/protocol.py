@@ -117,6 +117,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=7)] | None = None
 
 
 class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):
@@ -269,13 +270,15 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Usage(Struct, frozen=True):
-    """What a request cost; seconds since arrival."""
+    """What a request cost; seconds since arrival. `accepted_tokens`: drafts that became output."""
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
     first_token_seconds: float = 0.0
     total_seconds: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):

@@ -10,6 +10,7 @@ from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 
 from .fake_runner import FakeRunner, LoadingFakeRunner
+from .following_runner import FollowingFakeRunner
 
 VOCABULARY = 97
 
@@ -38,17 +39,22 @@ def make_engine(
     hashes=None,
     asynchronous=False,
     clock=None,
+    speculation="off",
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
-    (`loading`: see LoadingFakeRunner).
+    (`loading`: see LoadingFakeRunner, and with `speculation` FollowingFakeRunner).
     """
     numbers = {f"adapter{index}": index for index in range(adapters)}
-    limits = SchedulerLimits(pages, max_model_len, max_num_seqs, budget, slots, prefix_caching, patience)
-    scheduler = Scheduler(limits, numbers, hashes, asynchronous_loads=asynchronous, clock=clock or Clock())
-    runner = (
-        LoadingFakeRunner(pages, slots, VOCABULARY, **loading) if asynchronous else FakeRunner(pages, slots, VOCABULARY)
+    limits = SchedulerLimits(
+        pages, max_model_len, max_num_seqs, budget, slots, prefix_caching, patience, speculation=speculation
     )
+    scheduler = Scheduler(limits, numbers, hashes, asynchronous_loads=asynchronous, clock=clock or Clock())
+    runner: FakeRunner
+    if speculation != "off":
+        runner = FollowingFakeRunner(pages, slots, VOCABULARY, **loading)
+    else:
+        runner = (LoadingFakeRunner if asynchronous else FakeRunner)(pages, slots, VOCABULARY, **loading)
     return Engine(scheduler, runner, None, eos, overlap=overlap)
 
 

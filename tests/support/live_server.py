@@ -20,17 +20,17 @@ class Served:
 
 
 @contextmanager
-def serving(*model: str) -> Iterator[Served]:
-    """A server of the demo model, or of `model`, on the CPU."""
+def serving(*arguments: str) -> Iterator[Served]:
+    """A server on the CPU: of the demo model, unless `arguments` of the command name another."""
     with tempfile.TemporaryDirectory(prefix="sst-") as directory:
         os.chmod(directory, 0o700)
         address = f"ipc://{directory}/e.sock"
-        arguments = ["--bind", address, "--port", "0", "--usage-log", f"{directory}/usage.db", "--device", "cpu"]
+        places = ["--bind", address, "--port", "0", "--usage-log", f"{directory}/usage.db", "--device", "cpu"]
         sizes = ["--precision", "fp32", "--max-model-len", "256", "--max-num-seqs", "16"]
         log = Path(directory) / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "sidestream.tools.cli", "serve", *arguments, *sizes, *model],
+                [sys.executable, "-m", "sidestream.tools.cli", "serve", *places, *sizes, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,

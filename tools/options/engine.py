@@ -14,6 +14,7 @@ from ...compiler.options import DEFAULT_PRECISION, Layers, choices
 from ...graphs.model_directory import model_directory as hub_or_path
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 from ...runtime.engine.options import keywords
+from ...runtime.requests.checks import MAX_DRAFTS, is_speculation
 
 ADVANCED = "advanced"
 
@@ -55,6 +56,14 @@ def layers(text: str) -> bool | tuple[int, ...]:
             raise argparse.ArgumentTypeError(f"{text!r}: {part} runs backwards; write {last}-{first}")
         chosen |= set(range(int(first), int(last or first) + 1))
     return tuple(sorted(chosen))
+
+
+def speculation(text: str) -> str | int:
+    """`off`, `auto` or a number of drafts, for argparse."""
+    value = int(text) if text.isdecimal() else text
+    if not is_speculation(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not off, auto, or a number of drafts from 1 to {MAX_DRAFTS}")
+    return value
 
 
 def named_path(text: str) -> tuple[str, str]:
@@ -158,6 +167,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_option(advanced(parser), "calibration", metavar="FILE")
     add_option(group, "max_num_seqs")
     add_option(group, "max_num_batched_tokens")
+    add_option(group, "speculation", type=speculation, metavar="off|auto|N")
     add_run_options(group)
 
 
@@ -241,6 +251,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "speculation",
         "max_loras",
         "max_lora_rank",
         "gpu_memory_utilization",

@@ -22,6 +22,8 @@ _GAUGES = {
 _COUNTERS = {
     "num_preemptions": ("preemptions_total", "Preemptions."),
     "prefix_cache_queries": ("prefix_queries_total", "Prompt tokens that were looked up in the prefix cache."),
+    "spec_decode_num_draft_tokens": ("draft_tokens_total", "Drafts of tokens that were computed."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens_total", "Drafts that became output."),
     "prefix_cache_hits": ("prefix_hits_total", "Prompt tokens that were found in the prefix cache."),
 }
 

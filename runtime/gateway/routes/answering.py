@@ -14,7 +14,7 @@ from starlette.requests import Request
 from ...requests.sampling_params import SamplingParams
 from ...wire.protocol import Chunk
 from ..contracts import Caller, EngineRequest, Exchange, GatewayError, Ticket, UsageRecord
-from ..shapes.common import PromptTokensDetails, Usage
+from ..shapes.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from ..shapes.constraints import told_of
 from .desk import Desk, Target, caller_of, request_id_of
 from .errors import CLIENT_GONE, as_gateway_error
@@ -36,6 +36,8 @@ class Counts:
     prompts: dict[int, int] = field(default_factory=dict)
     output_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     adapter_content: str = ""
     first_token_seconds: float = 0.0
     engine_first_token_seconds: float = 0.0
@@ -61,6 +63,8 @@ class Counts:
                 self.ended += 1
                 self.prompts[place] = chunk.usage.prompt_tokens
                 self.cached_tokens += chunk.usage.cached_tokens
+                self.draft_tokens += chunk.usage.draft_tokens
+                self.accepted_tokens += chunk.usage.accepted_tokens
                 self.engine_first_token_seconds = chunk.usage.first_token_seconds
                 self.engine_total_seconds = max(self.engine_total_seconds, chunk.usage.total_seconds)
         return aborted
@@ -72,6 +76,10 @@ class Counts:
             completion_tokens=self.output_tokens,
             total_tokens=self.prompt_tokens + self.output_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(
+                accepted_prediction_tokens=self.accepted_tokens,
+                rejected_prediction_tokens=self.draft_tokens - self.accepted_tokens,
+            ),
         )
 
 
@@ -193,6 +201,8 @@ class Answering:
             error=error,
             engine_first_token_seconds=counts.engine_first_token_seconds,
             engine_total_seconds=counts.engine_total_seconds,
+            draft_tokens=counts.draft_tokens,
+            accepted_tokens=counts.accepted_tokens,
         )
         self._ticket.finish(record)
         self._desk.observer.finished(exchange, record)

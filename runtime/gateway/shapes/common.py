@@ -32,6 +32,15 @@ class PromptTokensDetails(Answer, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Answer, frozen=True, kw_only=True):
+    """Drafts of speculation: those that became output, which counts them as completion tokens, and the others, which
+    does not.
+    """
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Answer, frozen=True, kw_only=True):
     """What a request used; of all its prompts and completions together."""
 
@@ -39,6 +48,7 @@ class Usage(Answer, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):

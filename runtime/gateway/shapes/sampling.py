@@ -2,7 +2,7 @@
 spellings meet.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -12,6 +12,7 @@ from ...requests.checks import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_DRAFTS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOKENS,
@@ -33,7 +34,8 @@ Biases = Annotated[dict[TokenId, Annotated[float, Meta(ge=-BIAS_LIMIT, le=BIAS_L
 class SamplingBody(Body, frozen=True, kw_only=True):
     """What a completion and a chat have in common. A field that is null has its default.
 
-    The second group is vLLM's; `deadline_seconds` is Sidestream's: the request ends then with an error.
+    The second group is vLLM's; two are Sidestream's: after `deadline_seconds` the request ends with
+    an error, and `speculation` says how many drafts a step has (at most as many as the engine was started with).
     """
 
     model: ModelName | None = None
@@ -64,6 +66,7 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     deadline_seconds: Annotated[float, Meta(gt=0, le=86400)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
     prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
     truncate_prompt_tokens: Refused = None
     structured_outputs: StructuredOutputsBody | None = None
@@ -109,6 +112,7 @@ _SAME = (
     "allowed_token_ids",
     "bad_words",
     "prompt_logprobs",
+    "speculation",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )

@@ -1,5 +1,6 @@
 """A step with drafts leaves a sequence as steps of one token would: the loop that says so is written out here."""
 
+import itertools
 import random
 from typing import Any
 
@@ -42,7 +43,9 @@ def test_accepting_is_taking_one_token_after_the_other() -> None:
         ]
         after = int32(*lengths)
         rows = int32(*range(sequences))
-        accepted = accept_drafts(int32(*sum(sampled, [])), drafts, rows, int32(*counts), int32(*first), history, after)
+        accepted = accept_drafts(
+            int32(*itertools.chain(*sampled)), drafts, rows, int32(*counts), int32(*first), history, after
+        )
         for index, (known, number) in enumerate(expected):
             assert accepted[index] == number and after[index] == lengths[index] + number + 1
             assert history[index, : len(known)].tolist() == known

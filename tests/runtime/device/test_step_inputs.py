@@ -11,7 +11,7 @@ from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from sidestream.runtime.steps.plan import SCORED_ROWS
+from sidestream.runtime.steps.plan import SCORED_ROWS, drafts_within
 from support.fake_runner import FakeRunner
 
 CPU = torch.device("cpu")
@@ -113,8 +113,26 @@ def test_every_step_has_a_bucket(max_num_seqs, more_tokens, rounded):
                 assert bucket.decode == (tokens == sequences) and bucket.lora
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 256), st.integers(1, 7), st.booleans())
+def test_every_step_with_drafts_has_a_bucket(max_num_seqs, most, rounded):
+    """One that has room for its tokens, and on a GPU a captured one; one bucket holds them all."""
+    buckets = Buckets(max_num_seqs, 8192, 100, 8, True, rounded, most)
+    captured, holds_all = set(buckets.captured_buckets()), buckets.largest_of_each_kind()[-1]
+    assert buckets.sampled_rows >= max(max_num_seqs, holds_all.tokens)
+    for sequences in {1, max_num_seqs // 3 + 1, max_num_seqs // 2 + 1, max_num_seqs}:
+        drafts = min(most, drafts_within(sequences, 8192))
+        for tokens in {sequences + 1, sequences * (1 + drafts)} if drafts else ():
+            plan = FakePlan(tokens, sequences, False, range(tokens))
+            plan.verifies = True
+            bucket = buckets.pick(plan)
+            assert bucket.verifies and bucket.lora and not bucket.decode and (rounded or bucket in captured)
+            assert tokens <= bucket.tokens <= holds_all.tokens and sequences <= bucket.sequences <= holds_all.sequences
+
+
 class FakePlan:
     uses_lora = True
+    verifies = False
 
     def __init__(self, tokens, sequences, decode, logits_indices):
         self.num_tokens, self.num_sequences, self.decode = tokens, sequences, decode

@@ -61,7 +61,7 @@ def test_every_keyword_of_vllm_is_an_option_or_has_a_remedy() -> None:
         ("revision", "main", "download the model first"),
         ("swap_space", 16, "lower max_num_seqs"),
         ("cpu_offload_gb", 4, "smaller precision"),
-        ("speculative_config", {"model": "x"}, "one at a time"),
+        ("speculative_config", {"model": "x"}, "use speculation"),
         ("enable_lora", 1, "True or False"),
     ],
 )

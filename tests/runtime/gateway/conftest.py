@@ -8,5 +8,5 @@ from support.live_server import Served, serving
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
-    with serving() as server:
+    with serving("--speculation", "3") as server:
         yield server

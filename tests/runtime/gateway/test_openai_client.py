@@ -47,6 +47,35 @@ def test_greedy_answers_are_the_known_ones_whole_and_streamed(client: OpenAI, en
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_drafts_are_told_and_change_nothing(served: Any, client: OpenAI) -> None:
+    """In the usage as OpenAI spells it, whole and streamed, and in the metrics of the adapter; a body may say no."""
+    asked: Any = {"model": "pirate", "prompt": "one two three one two three one two", "max_tokens": 30}
+    accepted = []
+    for how in ({"temperature": 0}, {"temperature": 0.5, "seed": 3}):
+        plain = client.completions.create(**asked, **how, extra_body={"speculation": "off", "ignore_eos": True})
+        before = accepted_drafts(served, "pirate")
+        whole = client.completions.create(**asked, **how, extra_body={"ignore_eos": True})
+        *parts, last = client.completions.create(
+            **asked, **how, extra_body={"ignore_eos": True}, stream=True, stream_options={"include_usage": True}
+        )
+        assert plain.choices[0].text == whole.choices[0].text == "".join(part.choices[0].text for part in parts)
+        usages = [answer.usage.completion_tokens_details for answer in (plain, whole, last)]
+        assert (usages[0].accepted_prediction_tokens, usages[0].rejected_prediction_tokens) == (0, 0)
+        assert usages[1].accepted_prediction_tokens + usages[1].rejected_prediction_tokens > 0
+        told = usages[1].accepted_prediction_tokens + usages[2].accepted_prediction_tokens
+        assert accepted_drafts(served, "pirate") - before == told
+        accepted.append(told)
+    assert accepted[0] > 0
+    with pytest.raises(openai.BadRequestError, match="speculation"):
+        client.completions.create(**asked, extra_body={"speculation": 9})
+
+
+def accepted_drafts(served: Any, model: str) -> float:
+    text = httpx.get(f"{served.url}/metrics").text
+    found = re.search(rf'^sidestream_accepted_tokens_total{{model="{model}"}} (\S+)$', text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
 def test_the_readme_s_first_request_has_the_answer_that_it_shows(served: Any) -> None:
     text = (Path(__file__).parents[3] / "README.md").read_text()
     asked = re.search(r"curl http://127.0.0.1:8000(\S+) --json '(.*)'\n.*\"text\":\"(.*?)\"", text)
