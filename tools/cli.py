@@ -36,6 +36,7 @@ from .commands import (
     usage,
 )
 from .commands import eval as evaluation
+from .fleet import deploy, show
 from .options.config_file import ConfigParser
 from .options.engine import ADVANCED
 from .options.environment import version_text
@@ -109,6 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
         generate,
         serve,
         gateway,
+        deploy,
+        show,
         run_batch,
         complete,
         chat,

@@ -1,0 +1,106 @@
+"""The Ray Serve application of a fleet: a deployment of engines, and one that answers HTTP."""
+
+import socket
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from .engine import STOP_SECONDS, Engine
+from .ingress import Ingress
+from .options import FleetOptions, gateway_settings, serve_settings
+from .policy import LoadPolicy
+from .request_router import EngineRouter
+
+METRICS_SECONDS = 1.0
+LOOK_BACK_SECONDS = 4.0
+HEALTH_SECONDS = 2.0
+MAX_OPEN = 8192
+"""Requests that one of HTTP's processes may have open; the gateway's own bounds are below it."""
+_ENVIRONMENT = {
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": str(METRICS_SECONDS),
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": str(METRICS_SECONDS),
+}
+"""Ray's own ten seconds are long for a queue."""
+
+
+def build(options: FleetOptions) -> Application:
+    """What `serve.run` takes. Ray has to be connected."""
+    drain = options.drain_seconds + STOP_SECONDS
+    engines = serve.deployment(
+        Engine,
+        name="engine",
+        ray_actor_options=resources(options),
+        autoscaling_config=scaling(options),
+        request_router_config={"request_router_class": f"{EngineRouter.__module__}:{EngineRouter.__name__}"},
+        max_ongoing_requests=1000,
+        max_constructor_retry_count=3,
+        health_check_period_s=HEALTH_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=drain + STOP_SECONDS,
+        max_surge_percent=options.surge_percent,
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        num_replicas=options.ingresses,
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": options.ingress_resources,
+            "runtime_env": {"env_vars": _ENVIRONMENT},
+        },
+        max_ongoing_requests=MAX_OPEN,
+        max_queued_requests=MAX_OPEN,
+        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        health_check_period_s=HEALTH_SECONDS,
+        # what waits in it for an engine still has to be answered
+        graceful_shutdown_timeout_s=options.patience_seconds + drain,
+        max_surge_percent=100,  # the new one answers before the old one stops
+    )
+    settings = gateway_settings(options)
+    bound = engines.bind(serve_settings(options), settings.engine_keys)
+    return ingress.bind(settings, options.patience_seconds, options.adapters_root, bound)
+
+
+def resources(options: FleetOptions) -> dict[str, Any]:
+    """What Ray sets aside for an engine."""
+    gpus = options.gpus
+    if gpus is None:
+        gpus = 0 if options.on_cpu or not ray.cluster_resources().get("GPU") else 1
+    return {"num_cpus": options.cpus, "num_gpus": gpus, "runtime_env": {"env_vars": _ENVIRONMENT}}
+
+
+def scaling(options: FleetOptions) -> dict[str, Any]:
+    """When Ray starts and stops engines; `policy` says how many are wanted."""
+    return {
+        "min_replicas": options.min_replicas,
+        "max_replicas": options.max_replicas,
+        "upscale_delay_s": options.scale_up_seconds,
+        "downscale_delay_s": options.idle_seconds,
+        "downscale_to_zero_delay_s": options.idle_seconds,
+        "look_back_period_s": LOOK_BACK_SECONDS,
+        "policy": {
+            "policy_function": f"{LoadPolicy.__module__}:{LoadPolicy.__name__}",
+            "policy_kwargs": {"target_requests": options.target_requests, "target_tokens": options.target_tokens},
+        },
+    }
+
+
+def deploy(options: FleetOptions) -> None:
+    """Start the fleet, or change the one of this name: replicas are replaced one by one. Returns when it is ready.
+
+    Ray has to be connected. Raises ValueError when it does not come up, or when Ray answers HTTP elsewhere.
+    """
+    serve.start(proxy_location=options.proxy_location, http_options={"host": options.host, "port": options.port})
+    try:
+        serve.run(build(options), name=options.name, route_prefix="/")
+    except RuntimeError as error:
+        raise ValueError(f"the fleet {options.name!r} did not come up: {error}") from None
+    try:
+        socket.create_connection(("127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host, options.port), 5)
+    except OSError:
+        raise ValueError(
+            f"Ray Serve runs here already and answers HTTP at another address than {options.host} port {options.port}: "
+            "name that one, or end it with `serve shutdown`"
+        ) from None

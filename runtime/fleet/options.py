@@ -1,0 +1,206 @@
+"""What a fleet is told: `fleet.toml`, checked before anything starts."""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field, structs
+
+from ..demo_model import DEMO_MODEL, demo_adapters
+from ..engine.options import read_keywords
+from ..gateway.governance.keys import parse as parse_keys
+from ..gateway.governance.keys import read_bytes
+from ..gateway.serving.process import check_exposure
+from ..gateway.settings import GatewaySettings
+from ..server.settings import ServeSettings
+from ..wire.keys import load_client_keys, load_server_keys
+from .adapter_root import AdapterRoot, fetched_folder, is_remote
+
+MAX_FILE_BYTES = 1 << 20
+_PATHS = ("model", "keys", "engine_keys", "usage_log")
+
+Seconds = Annotated[float, Meta(ge=0.0, le=86400.0)]
+Count = Annotated[int, Meta(ge=1, le=1000)]
+
+
+class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
+    """A fleet. In the file names have dashes, and paths may be relative to its directory.
+
+    name               of the application in Ray Serve; two fleets of one cluster have different names
+    model              model directory, on every host; None: the demo model with its adapters, on the CPU
+    served_model_name  what clients are told; None: the directory's name
+    lora_modules       adapter's name -> directory, on every host
+    adapters_root      directory (on every host) or URL that fsspec reads: each folder in it is an adapter
+    engine             keywords of `LLM`, such as max-num-seqs
+    gpus               GPUs of an engine; None: 1, or 0 where engine.device is "cpu" or the cluster has none
+    cpus               processors that Ray sets aside for an engine
+    min_replicas       engines that run also while nobody asks; with 0 a request starts the first
+    max_replicas       engines at most
+    target_requests    open requests for each engine: more engines are started above it
+    target_tokens      the same for tokens in flight: those of prompts and answers of open requests; None: not counted
+    scale_up_seconds   so long more engines have to be wanted before they are started
+    idle_seconds       so long fewer have to be wanted before they are stopped
+    drain_seconds      how long the open requests of an engine that is stopped may go on; what is left moves
+    surge_percent      engines above their number while the fleet is changed, in percent: new ones serve before old ones
+                       stop, where there are GPUs for them; 0: an old one makes room first
+    patience_seconds   how long a request waits for an engine to start, or to come back
+    max_waiting        requests that may wait in an engine before others are answered 429
+    host, port         where HTTP is answered
+    proxy_location     on which hosts Ray answers it: EveryNode with a replica, or HeadOnly
+    ingresses          processes that answer it
+    ingress_resources  what each of them takes of a node's resources in Ray, such as {"stable": 1}: to keep them off
+                       machines that come and go
+    keys               TOML file of hashed keys (`sidestream keys add`), on every host that answers HTTP
+    insecure           answer other machines without keys
+    usage_log          SQLite file of what was used, on each host that answers HTTP; None: none
+    metrics_compat     "vllm": /metrics also has vLLM's names
+    engine_keys        directory of `sidestream keygen`, on every host: for a fleet on several hosts, whose engines are
+                       reached over tcp; None: over a socket file, so all on one host
+    """
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")] = "sidestream"
+    model: str | None = None
+    served_model_name: str | None = None
+    lora_modules: dict[str, str] = field(default_factory=dict)
+    adapters_root: str | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    gpus: Annotated[int, Meta(ge=0, le=1)] | None = None
+    cpus: Annotated[float, Meta(ge=0.0, le=1024.0)] = 1.0
+    min_replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
+    max_replicas: Count = 1
+    target_requests: Annotated[float, Meta(gt=0.0)] = 64.0
+    target_tokens: Annotated[float, Meta(gt=0.0)] | None = None
+    scale_up_seconds: Seconds = 5.0
+    idle_seconds: Seconds = 300.0
+    drain_seconds: Seconds = 30.0
+    surge_percent: Annotated[int, Meta(ge=0, le=100)] = 0
+    patience_seconds: Annotated[float, Meta(ge=1.0, le=3600.0)] = 300.0
+    max_waiting: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    proxy_location: Literal["EveryNode", "HeadOnly"] = "EveryNode"
+    ingresses: Count = 1
+    ingress_resources: dict[str, Annotated[float, Meta(ge=0.0)]] = field(default_factory=dict)
+    keys: str | None = None
+    insecure: bool = False
+    usage_log: str | None = None
+    metrics_compat: Annotated[str, Meta(pattern=r"\Avllm\Z")] | None = None
+    engine_keys: str | None = None
+
+    @property
+    def llm(self) -> dict[str, Any]:
+        """Keywords of `LLM`."""
+        given = {name.replace("-", "_"): value for name, value in self.engine.items()}
+        return {"device": "cpu"} | given if self.model is None else given
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether engines are to run on a CPU."""
+        return self.gpus == 0 or self.llm.get("device") == "cpu"
+
+
+def read_options(path: Path) -> FleetOptions:
+    """A fleet's file. Raises ValueError that names the file, the key and the remedy; OSError."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; that is no fleet's file")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from None
+    return options_of(content, path.parent, str(path))
+
+
+def options_of(content: dict[str, Any], directory: Path, where: str) -> FleetOptions:
+    """The options that a file's `content` gives; `directory`: what its paths are relative to. Raises ValueError."""
+    content = {key.replace("_", "-"): value for key, value in content.items()}
+    known = [each.encode_name for each in structs.fields(FleetOptions)]
+    for key in content:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise ValueError(f"{where}: there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    try:
+        found = msgspec.convert(content, FleetOptions)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
+    changes: dict[str, Any] = {
+        name: str((directory / given).resolve()) for name in _PATHS if (given := getattr(found, name)) is not None
+    }
+    if found.adapters_root is not None and not is_remote(found.adapters_root):
+        changes["adapters_root"] = str((directory / found.adapters_root).resolve())
+    changes["lora_modules"] = {name: str((directory / each).resolve()) for name, each in found.lora_modules.items()}
+    found = structs.replace(found, **changes)
+    try:
+        check(found)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return found
+
+
+def check(options: FleetOptions) -> None:
+    """Raises ValueError or TypeError for what contradicts itself or cannot be served with; OSError."""
+    if options.max_replicas < options.min_replicas:
+        raise ValueError(
+            f"max-replicas = {options.max_replicas} is below min-replicas = {options.min_replicas}; raise the one or "
+            "lower the other"
+        )
+    if options.model is not None and not Path(options.model, "config.json").is_file():
+        raise ValueError(f"model = {options.model!r} is no model's directory: it has no config.json")
+    if options.gpus == 0 and options.llm.get("device", "cpu") != "cpu":
+        raise ValueError("gpus = 0 leaves engines no GPU, and engine.device names one; leave one of them out")
+    read_keywords(options.llm)
+    if options.adapters_root is not None:
+        AdapterRoot(options.adapters_root).look()
+        if options.model is not None and not options.llm.keys() >= {"max_loras", "max_lora_rank"}:
+            raise ValueError(
+                "adapters-root brings adapters that are not known at the start; give engine.max-loras and "
+                "engine.max-lora-rank"
+            )
+    if options.keys is not None:
+        parse_keys(read_bytes(Path(options.keys)), Path(options.keys))
+    if options.engine_keys is not None:
+        load_server_keys(Path(options.engine_keys, "server"))
+        load_client_keys(client_keys(options.engine_keys))
+    check_exposure(gateway_settings(options))
+
+
+def client_keys(engine_keys: str) -> str:
+    """The folder with which HTTP's processes reach the engines: the one of the client `gateway`, or the default's."""
+    named = Path(engine_keys, "client-gateway")
+    return str(named if named.is_dir() else named.with_name("client-default"))
+
+
+def gateway_settings(options: FleetOptions) -> GatewaySettings:
+    """What each of HTTP's processes is told."""
+    return GatewaySettings(
+        host=options.host,
+        port=options.port,
+        engine_keys=options.engine_keys and client_keys(options.engine_keys),
+        keys=options.keys,
+        insecure=options.insecure,
+        drain_seconds=options.drain_seconds,
+        usage_log=options.usage_log,
+        metrics_compat=options.metrics_compat,
+    )
+
+
+def serve_settings(options: FleetOptions) -> ServeSettings:
+    """What each engine is told, but for its address."""
+    model = str(DEMO_MODEL) if options.model is None else options.model
+    adapters = options.lora_modules
+    if options.model is None:
+        adapters = {name: str(path) for name, path in demo_adapters().items()} | adapters
+    roots = {str(Path(path).parent) for path in adapters.values()}
+    if options.adapters_root is not None:
+        roots.add(str(fetched_folder()) if is_remote(options.adapters_root) else options.adapters_root)
+    return ServeSettings(
+        model=model,
+        llm=options.llm,
+        adapters=adapters,
+        keys=options.engine_keys and str(Path(options.engine_keys, "server")),
+        drain_seconds=options.drain_seconds,
+        max_waiting=options.max_waiting,
+        adapter_roots=sorted(roots),
+        served_model_name=options.served_model_name or Path(model).name,
+    )

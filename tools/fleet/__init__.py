@@ -1,0 +1,8 @@
+"""The commands of a fleet on Ray Serve.
+
+deploy         `sidestream deploy`
+show           `sidestream fleet status`, and `sidestream fleet stop`
+capacity       how many engines a load needs: `python -m sidestream.tools.fleet.capacity`
+chaos          kills replicas and nodes while clients stream: `python -m sidestream.tools.fleet.chaos`
+http_clients   those clients
+"""
