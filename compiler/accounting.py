@@ -140,6 +140,17 @@ def _quantize_fused(e: Expectation) -> int | None:
     return norms + silu + e.shape.layers
 
 
+def _reductions_fused(e: Expectation) -> int | None:
+    """Per layer both sums over the ranks, but for the last one: rows are selected after the last norm, before they are
+    quantized.
+    """
+    if e.options.tensor_parallel == 1 or not e.options.quantizes:
+        return 0
+    if not e.on("shard", "fuse_add_rms_norm", "quantize_linears", "fuse_quantize", "lift_rms_norm"):
+        return 0
+    return 2 * e.shape.layers - 1 if e.shape.paged else None
+
+
 def _layers(e: Expectation, option: str) -> int:
     return sum(e.options.applies(option, layer) for layer in range(e.shape.layers))
 
@@ -193,5 +204,6 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "quantize_linears": _linears,
     "quantize_lora": lambda e: _lora_branches(e) if e.options.quantizes_lora else 0,
     "fuse_quantize": _quantize_fused,
+    "fuse_all_reduce_norm": _reductions_fused,
     "lower_lora": _lora_branches,
 }

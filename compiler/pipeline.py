@@ -20,6 +20,7 @@ from .passes.base import Context, PassReport
 from .passes.center_keys import center_keys
 from .passes.fold_multipliers import fold_multipliers
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
+from .passes.fuse_all_reduce_norm import fuse_all_reduce_norm
 from .passes.fuse_decoder_block import fuse_decoder_block
 from .passes.fuse_lora_expand import fuse_lora_expand
 from .passes.fuse_lora_silu_mul import fuse_lora_silu_mul
@@ -95,12 +96,14 @@ PASSES: tuple[Pass, ...] = (
     Pass(quantize_linears, "quantizes"),
     Pass(quantize_lora, "quantizes"),
     Pass(fuse_quantize, "keeps"),
+    Pass(fuse_all_reduce_norm, "keeps"),
     # Kernels and lanes.
     Pass(lower_lora, "lowers"),
 )
 # On the static graph of a decode program, where row b is sequence b and LoRA (if the program has none) is gone.
 DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: after the last norm no rows are selected any more
+    Pass(fuse_all_reduce_norm, "keeps"),
     Pass(fuse_decoder_block, "quantizes"),
     Pass(fuse_linear_silu_mul, "keeps"),
     Pass(fuse_lora_silu_mul, "quantizes"),

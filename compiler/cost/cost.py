@@ -2,7 +2,8 @@
 both lanes on one time axis.
 
     seconds of a step = launch + latency of its kind of kernel + cbrt(moving^3 + computing^3)
-    moving = bytes / reached bandwidth, computing = FLOPs / reached rate
+    moving = bytes / reached bandwidth (or what comes over NVLink, if that takes longer),
+    computing = FLOPs / reached rate
 
 The longer of the two decides, but where they are about as long a kernel hides neither wholly under the other: a
 quarter more when they are equal, as linears of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
@@ -19,9 +20,9 @@ from math import cbrt, prod
 from ..program.buffers import View
 from ..program.program import Program, Step
 from .hardware import H200, Gpu
-from .kinds import FULL_ROWS, Kind, kind_of
+from .kinds import FULL_ROWS, LINK_REACHED, Kind, kind_of
 from .launches import busy_sms, extra_seconds, takes_whole_sms
-from .work import DEFAULT, Assumptions, Work, must_read, step_bytes, work
+from .work import DEFAULT, Assumptions, Work, link_bytes, must_read, step_bytes, work
 
 __all__ = [
     "Assumptions",
@@ -48,8 +49,8 @@ class StepCost:
     """What one step costs when nothing runs at the same time.
 
     `floor`: seconds that its bytes and FLOPs take at the whole GPU's ceilings; `fixed`: launch and latency; `seconds`:
-    the estimate; `bound`: what decides it ("launch", "bytes" or "flops"); `whole`: it takes whole SMs, so nothing of
-    the other lane runs meanwhile.
+    the estimate; `bound`: what decides it ("launch", "bytes", "NVLink" or "flops"); `whole`: it takes whole SMs, so
+    nothing of the other lane runs meanwhile.
     """
 
     work: Work
@@ -84,12 +85,16 @@ def _cost(program: Program, step: Step, assume: Assumptions, gpu: Gpu) -> StepCo
     growing = kind.per_rows * min(rows, FULL_ROWS) / FULL_ROWS
     fixed = launch + kind.latency + growing + extra_seconds(program, step, rows, gpu, assume)
     moving, computing = moving_and_computing(done, kind, busy_sms(program, step, rows, gpu), gpu)
+    linking = done.link_bytes / (1e9 * gpu.nvlink_gbs)
     floor = max(
+        linking,
         done.bytes / gpu.bytes_per_second(),
         sum(flops / gpu.flops_per_second(width) for width, flops in done.flops.items()),
     )
+    linked = linking / LINK_REACHED > moving
+    moving = max(moving, linking / LINK_REACHED)
     streaming = cbrt(moving**3 + computing**3)
-    bound = "launch" if fixed > streaming else "bytes" if moving >= computing else "flops"
+    bound = "launch" if fixed > streaming else "flops" if computing > moving else "NVLink" if linked else "bytes"
     return StepCost(done, floor, fixed, fixed + streaming, bound, takes_whole_sms(program, step, rows, gpu))
 
 
@@ -124,18 +129,19 @@ def total_seconds(placed: Sequence[Placed]) -> float:
 
 
 def floor_seconds(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> float:
-    """What no schedule and no fusion goes below: weights, active adapters and cached tokens read once, or all FLOPs
-    at the GPU's peak.
+    """What no schedule and no fusion goes below: weights, active adapters and cached tokens read once, all FLOPs at the
+    GPU's peak, or what comes from other GPUs.
     """
     needed: dict[str, int] = {}
-    computing = 0.0
+    computing = linking = 0.0
     for step in program.steps:
         for name, moved in must_read(program, step, assume):
             needed[name] = max(needed.get(name, 0), moved)
         computing += sum(
             flops / gpu.flops_per_second(width) for width, flops in work(program, step, assume).flops.items()
         )
-    return max(sum(needed.values()) / gpu.bytes_per_second(), computing)
+        linking += link_bytes(program, step) / (1e9 * gpu.nvlink_gbs)
+    return max(sum(needed.values()) / gpu.bytes_per_second(), computing, linking)
 
 
 def critical_path(program: Program, placed: Sequence[Placed]) -> list[int]:

@@ -23,6 +23,7 @@ class Gpu:
     fork           seconds from the main stream's event to the side stream's kernel
     join           seconds from the side stream's event to a kernel of the main stream, where that was waiting for it;
                    join_launch: what a join adds in any case to a kernel launched without PDL, whose edges are all whole
+    nvlink_gbs     GB/s that a kernel reads from other GPUs of the host
     copy_gbs       GB/s of a copy from pinned host memory; copy_latency its fixed seconds
     """
 
@@ -38,6 +39,7 @@ class Gpu:
     fork: float
     join: float
     join_launch: float
+    nvlink_gbs: float = 394.0  # two H200 over 18 links each
     copy_gbs: float = 50.0
     copy_latency: float = 4e-6
 

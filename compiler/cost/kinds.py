@@ -35,6 +35,7 @@ class Kind:
     sm_rate: float = 0.0
 
 
+LINK_REACHED = 0.8  # of NVLink's bandwidth, by the collectives below
 ROWS_EARLY = 1.43e-6  # of kernels that work row by row: what their predecessor's end hides
 KINDS: dict[str, Kind] = {
     "decoder_block": Kind(11.59e-6, 0.93, per_rows=13.61e-6, early=0.5e-6),
@@ -50,8 +51,9 @@ KINDS: dict[str, Kind] = {
     "silu_mul": Kind(0.00e-6, 1.2, early=ROWS_EARLY),  # bytes: the same
     "rope_angles": Kind(2.4e-6, 0.7, early=ROWS_EARLY),
     "norm": Kind(0.95e-6, 1.2, early=ROWS_EARLY),  # bytes: the same
-    # two-shot sums of two H200 over NVLink inside a CUDA graph: 6.5 us for 16 KiB, 9.9 for 1 MiB, 19.9 for 4 MiB
-    "collective": Kind(5.3e-6, 0.13),
+    # torch's two-shot sums of two H200 inside a CUDA graph: 6.5 us for 16 KiB, 9.9 for 1 MiB, 19.9 for 4 MiB
+    "collective": Kind(5.3e-6, 0.7),
+    "collective_norm": Kind(6.25e-6, 0.7),  # not measured: a collective, and a norm's latency
     "rows": Kind(0.22e-6, 0.7, early=ROWS_EARLY),  # what names no other kind: small, or once a step
     "product": Kind(2.13e-6, 0.89),  # ATen's linears
     "foreign": Kind(0.35e-6, 0.7),  # all else of ATen's
@@ -78,6 +80,8 @@ class Extra:
     LOOPS: Final = 0.77e-6
     ROUND: Final = 0.90e-6
     PLANE: Final = 0.07e-6
+    # not measured: one exchange of signals instead of two, where every rank reads all rows from all peers
+    ONE_SHOT: Final = -1.8e-6
     # a cache of 16 bits takes another kernel, which starts sooner
     WIDE_CACHE: Final = -1.63e-6
     # a shrink that reads rows of 16 bits, and one that widens an eight-bit stack for them, by the planes it is cut into

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ...ops.collectives.exchange import is_one_shot
 from ...ops.core.triton_support import cdiv
 from ...ops.linear.scaled_mm import scaled_mm_takes
 from ...ops.linear.tuning import (
@@ -21,7 +22,7 @@ from ..program.buffers import View
 from ..program.program import Program, Step
 from .hardware import Gpu
 from .kinds import FULL_ROWS, Extra
-from .work import Assumptions, itemsize, named_arguments
+from .work import Assumptions, itemsize, named_arguments, part_and_world
 
 
 def takes_whole_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> bool:
@@ -64,6 +65,8 @@ def extra_seconds(program: Program, step: Step, rows: int, gpu: Gpu, assume: Ass
                 seconds += Extra.UNEVEN_ROWS * share
         if not _tuned(program, step, rows):
             seconds += Extra.UNTUNED + Extra.UNTUNED_ROWS * share
+    if "partial" in arguments and is_one_shot(*part_and_world(program, step)):
+        seconds += Extra.ONE_SHOT
     rounds = _rounds(program, step, arguments, gpu, assume)
     if rounds:
         planes = arguments["planes"].shape[0] if "planes" in arguments else 0

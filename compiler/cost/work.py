@@ -12,6 +12,8 @@ from functools import cache
 from math import prod
 from typing import Any
 
+from ...ops.collectives.exchange import bytes_from_peers, is_one_shot
+from ...ops.collectives.group import world_of
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..program.buffers import View, views_in
 from ..program.calls import overload_of, traits_of
@@ -57,11 +59,12 @@ DEFAULT = Assumptions()
 class Work:
     """`bytes` read and written; `flops` by bytes of an operand's element: {1:
 
-    FP8 multiply-adds times two, 2: 16-bit ones, 4: fp32 ones}.
+    FP8 multiply-adds times two, 2: 16-bit ones, 4: fp32 ones}. `link_bytes`: what comes from other GPUs.
     """
 
     bytes: int
     flops: Mapping[int, float]
+    link_bytes: int = 0
 
     @property
     def total_flops(self) -> float:
@@ -71,7 +74,7 @@ class Work:
 
 def work(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Work:
     """Bytes and FLOPs of a step; each tensor counts once, whatever is read again from caches is free."""
-    return Work(step_bytes(program, step, assume), _flops(program, step, assume))
+    return Work(step_bytes(program, step, assume), _flops(program, step, assume), link_bytes(program, step))
 
 
 def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> int:
@@ -80,6 +83,24 @@ def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> i
     """
     total = sum(int(_view_bytes(program, view) * _written(program, step, view, assume)) for view in step.outs)
     return total + sum(moved for _, moved in argument_bytes(program, step, assume))
+
+
+def link_bytes(program: Program, step: Step) -> int:
+    """Bytes that a collective reads from the other ranks' GPUs; 0 for other steps."""
+    if traits_of(step.op).family != "collective":
+        return 0
+    arguments = dict(named_arguments(step))
+    nbytes, world = part_and_world(program, step)
+    if "partial" not in arguments:  # all that the others have
+        return (world - 1) * nbytes
+    eight_bits = arguments.get("spread") and not arguments.get("keep")
+    gathered = nbytes // itemsize(program, arguments["partial"]) if eight_bits else nbytes
+    return bytes_from_peers(nbytes, gathered, world, is_one_shot(nbytes, world))
+
+
+def part_and_world(program: Program, step: Step) -> tuple[int, int]:
+    """Bytes of what a rank brings to a collective, and the number of ranks."""
+    return _view_bytes(program, next(step.inputs())), world_of(dict(named_arguments(step))["group"])
 
 
 def argument_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[View, int]]:

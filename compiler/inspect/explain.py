@@ -88,13 +88,14 @@ def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = 
 def _ops(program: Program, path: set[int], costs: Sequence[Any], seconds: Sequence[float]) -> list[dict[str, Any]]:
     """Time by op and lane, the largest share of the critical path first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    empty = {"steps": 0, "critical_us": 0.0, "us": 0.0, "bytes": 0, "flops": 0.0, "floor_us": 0.0}
+    empty = {"steps": 0, "critical_us": 0.0, "us": 0.0, "bytes": 0, "link_bytes": 0, "flops": 0.0, "floor_us": 0.0}
     for step, cost, taken in zip(program.steps, costs, seconds, strict=True):
         row = rows.setdefault((step.op, step.stream), {"op": step.op, "lane": step.stream, **empty})
         row["steps"] += 1
         row["us"] += taken * 1e6
         row["critical_us"] += taken * 1e6 if step.index in path else 0.0
         row["bytes"] += cost.work.bytes
+        row["link_bytes"] += cost.work.link_bytes
         row["flops"] += cost.work.total_flops
         row["floor_us"] += cost.floor * 1e6
     return sorted(rows.values(), key=lambda row: (-row["critical_us"], -row["us"], row["op"]))

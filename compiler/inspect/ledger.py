@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ...ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant
 from ...ops.core.device import H200_SMS
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
@@ -33,7 +34,8 @@ from ..records import WIDTH, PassRecord, columns
 from ..run.emit import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
-_STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3))  # which result of the op is the residual stream
+# which result of the op is the residual stream
+_STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3), (all_reduce_add_rms_norm_quant, 3))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ balance_keys        keys and queries of like size before they are quantized, by 
 quantize_linears    rowwise int8 or e4m3 on every linear
 quantize_lora       eight-bit adapters, and eight-bit activations for them
 fuse_quantize       the quantization of an activation moves into the op that makes it
+fuse_all_reduce_norm  partial results of the ranks are added up by the norm that reads them
 fuse_decoder_block  the linears between two attentions of a decode step become one launch
 fuse_lora_expand    a prompt step's linears add their LoRA deltas themselves
 fuse_lora_silu_mul  a decode step's SiLU * mul makes the LoRA delta of gate and up itself

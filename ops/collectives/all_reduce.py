@@ -96,7 +96,7 @@ def launch(
         return
     require_contiguous("all_reduce", partial=partial)
     if one_shot is None:
-        one_shot = is_one_shot(partial, exchange.world)
+        one_shot = is_one_shot(partial.nbytes, exchange.world)
     parts, sums = partial.flatten(0, -2), out[0].flatten(0, -2)
     for rows, told in exchange.launches("all_reduce", partial, placed=True):
         _all_reduce_kernel[told["rows"],](

@@ -184,7 +184,7 @@ def launch(
     name = "all_reduce_add_rms_norm_quant"
     require_contiguous(name, partial=partial, residual=residual, delta=delta, weight=weight)
     if one_shot is None:
-        one_shot = is_one_shot(partial, exchange.world)
+        one_shot = is_one_shot(partial.nbytes, exchange.world)
     y, q, scale, new_residual = out
     for rows, told in exchange.launches(name, partial, placed=delta is None):
 
@@ -200,5 +200,5 @@ def launch(
 
 
 all_reduce_add_rms_norm_quant = register(
-    "all_reduce_add_rms_norm_quant", reference, fake, launch, kind="collective", family="collective"
+    "all_reduce_add_rms_norm_quant", reference, fake, launch, kind="collective_norm", family="collective"
 )

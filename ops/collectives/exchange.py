@@ -22,6 +22,7 @@ signals its part before it waits for anything. So everybody who waits for a part
 and then the others. Nor does a program ever wait for another row of its own rank.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -38,7 +39,7 @@ MOST_ROWS = 2048  # that one launch exchanges
 PLACES = 3  # for parts that their producers write here
 # What one-shot may bring in from the peers of a rank. On two H200 torch's two-shot kernel was 0.5 us slower than its
 # one-shot kernel at 64 KB, 0.5 faster at 128 KB and 1.8 at 512 KB. Its one-shot ends with a barrier that ours lacks: an
-# estimated 1.8 us. `python -m sidestream.tools.bench.all_reduce` times both forms.
+# estimated 1.8 us. `python -m sidestream.tools.bench.parallel.all_reduce` times both.
 ONE_SHOT_BYTES = 512 << 10
 READY = 128  # tickets have a cache line of their own
 EPOCH = 8  # bytes
@@ -143,6 +144,9 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
     """
     from torch.distributed import _symmetric_memory as symmetric
 
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = (
+        "1"  # of the host's switches, which others share; no kernel uses it
+    )
     try:
         memory = symmetric.empty(exchange_bytes(group.world, slot_bytes), dtype=torch.uint8, device=device)
         memory.zero_()
@@ -168,6 +172,11 @@ def exchange_of(group: str) -> Optional[Exchange]:
     return group_named(group).buffers.get(PURPOSE)
 
 
-def is_one_shot(partial: torch.Tensor, world: int) -> bool:
-    """Whether each rank reads all rows of all peers' `partial`, rather than each row's owner alone."""
-    return (world - 1) * partial.numel() * partial.element_size() <= ONE_SHOT_BYTES
+def is_one_shot(nbytes: int, world: int) -> bool:
+    """Whether each rank reads all rows of all peers' parts, of `nbytes` each, rather than each row's owner alone."""
+    return (world - 1) * nbytes <= ONE_SHOT_BYTES
+
+
+def bytes_from_peers(nbytes: int, gathered: int, world: int, one_shot: bool) -> int:
+    """What a rank reads over NVLink of parts of `nbytes` each; `gathered`: bytes of what owners make of all rows."""
+    return (world - 1) * nbytes if one_shot else (world - 1) * (nbytes + gathered) // world

@@ -1,4 +1,4 @@
-"""Several processes that form a tensor-parallel group over gloo, for tests of what ranks do together."""
+"""Several processes that form a tensor-parallel group, for tests of what ranks do together."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -18,20 +18,22 @@ SECONDS = 300
 PRELOAD = ["support.compiled", "support.tiny", "support.ranks"]  # imported once, not by each rank
 
 
-def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
+def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any, backend: str = "gloo") -> list[Any]:
     """What `work(group, *args)` returns on each of `world` ranks, in rank order; `directory` is for this call alone.
-    Fails with the first rank that fails.
+    With the backend nccl each rank has its GPU. Fails with the first rank that fails.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    start_processes(_rank, (world, work, str(directory), args), nprocs=world, start_method="forkserver")
+    start_processes(_rank, (world, work, str(directory), args, backend), nprocs=world, start_method="forkserver")
     return [torch.load(directory / f"result{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...]) -> None:
+def _rank(rank: int, world: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...], backend: str) -> None:
     torch.set_num_threads(1)
     sidestream.compiler.api.capture_module = capture_once
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+        backend, init_method=f"file://{directory}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
     )
     group = RankGroup(tensor_parallel_group(world), rank, world, distributed.group.WORLD)
     register_group(group)

@@ -11,5 +11,6 @@ profile_run                         a trace of an engine at work
 scheduler                           what planning costs on the CPU
 model_directory, random_model       models of random weights to measure with
 gpu_time                            how long launches take
+parallel/                           several GPUs: what ranks do together
 serving/                            a running server under load
 """

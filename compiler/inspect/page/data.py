@@ -208,6 +208,7 @@ def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]
             "start": _us(where.start),
             "end": _us(where.end),
             "bytes": cost.work.bytes,
+            "link_bytes": cost.work.link_bytes,
             "flops": cost.work.total_flops,
             "floor": _us(cost.floor),
             "alone": _us(cost.seconds),

@@ -104,7 +104,7 @@ function stepFacts(index) {
     ["placed", `${micro(step.start)} to ${micro(step.end)} (estimate)`],
     ["alone", `${micro(step.alone)} estimated, of it ${micro(step.fixed)} launch and latency`],
     of.measured ? ["measured", `${micro(took)}${DATA.device ? ` on ${DATA.device}` : ""}`] : null,
-    ["floor", `${micro(step.floor)} for ${bytes(step.bytes)}${step.flops ? ` and ${flops(step.flops)}` : ""}`],
+    ["floor", `${micro(step.floor)} for ${bytes(step.bytes)}${step.link_bytes ? `, ${bytes(step.link_bytes)} over NVLink` : ""}${step.flops ? ` and ${flops(step.flops)}` : ""}`],
     ["floor reached", el("span", {}, percent(reached.share), bar(reached.share), reached.measured ? " measured" : " estimated")],
     ["bound by", step.bound], machine ? [DATA.target ? `on ${DATA.target}` : "launches", machine] : null, ["settings", step.settings || "none"], ["critical path", of.critical.includes(index) ? "yes: a faster one shortens the step" : "no"]].filter(Boolean);
   const source = step.op in DATA.ops ? el("p", {}, el("button", { class: "link", onclick: () => { state.op = step.op; openTab("kernels"); changed("op"); } }, "Read its source")) : "";

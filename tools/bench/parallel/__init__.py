@@ -1,0 +1,4 @@
+"""Benches of several GPUs.
+
+all_reduce  the sum over the ranks, alone and with the norm that follows
+"""
