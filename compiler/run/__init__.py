@@ -2,6 +2,7 @@
 
 emit             bound to tensors: step by step, or captured as a CUDA graph
 first_runs       launches that must run once before a capture
+places           parts of sums over the ranks, written where the peers read them
 ahead            kernels compiled on several threads before their first launch
 ranges           names of steps for a profiler
 """

@@ -18,6 +18,7 @@ from ..program.buffers import Buffer, ProgramError, View
 from ..program.calls import out_overload, overload_of, own_op
 from ..program.program import Program, Step
 from .first_runs import first_runs
+from .places import placed_tensors
 from .ranges import SWITCH, named, ranged, replay_range, step_range
 
 OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]
@@ -48,6 +49,7 @@ class BoundProgram:
         self.device = _resolve_device(program, tensors, device)
         self.arena = self._arena(arena)
         self._arenas: dict[torch.dtype, torch.Tensor] = {}
+        self._placed = placed_tensors(program)
         self._buffers = {buffer.name: self._bind(buffer, tensors) for buffer in program.buffers}
         if poison:
             self.poison()
@@ -252,6 +254,8 @@ class BoundProgram:
         return self._arenas[dtype]
 
     def _bind(self, buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if buffer.name in self._placed:
+            return self._placed[buffer.name]
         if buffer.kind == "temp":
             if not buffer.nbytes:
                 return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)

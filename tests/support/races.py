@@ -74,6 +74,36 @@ def find_races(program: Program, mutated: Mapping[int, Sequence[View]] | None = 
     return problems
 
 
+def find_peer_races(program: Program, places: Mapping[str, int]) -> list[str]:
+    """Writes to memory that the peers of a rank may still read; empty for sound places (buffer -> place).
+
+    A collective's peers may read what it shows them until the next collective has ended. Looked at are two runs of the
+    program, one after the other.
+    """
+    steps = program.steps
+    reach = _ancestors(steps)
+    collectives = [step for step in steps if step.op.startswith("sidestream.all_reduce")]
+
+    def before(first: tuple[int, int], second: tuple[int, int]) -> bool:
+        return first[0] < second[0] or (first[0] == second[0] and bool(reach[second[1]] >> first[1] & 1))
+
+    times = [(run, step.index) for run in (0, 1) for step in collectives]
+    problems = []
+    for writer in steps:
+        for place in {places[view.buffer] for view in (*writer.outs, *mutated_views(writer)) if view.buffer in places}:
+            for now in ((0, writer.index), (1, writer.index)):
+                for shown in times:
+                    reads = {places.get(view.buffer) for view in steps[shown[1]].inputs()}
+                    if place not in reads or before(now, shown):
+                        continue
+                    if not any(before(shown, ended) and before(ended, now) for ended in times):
+                        problems.append(
+                            f"{writer.name} writes place {place} in run {now[0]}, which peers may read for "
+                            f"{steps[shown[1]].name} of run {shown[0]}"
+                        )
+    return problems
+
+
 def _ancestors(steps: Sequence[Step]) -> list[int]:
     """For each step a bit set of the steps that have finished before it starts."""
     edges: list[list[int]] = [list(step.waits) for step in steps]
