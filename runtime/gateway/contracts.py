@@ -147,6 +147,10 @@ class Engines(Protocol):
         """All adapters, by name."""
         ...
 
+    async def adapter(self, name: str) -> AdapterCard | None:
+        """One of them; None: there is no such adapter."""
+        ...
+
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
         """Make a directory on the engines' machines usable as `name`, on all engines."""
 

@@ -108,6 +108,9 @@ class FakeEngines:
     async def adapters(self) -> list[AdapterCard]:
         return self.cards
 
+    async def adapter(self, name: str) -> AdapterCard | None:
+        return next((card for card in self.cards if card.name == name), None)
+
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
         self.calls.append(("load", name, path, replace))
 

@@ -265,27 +265,33 @@ class Router:
         """See `Engines`; as they were at the last look, at most a second ago. While no engine has told of its own,
         those that the last ones had.
         """
-        cards: dict[str, AdapterCard] = {}
-        if all(link.welcome is None for link in self._links.values()):
-            cards = {name: card for name, card in self._remembered.items() if not self._catalogue.gone(name)}
-        for offer in self._catalogue.offers.values():
-            cards.setdefault(offer.name, AdapterCard(offer.name, offer.rank, ""))
-        for name, link in self._links.items():
-            for info in link.adapters.values():
-                if self._catalogue.gone(info.name):
-                    continue
-                card = cards.get(info.name)
-                if card is None or not card.content:
-                    card = AdapterCard(info.name, info.rank, info.content)
-                cards[info.name] = AdapterCard(
-                    card.name,
-                    card.rank,
-                    card.content,
-                    {**card.places, name: "disk" if link.lost_at is not None else info.where},
-                    card.running + info.running,
-                    card.waiting + info.waiting,
-                )
-        return [cards[name] for name in sorted(cards)]
+        names = {
+            *self._remembered,
+            *self._catalogue.offers,
+            *(name for link in self._links.values() for name in link.adapters),
+        }
+        return [card for name in sorted(names) if (card := self._card(name)) is not None]
+
+    async def adapter(self, name: str) -> AdapterCard | None:
+        """See `Engines`; as in `adapters`."""
+        return self._card(name)
+
+    def _card(self, name: str) -> AdapterCard | None:
+        gone, offer, links = self._catalogue.gone(name), self._catalogue.offers.get(name), self._links.values()
+        told = {} if gone else {link: link.adapters[name] for link in links if name in link.adapters}
+        if not told:
+            if not gone and name in self._remembered and all(link.welcome is None for link in links):
+                return self._remembered[name]
+            return None if offer is None else AdapterCard(name, offer.rank, "")
+        first = next(iter(told.values()))
+        return AdapterCard(
+            name,
+            first.rank,
+            first.content,
+            {link.name: "disk" if link.lost_at is not None else info.where for link, info in told.items()},
+            sum(info.running for info in told.values()),
+            sum(info.waiting for info in told.values()),
+        )
 
     def offer(self, offers: Mapping[str, Offer]) -> None:
         """Adapters that requests may name besides; an engine loads one when its first request comes. One that is not

@@ -55,7 +55,7 @@ class Desk:
         if name is None or name == model.name:
             found = Target(model, None)
         else:
-            card = next((card for card in await self.engines.adapters() if card.name == name), None)
+            card = await self.engines.adapter(name)
             if card is None:
                 raise no_model(name)
             found = Target(model, card)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -56,6 +57,8 @@ def test_nobody_is_hurt(served: Any, request: pytest.FixtureRequest) -> None:
                 streams += 1
             await asyncio.gather(*attacks)
             assert (await http.get("/health")).status_code == 200
+        told = ", ".join(f"{count} answered with {status}" for status, count in sorted(Counter(statuses).items()))
+        print(f"{len(statuses)} hostile constraints: {told}; {streams} streams next to them were exact")
         assert len(statuses) == len(numbers) and streams > 0
         assert 400 in statuses, "some are hopeless"
 
