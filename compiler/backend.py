@@ -72,7 +72,7 @@ class _Entry:
             place: names[place] for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)
         }
         captured = capture_callable(fx.Interpreter(graph_module).run, inputs, self.parameters)
-        self.compiled = CompiledModel(lambda: optimize(captured, options, list(self.parameters.values())), options)
+        self.compiled = CompiledModel(lambda _: optimize(captured, options, list(self.parameters.values())), options)
         places = {
             name: place for place, name in enumerate(captured.user_inputs) if isinstance(inputs[place], torch.Tensor)
         }

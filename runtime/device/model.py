@@ -224,7 +224,7 @@ def _build(
     with _timed(seconds, "capture_and_passes"), stage("compiling the model", engine.show_progress):
         model = Llama(config, lora, dtype=dtype, device="meta")
         cache = _program_cache(config, lora, compiler_options) if options.passes == PASSES else None
-        compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache)
+        compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache, text=False)
         buckets = _buckets(sizes, sizes.blocks, lora is not None, device, engine)
         largest = compiled.program(buckets.largest())
     num_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows)

@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, compiled without one of the passes, with times that were measured on a CPU."""
     options = CompileOptions(disable=("pack_projections",))
     compiled = compiled_without_weights(
-        FIELDS | {"num_hidden_layers": 1}, LoraShape(8, 16), options, options.model_dtype
+        FIELDS | {"num_hidden_layers": 1}, LoraShape(8, 16), options, options.model_dtype, text=True
     )
     steps = {DECODE.name: [(1e-3 * index, 1e-3 * index + 9e-4) for index in range(len(compiled.program(DECODE).steps))]}
     timings = Timings(steps=steps, device="cpu")

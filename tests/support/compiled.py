@@ -18,7 +18,7 @@ class CompiledRunner(PagedRunner):
 
     def __init__(self, model: Llama, options: CompileOptions, sequences: int, **kwargs: Any) -> None:
         super().__init__(model, sequences, **kwargs)
-        self.compiled: CompiledModel = sidestream.compile(model, options)
+        self.compiled: CompiledModel = sidestream.compile(model, options, text=False)
         dtype = options.cache_dtype
         nodes = {node.name: node for node in self.compiled.graph_module.graph.nodes}
         own = nodes["kv_caches_0"].meta["val"].shape[1]

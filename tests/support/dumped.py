@@ -36,7 +36,7 @@ def compiled_on_meta(fields: dict[str, Any], layers: int) -> CompiledModel:
     """A Llama with eight slots for adapters, compiled without weights."""
     options = CompileOptions()
     return compiled_without_weights(
-        {**fields, "num_hidden_layers": layers}, LoraShape(8, 16), options, options.model_dtype
+        {**fields, "num_hidden_layers": layers}, LoraShape(8, 16), options, options.model_dtype, text=True
     )
 
 

@@ -6,7 +6,7 @@ tests, and runs the passes once for each set of options.
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,15 +44,23 @@ def _captured(config: str, lora: LoraShape | None, dtype: torch.dtype) -> tuple[
 
 
 @cache
-def _optimized(config: str, lora: LoraShape | None, dtype: torch.dtype, options: CompileOptions) -> Optimized:
+def _optimized(
+    config: str, lora: LoraShape | None, dtype: torch.dtype, options: CompileOptions, text: bool
+) -> Optimized:
     captured, names = _captured(config, lora, dtype)
-    return optimize(captured.copy(), options, names)
+    return optimize(captured.copy(), options, names, text=text)
 
 
 def compiled_without_weights(
-    fields: Mapping[str, Any], lora: LoraShape | None, options: CompileOptions, dtype: torch.dtype = torch.bfloat16
+    fields: Mapping[str, Any],
+    lora: LoraShape | None,
+    options: CompileOptions,
+    dtype: torch.dtype = torch.bfloat16,
+    text: bool = False,
 ) -> CompiledModel:
-    """A Llama compiled without weights. Its programs are made for the caller alone, so that what a test patches in a
-    pass over a program's own graph takes effect; what it patches in an earlier pass would not.
+    """A Llama compiled without weights, with the graphs' text at once if it is to be dumped. Its programs are made for
+    the caller alone, so that what a test patches in a pass over a program's own graph takes effect; what it patches in
+    an earlier pass would not.
     """
-    return CompiledModel(lambda: _optimized(json.dumps(fields, sort_keys=True), lora, dtype, options), options)
+    config = json.dumps(fields, sort_keys=True)
+    return CompiledModel(partial(_optimized, config, lora, dtype, options), options, text=text)

@@ -43,7 +43,7 @@ def meta_llama(layers: int = 2, slots: int = 4, rank: int = 16, dtype: Any = Non
 def compiled_llama(options: CompileOptions = CompileOptions(), layers: int = 2) -> CompiledModel:  # noqa: B008
     """The small model compiled, once for each set of options."""
     return compiled_without_weights(
-        {**FIELDS, "num_hidden_layers": layers}, LoraShape(4, 16), options, options.model_dtype
+        {**FIELDS, "num_hidden_layers": layers}, LoraShape(4, 16), options, options.model_dtype, text=True
     )
 
 

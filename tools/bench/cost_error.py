@@ -180,7 +180,8 @@ def whole_steps(
         lora_dtype=lora_dtype,
     )
     adapters = LoraShape(asked["num_adapters"], asked["lora_rank"])
-    compiled = compile_model(Llama(LlamaConfig.from_dict(fields), adapters, chosen.model_dtype, device="meta"), chosen)
+    model = Llama(LlamaConfig.from_dict(fields), adapters, chosen.model_dtype, device="meta")
+    compiled = compile_model(model, chosen, text=False)
     context = asked["input_len"] + (SHORT_OUTPUT + asked["output_len"]) // 2
     blocks, found = pages_for(asked["input_len"] + asked["output_len"]), []
     for row in bench["rows"]:

@@ -76,7 +76,7 @@ class Layers:
         for depth in DEPTHS:
             fields = LlamaConfig.from_dict({**config, "vocab_size": VOCABULARY, "num_hidden_layers": depth})
             self.models[depth] = compile_model(
-                Llama(fields, LoraShape(slots, rank), torch.bfloat16, "meta"), self.options
+                Llama(fields, LoraShape(slots, rank), torch.bfloat16, "meta"), self.options, text=False
             )
         self._constant: dict[str, Any] = {}
         self._generator = torch.Generator(device).manual_seed(0)

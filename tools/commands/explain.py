@@ -106,7 +106,8 @@ def run(options: argparse.Namespace) -> int:
         buckets = [replace(each, blocks=max(each.blocks, pages_for(options.context))) for each in buckets]
         buckets = [replace(each, pages=each.sequences * each.blocks + 1) for each in buckets]
     assume = Assumptions(options.context, options.adapters_in_batch)
-    compiled = compile_model(Llama(config, lora, compile_options.model_dtype, device="meta"), compile_options)
+    model = Llama(config, lora, compile_options.model_dtype, device="meta")
+    compiled = compile_model(model, compile_options, text=False)
     programs = [compiled.program(bucket) for bucket in buckets]
     facts = explain(compile_options, compiled.records, programs, assume, gpu)
     seconds = {} if options.no_changes else changes_of(config, lora, compile_options, buckets[0], assume, gpu)

@@ -53,7 +53,7 @@ def _bytes(name: str, layers: int) -> tuple[int, int, int, int]:
 
     config = LlamaConfig.from_dict({**LLAMA_8B, **LLAMAS[name], "num_hidden_layers": layers})
     model = Llama(config, LoraShape(1, RANK), torch.bfloat16, "meta")
-    program = compile_model(model).program(Bucket(8, 8, 64, 8, decode=True, lora=True))
+    program = compile_model(model, text=False).program(Bucket(8, 8, 64, 8, decode=True, lora=True))
     parameters = dict(model.named_parameters())
     checkpoint = sum(2 * each.numel() for each in parameters.values())
     weights, page = nbytes(specs_of(program, "weight")), nbytes(kv_specs(program, 1))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.compiler.api import CompiledModel
+from sidestream.compiler.api import CompiledModel, compile_model
 from sidestream.compiler.cost.resources import Resources
 from sidestream.compiler.cost.timings import Timings, TimingsError
 from sidestream.compiler.inspect.page.data import page_data
@@ -26,6 +26,7 @@ from sidestream.ops.core.registry import OPS
 from sidestream.tools import cli
 from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
 from support.meta import FIELDS, compiled_without_weights
+from support.meta_model import meta_llama
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +92,23 @@ def test_equal_lines_are_stored_once(data: dict[str, Any]) -> None:
     ],
 )
 def test_passes_that_an_option_switches_off_say_so(options: CompileOptions, off: dict[str, str]) -> None:
-    compiled = compiled_without_weights(FIELDS | {"num_hidden_layers": 1}, LoraShape(2, 16), options)
+    compiled = compiled_without_weights(FIELDS | {"num_hidden_layers": 1}, LoraShape(2, 16), options, text=True)
     shown = page_data(compiled.records, [], title="", version="", options=options)["passes"]
     assert {each["name"]: each["off"] for each in shown if "off" in each} == off
     assert [each["name"] for each in shown] == [each.name for each in PASSES], "those that were left out in their place"
     assert all(each["kernels"][0] == each["kernels"][1] and not each["changes"] for each in shown if "off" in each)
     for earlier, later in pairwise(shown):
         assert earlier["after"] == later["before"]
+
+
+def test_a_model_that_was_compiled_without_the_graphs_text_is_dumped_all_the_same(tmp_path: Path) -> None:
+    model = meta_llama(layers=1)
+    pages = []
+    for text in (True, False):
+        compiled = compile_model(model, text=text)
+        assert all(bool(record.before) == text for record in compiled.records)
+        pages.append((compiled.dump(tmp_path / str(text), [DECODE]) / "index.html").read_bytes())
+    assert pages[0] == pages[1]
 
 
 def test_a_pass_is_described_by_whole_sentences(data: dict[str, Any]) -> None:

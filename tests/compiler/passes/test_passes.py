@@ -23,7 +23,8 @@ def model(targets: tuple[str, ...] | None = ALL, **fields: Any) -> Llama:
 
 
 def matches(module: nn.Module, **options: Any) -> dict[str, int]:
-    return {record.name: record.matches for record in sidestream.compile(module, CompileOptions(**options)).records}
+    records = sidestream.compile(module, CompileOptions(**options), text=False).records
+    return {record.name: record.matches for record in records}
 
 
 @pytest.mark.parametrize("layers", [1, 3])
