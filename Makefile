@@ -15,6 +15,19 @@ TORCH_ON_CPU := torch==2.13.0
 # Each process takes half of the tests in order, so that a module's fixtures are made once; the first to finish takes half of what the other has left.
 TWO_PROCESSES := -n 2 --dist worksteal
 
+# mypy has one thread: lint runs next to the first tests, and what it said follows theirs. Each part runs to its end; the
+# last line names those that failed, and the whole fails with any of them. $(1), $(2): further options of the first and the second run.
+define run_tests
+@said=$$(mktemp) && trap 'rm -f $$said' EXIT; failed=; \
+$(MAKE) --no-print-directory lint >$$said 2>&1 & lint=$$!; \
+printf '\033[1m== %s\033[0m\n' 'tests 1/2: kernels in Triton'\''s interpreter'; \
+TRITON_INTERPRET=1 $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) $(1) || failed='tests 1/2'; \
+wait $$lint || failed="lint $$failed"; cat $$said; \
+printf '\033[1m== %s\033[0m\n' 'tests 2/2: everything else'; \
+$(PY) -m pytest -m 'not interpret' $(TWO_PROCESSES) $(2) || failed="$$failed tests 2/2"; \
+test -z "$$failed" || { printf '\033[1m== failed: %s\033[0m\n' "$$failed"; exit 1; }
+endef
+
 .PHONY: help demo test test-all wheel lint format docs setup clean
 .DEFAULT_GOAL := help
 
@@ -25,22 +38,12 @@ demo: $(VENV)/.installed  ## compile the embedded demo model and answer one batc
 	$(SAY) 'demo'
 	@$(VENV)/bin/sidestream demo
 
-test: $(VENV)/.installed-test lint  ## ruff, mypy, then the tests, each kernel compiled in one configuration
-	$(SAY) 'tests 1/2: kernels in Triton'\''s interpreter'
-	@status=0; \
-	TRITON_INTERPRET=1 $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) || status=1; \
-	printf '\033[1m== %s\033[0m\n' 'tests 2/2: everything else'; \
-	$(PY) -m pytest -m 'not interpret' $(TWO_PROCESSES) || status=1; \
-	exit $$status
+test: $(VENV)/.installed-test  ## ruff, mypy, then the tests, each kernel compiled in one configuration
+	$(call run_tests,,)
 
-test-all: $(VENV)/.installed-test lint  ## what runs before a release: every configuration compiled, and a coverage report
-	$(SAY) 'before a release, tests 1/2: kernels in Triton'\''s interpreter'
+test-all: $(VENV)/.installed-test  ## what runs before a release: every configuration and case, and a coverage report
 	@rm -f .coverage .coverage.*
-	@status=0; \
-	TRITON_INTERPRET=1 $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) --cov --cov-report= || status=1; \
-	printf '\033[1m== %s\033[0m\n' 'before a release, tests 2/2: everything else, and the coverage of both'; \
-	$(PY) -m pytest -m 'not interpret' --exhaustive $(TWO_PROCESSES) --cov --cov-append --cov-report=term:skip-covered || status=1; \
-	exit $$status
+	$(call run_tests,--exhaustive --cov --cov-report=,--exhaustive --cov --cov-append --cov-report=term:skip-covered)
 
 wheel: $(VENV)/.installed-test  ## build dist/*.whl from what git tracks
 	$(SAY) 'wheel'

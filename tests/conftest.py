@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 from support.installed import installed, wheel  # noqa: F401
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--exhaustive"):
         keep_one_configuration(config, items)
+    import torch  # the process that only hands tests out does without it
+
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
     for item in items:
         if item.get_closest_marker("interpret") and not INTERPRETING:
@@ -71,4 +72,6 @@ def shared_captures() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fresh_seed(request: pytest.FixtureRequest) -> None:
     """Each test draws its own random inputs, the same ones at every run."""
+    import torch
+
     torch.manual_seed(sum(map(ord, request.node.nodeid)))

@@ -59,32 +59,36 @@ class Answer:
 
 
 class Session:
-    """A user's shell in `place`: commands in one process, servers in processes of their own."""
+    """A user's shell in `place`: commands in one process (examples that need more packages in a second one), servers in
+    processes of their own.
+    """
 
     def __init__(self, installed: Installed, place: Path) -> None:
         self.place = place
         self.installed = installed
-        self.environment = installed.variables() | {"XDG_RUNTIME_DIR": str(place)}
-        self.driver = self._start(str(installed.home / "bin" / "python"), "-c", DRIVER)
+        self.drivers: dict[bool, subprocess.Popen[str]] = {}
         self.server: subprocess.Popen[str] | None = None
         self.http = ""
 
-    def _start(self, *command: str, **more: Any) -> subprocess.Popen[str]:
+    def _start(self, *command: str, more: bool = False, **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
             command,
             cwd=self.place,
-            env=self.environment,
+            env=self.installed.variables(more) | {"XDG_RUNTIME_DIR": str(self.place)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            **more,
+            **options,
         )
 
-    def run(self, arguments: list[str] | str) -> Answer:
-        """A command of `sidestream`, or an example in Python."""
-        assert self.driver.stdin is not None and self.driver.stdout is not None
-        print(json.dumps(arguments), file=self.driver.stdin, flush=True)
-        return Answer(*json.loads(self.driver.stdout.readline()))
+    def run(self, arguments: list[str] | str, more: bool = False) -> Answer:
+        """A command of `sidestream`, or an example in Python; `more`: with every package that the tests have."""
+        if more not in self.drivers:
+            self.drivers[more] = self._start(str(self.installed.home / "bin" / "python"), "-c", DRIVER, more=more)
+        driver = self.drivers[more]
+        assert driver.stdin is not None and driver.stdout is not None
+        print(json.dumps(arguments), file=driver.stdin, flush=True)
+        return Answer(*json.loads(driver.stdout.readline()))
 
     def serve(self, arguments: list[str]) -> None:
         """Starts a server and waits until it serves."""
@@ -121,7 +125,8 @@ class Session:
     def close(self) -> None:
         """Ends everything."""
         self.stop()
-        self.driver.communicate(timeout=120)
+        for driver in self.drivers.values():
+            driver.communicate(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +153,7 @@ def test_the_checkout_is_out_of_sight_and_the_version_is_said(installed: Install
 )
 def test_an_example_runs(code: str, shell: Session) -> None:
     make_places(" ".join(re.findall(r'"((?:models|adapters)/[^"]*)"', code)), shell.place)
-    if "import peft" in code or "from peft" in code:
-        done = shell.installed.run("python", "-c", code, cwd=shell.place, more=True)
-        answer = Answer(done.returncode, done.stdout, done.stderr)
-    else:
-        answer = shell.run(code)
+    answer = shell.run(code, more="import peft" in code or "from peft" in code)
     assert answer.code == 0, answer.err[-3000:]
     assert "print" not in code or answer.out.strip()
 
@@ -205,7 +206,7 @@ def test_every_command_line_runs(shell: Session, pytestconfig: pytest.Config) ->
                     *("python", "-c", code.replace(HTTP, shell.http)),
                     cwd=shell.place,
                     more="openai" in code,
-                    XDG_RUNTIME_DIR=shell.environment["XDG_RUNTIME_DIR"],
+                    XDG_RUNTIME_DIR=str(shell.place),
                 )
                 if done.returncode or not done.stdout.strip():
                     wrong.append(f"{page.name}: example {number}\n{done.stdout}{done.stderr[-3000:]}")

@@ -33,7 +33,7 @@ def adapter(base):
     return tiny_adapters(base, [AdapterSpec(rank=4)])[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(base, adapter):
     (base.path / "chat_template.jinja").write_text(TEMPLATE)
     (base.path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')

@@ -103,6 +103,13 @@ def run_shrink(case: LoraCase, **options: int | None) -> None:
     assert (planes[:, case.adapter_index < 0] == 0).all()
 
 
+def budgets(request: pytest.FixtureRequest, more: int = 0) -> list[dict[str, int]]:
+    """All SMs or one, in turns; with --exhaustive both. A case comes in several dtypes, so that it has both."""
+    both: list[dict[str, int]] = [{}, {"sm_budget": 1}]
+    turn = (request.node.callspec.indices["make"] + more) % 2
+    return both if request.config.getoption("--exhaustive") else [both[turn]]
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize("stored", [FP8, INT8])
 @pytest.mark.parametrize(
@@ -118,9 +125,11 @@ def run_shrink(case: LoraCase, **options: int | None) -> None:
         lambda: lora_case(6, 128, 16, [32], adapter_index=torch.full((6,), -1)),
     ],
 )
-def test_kernels_with_scales_by_block(make: Callable[[], LoraCase], stored: torch.dtype) -> None:
-    run_shrink(by_block(make(), stored))
-    run_shrink(by_block(make(), stored), sm_budget=1)
+def test_kernels_with_scales_by_block(
+    make: Callable[[], LoraCase], stored: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    for budget in budgets(request, more=stored == FP8):
+        run_shrink(by_block(make(), stored), **budget)
 
 
 @pytest.mark.parametrize("shape", [(2, 32), (3, 16), (3, 64), (1, 4)])
@@ -164,8 +173,8 @@ def run_kernels(case: LoraCase, **options: int | None) -> None:
             True, INT8
         ),  # two full planes and an empty one
         lambda: lora_case(18, 128, 128, [64], tile=16, splits=1),
-        lambda: lora_case(6, 128, 16, [32], adapter_index=torch.full((6,), -1)),
         lambda: lora_case(1, 128, 16, [32], dtype=F32),
+        lambda: lora_case(6, 128, 16, [32], adapter_index=torch.full((6,), -1)),
         lambda: lora_case(9, 256, 16, [50, 30, 20], tile=16, splits=2).quantized(True),
         lambda: lora_case(70, 384, 48, [128, 64], tile=32, splits=3).quantized(False),
         lambda: lora_case(70, 384, 48, [128, 64], tile=64, splits=3).quantized(True),
@@ -178,9 +187,9 @@ def run_kernels(case: LoraCase, **options: int | None) -> None:
         lambda: lora_case(5, 128, 16, [64], tile=16, splits=1, dtype=torch.float16).quantized(False, INT8),
     ],
 )
-def test_kernels(make: Callable[[], LoraCase]) -> None:
-    run_kernels(make())
-    run_kernels(make(), sm_budget=1)
+def test_kernels(make: Callable[[], LoraCase], request: pytest.FixtureRequest) -> None:
+    for budget in budgets(request):
+        run_kernels(make(), **budget)
 
 
 @pytest.mark.interpret

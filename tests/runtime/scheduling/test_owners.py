@@ -39,7 +39,7 @@ def assert_right(engine: Engine, asked: dict[str, tuple[int, int]]) -> None:
 @pytest.mark.parametrize("pages", [400, 30], ids=["rows are short", "pages are short"])
 def test_sixteen_long_streams_of_one_client_do_not_keep_another_waiting(overlap, pages):
     engine = make_engine(pages=pages, max_model_len=640, max_num_seqs=4, overlap=overlap)
-    asked = {f"greedy{index:02}": (100, 500) for index in range(16)}
+    asked = {f"greedy{index:02}": (100, 250) for index in range(16)}
     for name, (length, tokens) in asked.items():
         ask(engine, name, "greedy", length, tokens)
     for _ in range(20):

@@ -17,7 +17,7 @@ SMALL = [
     "--input-len",
     "4",
     "--output-len",
-    "128",
+    "40",
     "--prefill-len",
     "16",
     "--num-iters",

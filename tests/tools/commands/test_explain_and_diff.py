@@ -18,15 +18,7 @@ def run(*arguments: str) -> int:
 def few_changes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only some changes are compiled (with --exhaustive all); tests of `what_ifs` compile them all."""
     every = explain._variants
-    few = {
-        "no adapter in the batch",
-        "kv_dtype=bf16",
-        "lm_head=bf16",
-        "lora_lowering=serial",
-        "pdl=False",
-        "precision=bf16",
-        "without fuse_rope_append",
-    }
+    few = {"no adapter in the batch", "lora_lowering=serial", "pdl=False", "without fuse_rope_append"}
     if not request.config.getoption("--exhaustive"):
         monkeypatch.setattr(explain, "_variants", lambda *of: (each for each in every(*of) if each[0] in few))
 
@@ -76,12 +68,7 @@ def test_a_deep_models_changes_follow_from_two_cuts(tmp_path: Path, capsys: pyte
     assert facts["changes"]["now_us"] == pytest.approx(facts["programs"][0]["estimated_us"], rel=1e-6), (
         "two and a layer more tell the whole"
     )
-    assert {change["change"] for change in facts["changes"]["found"]} > {
-        "kv_dtype=bf16",
-        "lm_head=bf16",
-        "pdl=False",
-        "without fuse_rope_append",
-    }
+    assert {change["change"] for change in facts["changes"]["found"]} >= {"pdl=False", "without fuse_rope_append"}
 
 
 def test_a_longer_context_takes_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

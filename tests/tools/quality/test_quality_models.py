@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.tools.quality.tasks import TASKS
+from support.installed import once
 
 
 def train(*arguments: str) -> int:
@@ -15,11 +16,13 @@ def train(*arguments: str) -> int:
     return main(list(arguments))
 
 
+def train_all(directory: Path) -> None:
+    assert train("-o", str(directory), "--smoke") == 0
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("quality")
-    assert train("-o", str(directory), "--smoke") == 0
-    return directory
+    return once(tmp_path_factory, "quality", train_all)
 
 
 def test_every_task_has_its_adapter_and_together_they_differ_in_all_that_matters(trained: Path) -> None:
