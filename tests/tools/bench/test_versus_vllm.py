@@ -17,7 +17,7 @@ SMALL = [
     "--input-len",
     "4",
     "--output-len",
-    "40",
+    "128",
     "--prefill-len",
     "16",
     "--num-iters",

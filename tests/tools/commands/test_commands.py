@@ -153,9 +153,9 @@ def test_bench_latency_measures_and_writes_json(
             "--input-len",
             "8",
             "--output-len",
-            "48",
+            "72",
         ],
-        *("--num-iters", "2", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
+        *("--num-iters", "3", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
     )
     found = json.loads(target.read_text())
     assert [(row["lora"], row["concurrency"], row["active_adapters"]) for row in found["rows"]] == [
@@ -167,7 +167,7 @@ def test_bench_latency_measures_and_writes_json(
     for row in found["rows"]:
         assert row["ms_per_step"] > row["floor_ms"] > 0
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_per_step"])
-    assert found["options"]["output_len"] == 48 and found["environment"]["packages"]["torch"]
+    assert found["options"]["output_len"] == 72 and found["environment"]["packages"]["torch"]
     shown = capsys.readouterr().out
     assert "ms/step" in shown and str(target) in shown
     lines = [line for line in shown.splitlines() if line.startswith(("none ", "four "))]
