@@ -49,7 +49,7 @@ class BoundProgram:
         self.device = _resolve_device(program, tensors, device)
         self.arena = self._arena(arena)
         self._arenas: dict[torch.dtype, torch.Tensor] = {}
-        self._placed = placed_tensors(program)
+        self._placed = placed_tensors(program, self.device)
         self._buffers = {buffer.name: self._bind(buffer, tensors) for buffer in program.buffers}
         if poison:
             self.poison()

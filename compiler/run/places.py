@@ -36,9 +36,9 @@ def places_of(program: Program) -> dict[str, int]:
     return places
 
 
-def placed_tensors(program: Program) -> dict[str, torch.Tensor]:
+def placed_tensors(program: Program, device: torch.device) -> dict[str, torch.Tensor]:
     """The buffers of `places_of` that this rank's exchange has room for, in its memory; none where ranks share none."""
-    exchange = _exchange(program)
+    exchange = _exchange(program, device)
     if exchange is None:
         return {}
     places, tensors = exchange.places(), {}
@@ -49,10 +49,10 @@ def placed_tensors(program: Program) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _exchange(program: Program) -> Exchange | None:
+def _exchange(program: Program, device: torch.device) -> Exchange | None:
     names = {dict(named_arguments(step))["group"] for step in program.steps if _part(step) is not None}
     try:
-        return exchange_of(names.pop()) if len(names) == 1 else None
+        return exchange_of(names.pop(), device) if len(names) == 1 else None
     except GroupError:  # a rank's program outside of its process, to be looked at
         return None
 

@@ -90,7 +90,7 @@ def launch(
     """Fill `out` = (sum,); without shared memory through the process group (NCCL between GPUs). `one_shot`: instead of
     what the bytes suggest. Does not heed `sm_budget`: a program a row.
     """
-    exchange = exchange_of(group)
+    exchange = exchange_of(group, partial.device)
     if exchange is None:
         out[0].copy_(reference(partial, group))
         return

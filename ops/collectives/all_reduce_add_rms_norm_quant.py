@@ -175,7 +175,7 @@ def launch(
     """Fill `out` = (y, q, scale, new_residual); without shared memory by the reference, through the process group (NCCL
     between GPUs). `one_shot`: instead of what the bytes suggest. Does not heed `sm_budget`: one CTA a row.
     """
-    exchange = exchange_of(group)
+    exchange = exchange_of(group, partial.device)
     if exchange is None:
         results = reference(partial, residual, delta, weight, eps, group, keep, dtype, rotate, spread)
         for target, result in zip(out, results, strict=True):

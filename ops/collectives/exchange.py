@@ -31,7 +31,7 @@ import torch
 
 from ..core.triton_support import cdiv
 from ..rows.quantize import row_block
-from .group import GroupError, RankGroup, group_named
+from .group import GroupError, RankGroup, group_named, world_of
 
 PURPOSE = "exchange"  # its place in RankGroup.buffers
 SLOT_BYTES = 16 << 20  # 1,024 rows of 8,192 columns in 16 bits; longer prompts go in pieces
@@ -167,8 +167,14 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
     return exchange
 
 
-def exchange_of(group: str) -> Optional[Exchange]:
-    """What `open_exchange` made for the group of this name; None where nobody has called it."""
+def exchange_of(group: str, device: torch.device) -> Optional[Exchange]:
+    """What `open_exchange` made for the group of this name; None where nobody has called it.
+
+    For meta tensors, with which a launch is compiled and not run, rank 0's without memory: any process can ask.
+    """
+    if device.type == "meta":
+        memory = torch.empty(exchange_bytes(world_of(group)), dtype=torch.uint8, device="meta")
+        return Exchange(0, (memory,) * world_of(group))
     return group_named(group).buffers.get(PURPOSE)
 
 

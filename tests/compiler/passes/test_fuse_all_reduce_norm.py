@@ -8,6 +8,7 @@ import sidestream
 import torch
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.cost.cost import step_costs
+from sidestream.compiler.cost.resources import launched_kernels
 from sidestream.compiler.graph.nodes import aten, bind, is_call
 from sidestream.compiler.inspect.explain import explain_program
 from sidestream.compiler.options import CompileOptions
@@ -73,6 +74,14 @@ def test_its_cost_is_what_comes_over_nvlink(model: CompiledModel) -> None:
     shown = {row["op"]: row for row in explain_program(program)["ops"]}
     assert shown[FUSED]["link_bytes"] == sum(cost.work.link_bytes for (op, _), cost in costs.items() if op == FUSED)
     assert all(not row["link_bytes"] for op, row in shown.items() if "all_" not in op)
+
+
+def test_the_kernel_of_its_step_is_known(model: CompiledModel) -> None:
+    program = model.program(DECODE)
+    (kernels,) = launched_kernels([program]).values()
+    for step, names in zip(program.steps, kernels, strict=True):
+        if step.op == FUSED:
+            assert names == ["ops.collectives.all_reduce_add_rms_norm_quant._kernel"]
 
 
 def test_switched_off_by_name_the_sums_stand_alone() -> None:

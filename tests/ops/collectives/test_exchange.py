@@ -13,7 +13,7 @@ from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import (
     with_delta,
 )
 from sidestream.ops.collectives.exchange import Exchange, exchange_bytes, is_one_shot
-from sidestream.ops.collectives.group import RankGroup, world_of
+from sidestream.ops.collectives.group import RankGroup, tensor_parallel_group, world_of
 from sidestream.ops.core.registry import as_outputs
 from sidestream.ops.rows.rms_norm import add_rms_norm_quant
 from support.checks import EXACT, Tolerance, assert_near, bits
@@ -174,25 +174,19 @@ def test_one_rank_is_the_op_of_one_gpu() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def meta_exchange(world: int) -> RankGroup:
-    """A group whose memory has a size, and nothing in it."""
-    memory = torch.empty(exchange_bytes(world), dtype=torch.uint8, device="meta")
-    return register_rank(Exchange(world - 1, (memory,) * world))
-
-
 @pytest.mark.machine_code
 @pytest.mark.parametrize("width", [8192, 16384, 4096])
 @pytest.mark.parametrize("world", [2, 8])
 def test_machine_code(world: int, width: int) -> None:
-    group, x = meta_exchange(world), torch.empty(64, width, device="meta", dtype=BF16)
+    group, x = tensor_parallel_group(world), torch.empty(64, width, device="meta", dtype=BF16)
     for one_shot, keep, delta in ((True, True, x), (True, False, None), (False, False, None), (False, True, x)):
-        args = (x, x, delta, x[0], EPS, group.name, keep, INT8, 8, True)
+        args = (x, x, delta, x[0], EPS, group, keep, INT8, 8, True)
         (code,) = launched(all_reduce_add_rms_norm_quant, *args, one_shot=one_shot, pdl=True)
         assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1
         check_order(code, 1 if one_shot else 2)
         assert code.sass["MEMBAR"] == (1 if one_shot else 2), "a signal is one fence"
     for one_shot in (True, False):
-        (code,) = launched(all_reduce, x, group.name, one_shot=one_shot, pdl=True)
+        (code,) = launched(all_reduce, x, group, one_shot=one_shot, pdl=True)
         assert code.spills == 0
         check_order(code, 1 if one_shot else 2)
 
@@ -214,13 +208,11 @@ def test_few_bytes_go_in_one_shot() -> None:
 
 
 def test_what_can_not_be_exchanged_is_refused() -> None:
-    group = meta_exchange(2)
     wide, odd = (torch.empty(2, width, device="meta", dtype=BF16) for width in (20000, 12))
     for x in (wide, odd):
         with pytest.raises(ValueError, match=rf"all_reduce: rows of {x.shape[1]} columns"):
-            all_reduce.launch(x, group.name, out=as_outputs(all_reduce.fake(x, group.name)))
-    memory = torch.empty(exchange_bytes(2, 256), dtype=torch.uint8, device="meta")
-    register_rank(Exchange(0, (memory, memory), 256))
+            all_reduce.launch(x, "tp2", out=as_outputs(all_reduce.fake(x, "tp2")))
+    small = Exchange(0, (torch.empty(exchange_bytes(2, 256), dtype=torch.uint8, device="meta"),) * 2, 256)
     x = torch.empty(2, 128, device="meta", dtype=BF16)
     with pytest.raises(ValueError, match=r"2 rows of 256 bytes do not fit 256 bytes; .*slot_bytes"):
-        all_reduce.launch(x, group.name, out=(x,))
+        list(small.launches("all_reduce", x, placed=True))

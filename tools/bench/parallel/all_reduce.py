@@ -86,10 +86,10 @@ def _rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     )
     group = RankGroup(tensor_parallel_group(options.world), rank, options.world, distributed.group.WORLD)
     register_group(group)
-    open_exchange(group, device)
+    exchange = open_exchange(group, device)
     rows = []
     for tokens in options.tokens:
-        for row in measure(group, tokens, options.columns, options.repeats):
+        for row in measure(group, exchange, tokens, options.columns, options.repeats):
             rows.append(row)
             if rank == 0:
                 asked = ASKED_US.get(tokens) if options.columns == 8192 and options.world == 2 else None
@@ -106,18 +106,15 @@ def _rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     distributed.destroy_process_group()
 
 
-def measure(group: Any, tokens: int, columns: int, repeats: int) -> Iterator[Row]:
+def measure(group: Any, exchange: Any, tokens: int, columns: int, repeats: int) -> Iterator[Row]:
     """Every row of one token count, the same on all ranks."""
     import torch
 
     from ....ops.collectives.all_reduce import all_reduce
     from ....ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant, from_all_parts
-    from ....ops.collectives.exchange import bytes_from_peers, exchange_of, is_one_shot
+    from ....ops.collectives.exchange import bytes_from_peers, is_one_shot
     from ....ops.rows.rms_norm import add_rms_norm_quant
 
-    exchange = exchange_of(group.name)
-    if exchange is None:
-        raise ValueError(f"group {group.name} has no exchange; call open_exchange first")
     device, dtype, fused = exchange.memory.device, torch.bfloat16, all_reduce_add_rms_norm_quant
     draw = torch.Generator(device).manual_seed(tokens)  # all ranks draw all ranks' parts
     parts = [torch.randn(tokens, columns, device=device, generator=draw).to(dtype) for _ in range(group.world)]
