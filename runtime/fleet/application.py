@@ -80,6 +80,7 @@ def scaling(options: FleetOptions) -> dict[str, Any]:
         "downscale_delay_s": options.idle_seconds,
         "downscale_to_zero_delay_s": options.idle_seconds,
         "look_back_period_s": LOOK_BACK_SECONDS,
+        "metrics_interval_s": METRICS_SECONDS,  # Ray wants it shorter than the look back, whatever the environment says
         "policy": {
             "policy_function": f"{LoadPolicy.__module__}:{LoadPolicy.__name__}",
             "policy_kwargs": {"target_requests": options.target_requests, "target_tokens": options.target_tokens},

@@ -30,7 +30,7 @@ def local_ray(folder: Path) -> Iterator[None]:
         import ray
         from ray import serve
 
-        ray.init(num_cpus=16, include_dashboard=False, logging_level="error", log_to_driver=False)
+        ray.init("local", num_cpus=16, include_dashboard=False, logging_level="error", log_to_driver=False)
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ node of its own that is not killed: whoever is connected to a process that dies 
 
 import argparse
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,16 @@ _GPU_PROCESS = "sidestream.runtime.server.gpu_process"
 class Fleet:
     """A fleet of `count` engines, each on a node of its own. Ray has to be secured before."""
 
-    def __init__(self, count: int, port: int, say: Callable[[str], None]) -> None:
+    def __init__(self, count: int, port: int) -> None:
+        import ray
         from ray.cluster_utils import Cluster
 
-        self._say = say
         self._cluster = Cluster(
             initialize_head=True,
-            connect=True,
             head_node_args={"num_cpus": 0, "resources": {"http": 8}, "include_dashboard": False},
         )
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self.nodes = [self._node() for _ in range(count)]
         self.options = FleetOptions(
             name="chaos",
@@ -173,7 +176,7 @@ def made(count: int, port: int) -> Iterator[Fleet]:
         from ...runtime.fleet.cluster import secure
 
         secure()
-        fleet = Fleet(count, port, print)
+        fleet = Fleet(count, port)
         stack.callback(fleet.close)
         yield fleet
 
@@ -200,7 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
         up = fleet.until(lambda states: states.count("ok") == options.engines, "all engines")
         print(f"all engines in use {up:.1f} s after the fleet was ready", flush=True)
         asked = questions(source, QUESTIONS, "demo_model")
-        expected = {question: ask(options.port, question) for question in asked}
+        with ThreadPoolExecutor(options.streams) as pool:
+            expected = dict(zip(asked, pool.map(lambda question: ask(options.port, question), asked), strict=True))
         clients = Clients(options.port, options.streams, expected, options.seed)
         try:
             kills = attack(fleet, clients, 60 * options.minutes, options.every, source)

@@ -16,7 +16,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 17},
     "penalties": {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2},
 }
-TOKENS = 128
+TOKENS = 64
 ANSWER_SECONDS = 600.0
 
 
