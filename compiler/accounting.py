@@ -181,6 +181,12 @@ def _smoothed(e: Expectation) -> int | None:
     return (0 if e.shape.stored else 2 * e.shape.layers) + int(e.options.lm_head == "auto")
 
 
+def _rounded(e: Expectation) -> int | None:
+    if not e.options.rounded_weights or not e.on("quantize_linears"):
+        return 0
+    return None if e.shape.stored else _linears(e)
+
+
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_stored_weights": lambda e: e.shape.stored,
     "lift_bias": lambda e: e.shape.biases,
@@ -202,6 +208,7 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "fuse_rope_append": _rope_appended,
     "balance_keys": _balanced,
     "quantize_linears": _linears,
+    "use_rounded_weights": _rounded,
     "quantize_lora": lambda e: _lora_branches(e) if e.options.quantizes_lora else 0,
     "fuse_quantize": _quantize_fused,
     "fuse_all_reduce_norm": _reductions_fused,

@@ -129,6 +129,7 @@ class CompileOptions:
     norm_rotation: int = option(
         8,
         "in int8 mode, columns of a rotated block of what a norm makes",
+        unset="as the rounded weights have them, else 8",
         more="a power of two up to 128; wider blocks round finer and cost time, and leave whole_layer's launch out",
     )
     smooth_channels: bool = option(
@@ -137,6 +138,11 @@ class CompileOptions:
         unset="as calibrated, else off",
         more="folded into the norm's gain and the columns of the weights and adapters that read it",
         calibrated=True,
+    )
+    rounded_weights: bool = option(
+        False,
+        "take the weights of linears as `sidestream calibrate --round` has rounded them, instead of to nearest",
+        keyword=None,
     )
     lm_head: Literal["auto", "bf16"] = option(
         "auto", "whether the output projection is quantized as the other linears are, or stays in bf16"

@@ -45,6 +45,7 @@ from .passes.rotate_values import rotate_values
 from .passes.round_lora_ranks import round_lora_ranks
 from .passes.shard import shard
 from .passes.smooth_channels import smooth_channels
+from .passes.use_rounded_weights import use_rounded_weights
 from .passes.widen_kv_once import widen_kv_once
 from .program.program import Bucket
 from .records import PassRecord, graph_lines, op_counts, text_of
@@ -94,6 +95,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(fuse_rope_append, "keeps"),
     Pass(balance_keys, "quantizes"),
     Pass(quantize_linears, "quantizes"),
+    Pass(use_rounded_weights, "quantizes"),
     Pass(quantize_lora, "quantizes"),
     Pass(fuse_quantize, "keeps"),
     Pass(fuse_all_reduce_norm, "keeps"),

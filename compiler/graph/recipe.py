@@ -41,6 +41,7 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "dequantize": (2, frozenset({"stored", "dtype"})),
     "row_scales": (1, frozenset()),
     "item": (1, frozenset({"index"})),
+    "rounded": (1, frozenset({"index"})),
 }
 
 
@@ -260,6 +261,35 @@ def item(recipe: Recipe, index: int) -> Recipe:
     return Recipe("item", (recipe,), {"index": index})
 
 
+def rounded(values: Recipe, index: int) -> Recipe:
+    """`item(values, index)` of a `quantize` recipe as another way to round has stored it (`sidestream calibrate
+    --round`), instead of rounded to nearest while it is loaded; of weights packed one below the other each by itself.
+
+    The tensor is looked up by `rounded_name`. What it was rounded from stays the operand, and is not evaluated.
+    """
+    (whole,) = values.args
+    parts = whole.args if whole.op == "cat" and whole.attrs["dim"] == 0 else (whole,)
+    return cat(0, [Recipe("rounded", (Recipe("quantize", (part,), values.attrs),), {"index": index}) for part in parts])
+
+
+def rounded_parts(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The `rounded` recipes that a weight's recipe is packed of; none where it is not."""
+    parts = recipe.args if recipe.op == "cat" else (recipe,)
+    return tuple(part for part in parts if part.op == "rounded")
+
+
+def rounded_from(recipe: Recipe) -> str:
+    """The checkpoint tensor that a `rounded` or `quantize` recipe is made of, whatever was folded into it."""
+    while recipe.args:
+        recipe = recipe.args[0]
+    return str(recipe)
+
+
+def rounded_name(recipe: Recipe) -> str:
+    """The name under which a `rounded` recipe looks its tensor up."""
+    return f"{rounded_from(recipe)}.{('rounded', 'rounded_scale')[recipe.attrs['index']]}"
+
+
 def quantize_weight(
     weight: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -326,6 +356,14 @@ def _evaluate(
         return found.float()
     if recipe.op == "zeros":
         return torch.zeros(recipe.attrs["shape"], dtype=getattr(torch, recipe.attrs["dtype"]))
+    if recipe.op == "rounded":
+        try:
+            return lookup(rounded_name(recipe))
+        except KeyError as error:
+            raise RecipeError(
+                f"the weights hold no tensor {rounded_name(recipe)!r}: rounded weights come from "
+                "`sidestream calibrate --round`; leave rounded_weights out"
+            ) from error
     if recipe in memo:
         return memo[recipe]
     operands = [_evaluate(arg, lookup, memo, bring) for arg in recipe.args]

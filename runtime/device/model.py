@@ -33,6 +33,7 @@ from ..adapters.stacks import AdapterStacks
 from ..engine.calibration import Calibration, calibrated
 from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, resolve_sizes
+from ..engine.rounding import Rounding, find_rounding
 from ..requests.errors import RequestError
 from ..scheduling.limits import SchedulerLimits
 from ..scheduling.speculation import most_drafts
@@ -59,6 +60,7 @@ class Model:
     """A model on its device with its adapters, ready to execute plans.
 
     calibration  what is in use, or None
+    rounding     the rounded weights in use, or None
     limits       what a scheduler may count on
     compiled     the CompiledModel: its passes' report, programs and dump
     registry     the adapters by name
@@ -69,6 +71,7 @@ class Model:
     source: ModelSource
     options: LoadOptions
     calibration: Calibration | None
+    rounding: Rounding | None
     limits: SchedulerLimits
     registry: AdapterRegistry
     runner: ModelRunner
@@ -162,6 +165,9 @@ def load_model(
         options.center_keys,
         options.smooth_channels,
     )
+    rounding, compiler_options = find_rounding(
+        engine.rounded_weights, config, weights, compiler_options, calibration, options.norm_rotation
+    )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.sliding_window)
     registry = AdapterRegistry(
@@ -178,7 +184,7 @@ def load_model(
     slots = _num_slots(engine, len(registry.numbers))
     lora = _lora_shape(registry, slots, engine.max_lora_rank) if slots else None
     with _collections_paused():
-        return _build(source, options, compiler_options, calibration, sizes, registry, slots, lora)
+        return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora)
 
 
 def _num_slots(options: EngineOptions, adapters: int) -> int:
@@ -208,6 +214,7 @@ def _build(
     options: LoadOptions,
     compiler_options: CompileOptions,
     calibration: Calibration | None,
+    rounding: Rounding | None,
     sizes: EngineSizes,
     registry: AdapterRegistry,
     slots: int,
@@ -227,6 +234,8 @@ def _build(
         compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache, text=False)
         buckets = _buckets(sizes, sizes.blocks, lora is not None, device, engine)
         largest = compiled.program(buckets.largest())
+    if rounding is not None:
+        rounding.check(_recipes(largest, "weight").values(), model.checkpoint_tensors(), source.directory)
     num_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows)
     buckets = replace(buckets, pages=num_pages)
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
@@ -242,6 +251,7 @@ def _build(
             dtype,
             engine.seed,
             engine.show_progress,
+            rounding,
         )
         tensors = sleeper.read_weights(specs_of(largest, "weight"), weights) if sleeper else weights.read()
     stack_specs, cache_specs = specs_of(largest, "adapter"), kv_specs(largest, num_pages)
@@ -279,7 +289,7 @@ def _build(
         engine.enable_prefix_caching,
         speculation=engine.speculation,
     )
-    return Model(source, options, calibration, limits, registry, runner, compiled, sleeper, seconds)
+    return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds)
 
 
 def _program_cache(config: LlamaConfig, lora: LoraShape | None, options: CompileOptions) -> ProgramCache:

@@ -13,6 +13,7 @@ import torch
 from ...compiler.graph.recipe import Recipe, materialize
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
+from ..engine.rounding import Rounding
 from .progress import progress
 
 Lookup = Callable[[str], torch.Tensor]
@@ -97,6 +98,7 @@ class WeightSource:
 
     directory   the checkpoint's; None: they are random, of `seed`
     expected    the shapes of the checkpoint's tensors
+    rounding    weights that were rounded before
     See `load_weights` for the others.
     """
 
@@ -109,13 +111,16 @@ class WeightSource:
     dtype: torch.dtype
     seed: int
     show_progress: bool
+    rounding: Rounding | None = None
 
     def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """The weights by name. Raises CheckpointError or OSError."""
+        """The weights by name. Raises CheckpointError, RoundingError or OSError."""
         if self.directory is None:
             lookup, names = dummy_lookup(self.expected, self.device, self.dtype, self.seed)
         else:
             lookup, names = checkpoint_lookup(self.directory, self.expected, self.config)
+        if self.rounding is not None:
+            lookup = self.rounding.before(lookup)
         return load_weights(
             self.recipes, lookup, names, self.constants, self.device, self.dtype, self.show_progress, into
         )

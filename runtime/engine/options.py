@@ -33,6 +33,12 @@ class EngineOptions:
         unset="sidestream_calibration.safetensors in the model's directory, if it is there",
         more="decides what kv_dtype, hadamard, center_keys and smooth_channels come to where they are not given",
     )
+    rounded_weights: Any = option(
+        None,
+        "what `sidestream calibrate --round` wrote, or 'off' to round weights to nearest",
+        unset="sidestream_rounded_PRECISION.safetensors in the model's directory, if it is there",
+        more="decides what norm_rotation comes to where it is not given",
+    )
     passes: Any = option(
         None,
         "the compiler's pass list, for those who add one with `insert_pass`",

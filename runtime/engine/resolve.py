@@ -87,6 +87,7 @@ class LoadOptions:
     """How a model is loaded, checked as far as that goes without the model: what `LLM`'s keywords come to.
 
     hadamard, center_keys, smooth_channels  whether the calibration decides this field of `compiler`
+    norm_rotation  whether the rounded weights decide this one
     """
 
     engine: EngineOptions
@@ -96,6 +97,7 @@ class LoadOptions:
     hadamard: bool
     center_keys: bool
     smooth_channels: bool
+    norm_rotation: bool
 
     @property
     def dummy(self) -> bool:
@@ -115,7 +117,7 @@ def load_options(**keywords: Any) -> LoadOptions:
     compiler = replace(compile_options(engine, given), size_independent=device.type == "cpu")
     passes = PASSES if engine.passes is None else engine.passes
     check_disabled(compiler, passes)
-    undecided = ("hadamard" not in given, "center_keys" not in given, "smooth_channels" not in given)
+    undecided = (name not in given for name in ("hadamard", "center_keys", "smooth_channels", "norm_rotation"))
     return LoadOptions(engine, compiler, device, passes, *undecided)
 
 

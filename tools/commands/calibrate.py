@@ -1,5 +1,5 @@
 """`sidestream calibrate`: look at a model's keys, values and norms, and decide how its KV cache is quantized and its
-channels are smoothed.
+channels are smoothed; with --round, round its weights by what they are multiplied with.
 """
 
 import argparse
@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS
+from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS, NORM_ROTATIONS
 from ..options.engine import (
     adapters_of,
     add_lora_options,
     add_model,
     add_option,
     check_output,
+    given,
     model_directory,
     positive,
 )
@@ -36,13 +37,17 @@ size in int8 mode: no figure of the table, and the largest gain where a model ha
 The file holds the keys' means, those powers and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE)
 and --calibration FILE then decide what kv_dtype "auto" means (the mode's own type, int8 or e4m3, unless the other one's
 error is far smaller), and where keys are transformed and centred; as sidestream_calibration.safetensors in the model's
-directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard."""
+directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard.
+--round also writes the weights in eight bits, rounded so that their products with this text change least (GPTQ):
+sidestream_rounded_PRECISION.safetensors next to the calibration. They hold for this checkpoint, this calibration and
+these options; in the model's directory they are found without being named (--rounded-weights names or leaves them)."""
 
 EXAMPLES = """\
 examples:
   sidestream calibrate                                                      the demo model and its adapters
   sidestream calibrate models/llama --lora-modules sql=adapters/sql -o models/llama/sidestream_calibration.safetensors
   sidestream calibrate models/llama --prompts corpus.txt --tokens 16384
+  sidestream calibrate models/llama --round --norm-rotation 64 -o models/llama/sidestream_calibration.safetensors
   sidestream serve models/llama --calibration sidestream_calibration.safetensors"""
 
 DEFAULT_TOKENS, DEFAULT_LENGTH = 4096, 512
@@ -102,8 +107,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--precision",
         choices=EIGHT_BITS,
         default=EIGHT_BITS[0],
-        help="the mode whose choices the table shows by layer; the file serves all of them (default: %(default)s)",
+        help="the mode whose choices the table shows by layer, and that --round rounds for; the calibration serves all "
+        "of them (default: %(default)s)",
     )
+    parser.add_argument("--round", action="store_true", help="also round the weights by what they are multiplied with")
+    add_option(parser, "norm_rotation", type=int, choices=NORM_ROTATIONS)
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -114,6 +122,8 @@ def run(options: argparse.Namespace) -> int:
     directory = model_directory(options)
     names = list(adapters_of(options))
     check_output("--output", options.output)
+    if options.norm_rotation is not None and not (options.round and options.precision == "int8"):
+        raise ValueError("--norm-rotation says how --round rounds for int8; add --round, or leave it out")
     if options.prompts is not None and not options.prompts.is_file():
         raise ValueError(f"--prompts {options.prompts} is no file; name a text file")
     if options.max_loras is not None and options.max_loras < len(names):
@@ -150,7 +160,37 @@ def run(options: argparse.Namespace) -> int:
     print(as_text(calibration, options.precision))
     calibration.save(options.output)
     print(f"written to {options.output}")
+    if options.round:
+        del model  # the engine has the weights in eight bits
+        output = _round(options, directory, calibration, jobs, progress=sys.stderr.isatty())
+        print(f"rounded weights written to {output}")
     return 0
+
+
+def _round(
+    options: argparse.Namespace,
+    directory: Path,
+    calibration: Any,
+    jobs: Sequence[tuple[list[int], int]],
+    progress: bool,
+) -> Path:
+    """Write the rounded weights next to the calibration; `jobs`: the text that it was made with."""
+    from ...runtime.engine.rounding import file_name
+    from ..quality.rounding import round_weights
+    from ..quality.teacher_forced import Document
+
+    adapters = adapters_of(options)
+    names = [*adapters, None]  # slot -1 is the base model
+    output = options.output.absolute().parent / file_name(options.precision)
+    chosen = {"precision": options.precision, "calibration": calibration, "device": options.device}
+    chosen |= given(options, "norm_rotation")
+    texts = [Document(ids, names[slot]) for ids, slot in jobs]
+    round_weights(directory, adapters, texts, chosen, output, _bar if progress else lambda stage: None)
+    return output
+
+
+def _bar(stage: str) -> None:
+    print(f"\r{stage}\033[K", end="", file=sys.stderr, flush=True)
 
 
 def standard_text() -> str:

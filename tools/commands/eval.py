@@ -58,6 +58,7 @@ has one prompt a line."""
 
 SMOKE_TASKS, SMOKE_DOCUMENTS = 6, 12
 GPU_JOBS = 8
+ROUNDING_TEXTS = 8  # that weights are rounded by, of at most 512 tokens
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -240,8 +241,18 @@ def run_rounds(
     """The clean round, and with --inject the injected one."""
     from tqdm import tqdm
 
+    from ...runtime.text.tokenizer import load_tokenizer
     from ..quality.arms import INJECTED, WHOLE_INJECTED
-    from ..quality.evaluate import CLEAN, Model, calibrate_model, calibration_texts, evaluate, stages
+    from ..quality.evaluate import (
+        CLEAN,
+        Model,
+        calibrate_model,
+        calibration_texts,
+        evaluate,
+        other_texts,
+        round_model,
+        stages,
+    )
     from ..quality.outliers import inject
 
     texts = calibration_texts(suite.documents)
@@ -270,15 +281,28 @@ def run_rounds(
                 progress(f"calibration: did not run: {type(problem).__name__}: {problem}")
                 return None
 
-        yield evaluate(
-            Model(directory, adapters, calibration(directory, adapters, chosen)),
-            suite,
-            chosen,
-            options.device,
-            CLEAN,
-            progress,
-            jobs,
-        )
+        def rounding(
+            place: Path, its: dict[str, Path], found: Any, arms: Sequence[Any], files: Path
+        ) -> dict[str, Path]:
+            made: dict[str, Path] = {}
+            wanted = [arm for arm in arms if arm.rounded and not (arm.calibrated and found is None)]
+            tokenizer = load_tokenizer(place) if wanted else None
+            if tokenizer is None:
+                return made
+            read = other_texts(tokenizer.encode, ROUNDING_TEXTS)
+            for arm in wanted:
+                try:
+                    output = files / f"{arm.name}.safetensors"
+                    made[arm.name] = round_model(arm, place, its, found, read, options.device, output)
+                except Exception as problem:  # as above
+                    progress(f"{arm.name}: not rounded: {type(problem).__name__}: {problem}")
+            return made
+
+        with tempfile.TemporaryDirectory(prefix="sidestream_rounded_") as files:
+            found = calibration(directory, adapters, chosen)
+            rounded = rounding(directory, adapters, found, chosen, Path(files))
+            model = Model(directory, adapters, found, rounded=rounded)
+            yield evaluate(model, suite, chosen, options.device, CLEAN, progress, jobs)
         if special:
             with tempfile.TemporaryDirectory(prefix="sidestream_injected_") as place:
                 progress("outliers are injected")

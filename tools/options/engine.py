@@ -165,6 +165,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add_option(group, "max_model_len")
     add_option(advanced(parser), "calibration", metavar="FILE")
+    add_option(advanced(parser), "rounded_weights", metavar="FILE")
     add_option(group, "max_num_seqs")
     add_option(group, "max_num_batched_tokens")
     add_option(group, "speculation", type=speculation, metavar="off|auto|N")
@@ -257,6 +258,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "gpu_memory_utilization",
         "device",
         "calibration",
+        "rounded_weights",
     )
 
 

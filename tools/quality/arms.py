@@ -31,6 +31,7 @@ class Arm:
     eager     its ops can't be captured in a CUDA graph
     slow      its ops are references: it runs on a part of the items
     calibrated  it needs the model's calibration
+    rounded     it needs weights that were rounded with its options
     """
 
     name: str
@@ -42,14 +43,17 @@ class Arm:
     eager: bool = False
     slow: bool = False
     calibrated: bool = False
+    rounded: bool = False
 
 
-def _int8(name: str, about: str, calibrated: bool = False, **options: Any) -> Arm:
-    return Arm(name, about, MappingProxyType({"precision": "int8", **options}), calibrated=calibrated)
+def _int8(name: str, about: str, calibrated: bool = False, rounded: bool = False, **options: Any) -> Arm:
+    chosen = MappingProxyType({"precision": "int8", **options})
+    return Arm(name, about, chosen, calibrated=calibrated, rounded=rounded)
 
 
-def _fp8(name: str, about: str, calibrated: bool = False, **options: Any) -> Arm:
-    return Arm(name, about, MappingProxyType({"precision": "fp8", **options}), calibrated=calibrated)
+def _fp8(name: str, about: str, calibrated: bool = False, rounded: bool = False, **options: Any) -> Arm:
+    chosen = MappingProxyType({"precision": "fp8", **options})
+    return Arm(name, about, chosen, calibrated=calibrated, rounded=rounded)
 
 
 TENSORWISE: Mapping[str, Any] = MappingProxyType(
@@ -104,6 +108,34 @@ ARMS: tuple[Arm, ...] = (
         norm_rotation=64,
         calibrated=True,
     ),
+    Arm(
+        "int8-least-squares",
+        "the default with the scale of each row of a weight chosen by the least squared error",
+        MappingProxyType({"precision": "int8"}),
+        weights="least_squares_weights",
+    ),
+    _int8("int8-rounded", "the default with weights as `sidestream calibrate --round` rounds them", rounded=True),
+    _int8(
+        "int8-calibrated-rounded",
+        "what `sidestream calibrate --round` chooses for each layer, and its weights",
+        calibrated=True,
+        rounded=True,
+    ),
+    _int8(
+        "int8-calibrated-64-rounded",
+        "the same with norms rotated by 64 columns",
+        norm_rotation=64,
+        calibrated=True,
+        rounded=True,
+    ),
+    _int8(
+        "int8-calibrated-64-rounded-values",
+        "the same with each head of V rotated too (folded into the weights)",
+        norm_rotation=64,
+        rotate_values=True,
+        calibrated=True,
+        rounded=True,
+    ),
     _int8(
         "int8-rotated-values", "the default with each head of V rotated (folded into the weights)", rotate_values=True
     ),
@@ -118,6 +150,7 @@ ARMS: tuple[Arm, ...] = (
         whole_layer="on",
     ),
     _fp8("fp8", "e4m3 with one scale per row, e4m3 cache, Hadamard, adapters in 16 bits, PV in 16 bits"),
+    _fp8("fp8-rounded", "the same with weights as `sidestream calibrate --round` rounds them", rounded=True),
     _fp8("fp8-no-hadamard", "the same without the Hadamard transform of Q and K", hadamard=False),
     _fp8(
         "fp8-centred",
@@ -240,16 +273,21 @@ def chosen_arms(names: Sequence[str], with_controls: bool) -> list[Arm]:
     ]
 
 
-def open_arm(arm: Arm, model: Any, adapters: Mapping[str, Any], calibration: Any = None, **sizes: Any) -> Any:
+def open_arm(
+    arm: Arm, model: Any, adapters: Mapping[str, Any], calibration: Any = None, rounded: Any = None, **sizes: Any
+) -> Any:
     """An `LLM` of this arm, on which programs besides the engine's own may be run after its last request.
 
-    `calibration`: for the arms that need one.
+    `calibration`, `rounded` (a file): for the arms that need them.
     """
     from ...runtime.llm import LLM
     from . import emulation
 
     passes: Callable[[], Any] = getattr(emulation, arm.passes)
     own = {"calibration": calibration} if arm.calibrated else {}
+    if arm.rounded and rounded is None:
+        raise ValueError(f"the weights of {arm.name} were not rounded")
+    own["rounded_weights"] = rounded if arm.rounded else "off"
     llm = LLM(
         model, adapters, passes=passes(), show_progress=False, enforce_eager=True, **{**arm.options, **own, **sizes}
     )

@@ -17,12 +17,13 @@ from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
 from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import check_arguments, gather_keys_values, paged_attention, paged_attention_fake
+from ...ops.core.eight_bits import QUANTIZED_MAX
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
 from ...ops.core.triton_support import cdiv
 from ...ops.rows.hadamard import hadamard
 from ...ops.rows.quantize import fake as quantize_rowwise_fake
-from ...ops.rows.quantize import quantize_rowwise
+from ...ops.rows.quantize import quantize_rowwise, rotate_blocks, to_steps
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 KEPT_BITS = -1 << 10  # of fp32's 23 mantissa bits the FP8 tensor cores of Hopper keep 13 in their sums
@@ -225,18 +226,40 @@ def tensorwise_weights(
     tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], lookup: Callable[[str], torch.Tensor]
 ) -> None:
     """Quantize each (packed) weight matrix again with one scale, in place, from the checkpoint's own values."""
-    for name, recipe in recipes.items():
-        if recipe.op != "item" or recipe.attrs["index"] != 0:
-            continue
-        scales = next(
-            tensors[other]
-            for other, its in recipes.items()
-            if its.op == "item" and its.attrs["index"] == 1 and its.args == recipe.args
-        )
-        weight = materialize(recipe.args[0].args[0], lookup).float()
+    for name, scales in _values_and_scales(recipes):
+        weight = materialize(recipes[name].args[0].args[0], lookup).float()
         scale = weight.abs().amax().clamp_min(1e-12) / E4M3_MAX
         tensors[name].copy_((weight / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3))
-        scales.fill_(float(scale))
+        tensors[scales].fill_(float(scale))
+
+
+def _values_and_scales(recipes: Mapping[str, Recipe]) -> Iterator[tuple[str, str]]:
+    """The names of both, of every weight that is rounded while it is loaded."""
+    items = {(recipe.args[0], recipe.attrs["index"]): name for name, recipe in recipes.items() if recipe.op == "item"}
+    for (quantize, index), name in items.items():
+        if index == 0:
+            yield name, items[quantize, 1]
+
+
+def least_squares_weights(
+    tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], lookup: Callable[[str], torch.Tensor]
+) -> None:
+    """Round each weight matrix again, in place, each row with the scale of the least squared error: that of its largest
+    value, or one of 24 smaller ones that cut it.
+    """
+    for name, scales in _values_and_scales(recipes):
+        quantize = recipes[name].args[0]
+        weight = rotate_blocks(materialize(quantize.args[0], lookup), quantize.attrs["rotate"])
+        largest = weight.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[tensors[name].dtype]
+        least = torch.full_like(largest, torch.inf)
+        for cut in range(25):
+            scale = largest * (1 - 0.01 * cut)
+            steps = to_steps(weight, scale[:, None], tensors[name].dtype)
+            error = (weight - steps.float() * scale[:, None]).square().sum(-1)
+            better = error < least
+            least = torch.where(better, error, least)
+            tensors[scales].copy_(torch.where(better, scale, tensors[scales]))
+            tensors[name].copy_(torch.where(better[:, None], steps, tensors[name]))
 
 
 def wrong_scale(

@@ -20,6 +20,7 @@ import torch
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import PAGE_SIZE
 from .arms import BY_NAME, DEFAULT, REFERENCE, WHOLE, Arm, open_arm
+from .corpus import documents as library_documents
 from .divergence import Divergence, divergences
 from .exact import accuracies, ask, needles
 from .suite import Suite, by_text, interleaved
@@ -77,7 +78,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Model:
-    """What is served: a directory, its adapters, and the calibration for the arms that need one.
+    """What is served: a directory, its adapters, and for the arms that need them the calibration and, by the arm's
+    name, rounded weights.
 
     `whole`: the arms that are asked everything.
     """
@@ -86,6 +88,7 @@ class Model:
     adapters: Mapping[str, Path]
     calibration: Any = None
     whole: Sequence[str] = WHOLE
+    rounded: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,14 @@ class Examiner:
 
     def _open(self, arm: Arm, halved: bool = False) -> Any:
         sequences = {"max_num_seqs": max(1, self.sizes["max_num_seqs"] // 2)} if halved else {}
+        model = self.model
         return open_arm(
-            arm, self.model.directory, self.model.adapters, self.model.calibration, **{**self.sizes, **sequences}
+            arm,
+            model.directory,
+            model.adapters,
+            model.calibration,
+            model.rounded.get(arm.name),
+            **{**self.sizes, **sequences},
         )
 
 
@@ -314,6 +323,29 @@ def calibrate_model(
     return calibrate(
         model, jobs, chosen, fingerprint(model.config, Checkpoint(directory, model.config)), list(adapters)
     )
+
+
+def round_model(
+    arm: Arm,
+    directory: Path,
+    adapters: Mapping[str, Path],
+    calibration: Any,
+    texts: Sequence[Sequence[int]],
+    device: str | None,
+    output: Path,
+) -> Path:
+    """Write the weights of an arm as `sidestream calibrate --round` rounds them with its options."""
+    from .rounding import round_weights
+
+    own = {"calibration": calibration} if arm.calibrated else {}
+    read = [Document(text) for text in texts] + [Document(text, name) for name in adapters for text in texts[:2]]
+    round_weights(directory, adapters, read, {**arm.options, **own, "device": device}, output)
+    return output
+
+
+def other_texts(encode: Callable[[str], Sequence[int]], count: int, longest: int = 512) -> list[list[int]]:
+    """Beginnings of documents of the library that no arm is measured with."""
+    return [list(encode(text)[:longest]) for text in library_documents("train", count)]
 
 
 def calibration_texts(documents: Sequence[Document], count: int = 8, longest: int = 512) -> list[list[int]]:

@@ -12,7 +12,7 @@ from torch import fx
 from ...compiler.build import build_program
 from ...compiler.graph.nodes import aten, bind, is_call
 from ...compiler.program.program import Bucket
-from ...compiler.run.emit import BoundProgram
+from ...compiler.run.emit import BoundProgram, OnStep
 from ...ops.core.kv_layout import PAGE_SIZE
 
 LOGIT_ELEMENTS = 1 << 26  # of one step and engine: 256 MiB in fp32
@@ -127,6 +127,7 @@ class Scorer:
             if buffer.name not in runner.tensors
         }
         self.bound = BoundProgram(program, {**runner.tensors, **self.inputs}, self.device)
+        self.on_step: OnStep | None = None  # is told of each step of the program, as `BoundProgram.run` does it
         self.slots: dict[str | None, int] = {None: -1}
         for slot, (name, number) in enumerate(llm.registry.numbers.items() if lora else ()):
             runner.stacks.load(slot, number)
@@ -163,7 +164,7 @@ class Scorer:
             if name in values:
                 host[: len(values[name])] = values[name].to(target.dtype)
             target.copy_(host)
-        return self.bound.run()[0][:total]
+        return self.bound.run(on_step=self.on_step)[0][:total]
 
     @property
     def _last_page(self) -> int:

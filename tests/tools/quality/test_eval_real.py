@@ -5,8 +5,12 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
+import torch
+from sidestream.graphs.adapter import load_adapter
+from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools.cli import main
+from sidestream.tools.quality.real.adapters import train_adapters
 from sidestream.tools.quality.real.checkpoint import check_digest, real_model
 from sidestream.tools.quality.real.texts import LENGTH, SHORTEST, natural_documents
 
@@ -49,3 +53,15 @@ def test_another_file_is_not_taken_for_the_model(tmp_path: Path, monkeypatch: py
         with pytest.raises(ValueError, match=said):
             real_model(given)
     assert not list((tmp_path / "cache").rglob("conversion.json"))
+
+
+def test_the_adapters_that_are_trained_can_be_served(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("--exhaustive"):
+        pytest.skip("three adapters are trained, half a minute; run with --exhaustive")
+    config, device = LlamaConfig.from_directory(DEMO_MODEL), torch.device("cpu")
+    written = train_adapters(DEMO_MODEL, tmp_path, device, steps=2, size=2)
+    ranks = {name: load_adapter(path, config, 32).rank for name, path in written.items()}
+    assert ranks == {"strings": 8, "sorting": 16, "json": 32}
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert train_adapters(DEMO_MODEL, tmp_path, device, steps=2, size=2) == written
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == stamps, "they stay"

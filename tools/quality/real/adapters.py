@@ -2,7 +2,8 @@
 
 Their shapes are those that users' adapters have: a small rsLoRA on all projections, one of rank 16 on attention, one of
 rank 32 with other ranks and scales for some projections. Each learns one of the evaluation's tasks, the question in the
-model's own chat template. Needs the `train` extra; on an H200 it takes a minute, on a CPU give fewer --steps.
+model's own chat template. Needs the `train` extra; on an H200 it takes a minute, on a CPU give fewer --steps and
+--rows.
 """
 
 import argparse
@@ -56,8 +57,12 @@ def batches(
         yield ids.to(device), weights.to(device)
 
 
-def train_adapters(directory: Path, output: Path, steps: int, device: torch.device) -> dict[str, Path]:
-    """Train and write the adapters; those that are there already stay. Returns their directories by name."""
+def train_adapters(
+    directory: Path, output: Path, device: torch.device, steps: int = STEPS, size: int = ROWS
+) -> dict[str, Path]:
+    """Train and write the adapters, `size` questions a step; those that are there already stay. Returns their
+    directories by name.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
@@ -74,7 +79,7 @@ def train_adapters(directory: Path, output: Path, steps: int, device: torch.devi
         def rate(step: int) -> float:
             return RATE * min(1.0, (step + 1) / 20, (steps - step) / (steps / 2))
 
-        examples = batches(rows(name, tokenizer, min(4000, steps * ROWS)), ROWS, device)
+        examples = batches(rows(name, tokenizer, min(4000, steps * size)), size, device)
         fit(model, examples, optimizer, rate, steps, f"adapter {name}")
         save_adapter(model, written[name], NAME)
     return written
@@ -88,9 +93,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", type=Path, help="the converted model's directory")
     parser.add_argument("-o", "--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each adapter (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=ROWS, help="questions of a step (default: %(default)s)")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_adapters(options.model, options.output, max(options.steps, 2), device)
+    train_adapters(options.model, options.output, device, max(options.steps, 2), max(options.rows, 1))
     return 0
 
 

@@ -14,6 +14,7 @@ import msgspec
 from .checkpoint import NEEDED, real_model
 
 CALIBRATION_TEXTS, CPU_CALIBRATION_TEXTS = 8, 2
+ROUNDING_TEXTS, CPU_ROUNDING_TEXTS = 32, 4
 
 
 def add_options(group: Any, positive: Callable[[str], int]) -> None:
@@ -51,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
     from .... import __version__
     from ....runtime.text.tokenizer import load_tokenizer
-    from ..evaluate import calibrate_model, calibration_texts
-    from .adapters import STEPS, train_adapters
+    from ..evaluate import calibrate_model, other_texts
+    from .adapters import train_adapters
     from .measure import Findings, measure, real_arms
     from .report import screen
     from .texts import natural_documents
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.adapters is not None:
         adapters = {path.parent.name: path.parent for path in sorted(options.adapters.glob("*/adapter_config.json"))}
     elif on_gpu:
-        adapters = train_adapters(directory, directory / "adapters", STEPS, torch.device("cuda"))
+        adapters = train_adapters(directory, directory / "adapters", torch.device("cuda"))
     else:
         adapters = {}
         progress("without a GPU no adapters are trained; --adapters DIR takes those that were trained elsewhere")
@@ -76,16 +77,13 @@ def run(options: argparse.Namespace) -> int:
     if tokenizer is None:
         raise ValueError(f"{directory} has no tokenizer; convert the model again")
     documents = natural_documents(tokenizer.encode, options.tokens, (None, *adapters))
+    count, most = (CALIBRATION_TEXTS, ROUNDING_TEXTS) if on_gpu else (CPU_CALIBRATION_TEXTS, CPU_ROUNDING_TEXTS)
+    texts = other_texts(tokenizer.encode, most)
     calibration = None
     if any(arm.calibrated for arm in arms):
         progress("calibration")
-        calibration = calibrate_model(
-            directory,
-            adapters,
-            calibration_texts(_other_texts(tokenizer, CALIBRATION_TEXTS if on_gpu else CPU_CALIBRATION_TEXTS)),
-            options.device,
-        )
-    found = measure(directory, adapters, documents, arms, options.device, calibration, progress)
+        calibration = calibrate_model(directory, adapters, texts[:count], options.device)
+    found = measure(directory, adapters, documents, arms, options.device, calibration, texts, progress)
     base = [document for document in documents if document.adapter is None]
     findings = Findings(
         directory.name.rpartition("-")[0] or directory.name,
@@ -111,14 +109,6 @@ def run(options: argparse.Namespace) -> int:
         name = options.plot.name if options.plot is not None else "real_model.svg"
         options.markdown.write_text(section(findings, name), encoding="utf-8")
     return 1 if any(each.problem for each in found) else 0
-
-
-def _other_texts(tokenizer: Any, count: int) -> list[Any]:
-    """Text for the calibration, which no arm is measured with."""
-    from ..corpus import documents
-    from ..teacher_forced import Document
-
-    return [Document(tokenizer.encode(text)) for text in documents("train", count)]
 
 
 def _digest(texts: Sequence[Sequence[int]]) -> str:

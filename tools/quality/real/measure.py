@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from ....graphs.config import LlamaConfig
 from ....ops.core.kv_layout import PAGE_SIZE
 from ..arms import BY_NAME, REFERENCE, UNFUSED, Arm, open_arm
 from ..divergence import Divergence, divergences
+from ..evaluate import round_model
 from ..teacher_forced import Document, Scorer, compare, plan, step_sizes
 from .reference import Reference
 
@@ -22,6 +24,10 @@ ARMS = (
     "int8",
     "int8-calibrated",
     "int8-calibrated-64",
+    "int8-rounded",
+    "int8-calibrated-rounded",
+    "int8-calibrated-64-rounded",
+    "int8-calibrated-64-rounded-values",
     "int8-calibrated-not-smoothed",
     "int8-rotated-64",
     "int8-not-rotated",
@@ -29,6 +35,7 @@ ARMS = (
     "int8-kv-bf16",
     "int8-lora-bf16",
     "fp8",
+    "fp8-rounded",
     "peer-int8",
     "peer-fp8-rowwise",
     "peer-fp8",
@@ -78,9 +85,12 @@ def measure(
     arms: Sequence[Arm],
     device: str | None,
     calibration: Any,
+    texts: Sequence[Sequence[int]],
     progress: Callable[[str], None],
 ) -> list[Measured]:
-    """One result for each arm. What goes wrong in one is noted, and the others run."""
+    """One result for each arm; `texts`: what weights are rounded by. What goes wrong in one arm is noted, and the
+    others run.
+    """
     reference = Reference(directory, adapters, device)
     config = LlamaConfig.from_directory(directory)
     longest = max(len(document.tokens) for document in documents)
@@ -97,8 +107,12 @@ def measure(
     for arm in arms:
         begin = time.perf_counter()
         try:
-            with torch.no_grad():
-                llm = open_arm(arm, directory, adapters, calibration, **sizes)
+            with torch.no_grad(), TemporaryDirectory(prefix="sidestream_rounded_") as place:
+                rounded = None
+                if arm.rounded:
+                    output = Path(place) / "rounded.safetensors"
+                    rounded = round_model(arm, directory, adapters, calibration, texts, device, output)
+                llm = open_arm(arm, directory, adapters, calibration, rounded, **sizes)
                 scorer = Scorer(llm, tokens, sequences, pages, blocks)
                 compared = compare(reference, scorer, documents, steps)
             result = Measured(
