@@ -12,5 +12,6 @@ scheduler                           what planning costs on the CPU
 model_directory, random_model       models of random weights to measure with
 gpu_time                            how long launches take
 parallel/                           several GPUs: what ranks do together
+drafts/                             drafts of a chosen acceptance
 serving/                            a running server under load
 """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.demo_model import DEMO_MODEL
+from ...runtime.requests.checks import MAX_DRAFTS
 from ..options.engine import (
     add_bench_model,
     add_compile_options,
@@ -67,13 +68,32 @@ examples:
   sidestream bench latency --concurrency 64 --lora none zipf four
   sidestream bench latency --shape qwen3-8b --concurrency 1 64           another family's shape with random weights
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
+  sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 
 
+def drafts(text: str) -> int:
+    """A number of drafts, for argparse."""
+    value = int(text)
+    if not 1 <= value <= MAX_DRAFTS:
+        raise argparse.ArgumentTypeError(f"{text} must be from 1 to {MAX_DRAFTS}")
+    return value
+
+
+def probability(text: str) -> float:
+    """A number from 0 to 1, for argparse."""
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 1")
+    return value
+
+
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; times in milliseconds, throughput in output tokens per second."""
+    """One line of the table; times in milliseconds, throughput in output tokens per second. `tokens_per_step`: of a
+    request, where drafts are accepted at an injected rate.
+    """
 
     concurrency: int
     lora: str
@@ -84,6 +104,9 @@ class Row:
     floor_ms: float
     share_of_floor: float
     structured: bool = False
+    drafts: int = 0
+    injected_acceptance: float | None = None
+    tokens_per_step: float = 1.0
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -158,6 +181,21 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="measure each line again with answers that must fit a JSON schema (marked +json)",
     )
     parser.add_argument(
+        "--speculate",
+        type=drafts,
+        metavar="K",
+        help="measure each line again with K drafts a request and step, accepted at an injected rate (marked @P): "
+        "what speed such a rate gives, not which rate a model has",
+    )
+    parser.add_argument(
+        "--acceptance",
+        type=probability,
+        nargs="+",
+        default=[0.0, 0.75],
+        metavar="P",
+        help="with --speculate: probabilities with which a draft is right (default: 0 0.75)",
+    )
+    parser.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
@@ -213,19 +251,25 @@ def run(options: argparse.Namespace) -> int:
             llm = build(options, config, directory, adapters)
         start_up = time.perf_counter() - started
         print(f"ready after {start_up:.1f} s\n")
-        print(header())
+        print(header() + "  tokens/step" * bool(options.speculate))
         rows = []
         for kind in options.lora:
             for concurrency in options.concurrency:
-                for structured in (False, True)[: 1 + options.structured]:
-                    row = measure_row(llm, options, config, kind, list(adapters), concurrency, structured)
+                variants: list[tuple[bool, float | None]] = [(False, None)]
+                variants += [(True, None)] * options.structured
+                variants += [(False, acceptance) for acceptance in options.acceptance if options.speculate]
+                for structured, acceptance in variants:
+                    row = measure_row(llm, options, config, kind, list(adapters), concurrency, structured, acceptance)
                     rows.append(row)
-                    print(line(row, llm.device.type == "cuda"), flush=True)
+                    made = f"{row.tokens_per_step:>13.2f}" if options.speculate else ""
+                    print(line(row, llm.device.type == "cuda") + made, flush=True)
         if options.profile is not None:
             again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
             steps = write_profile(llm, again, options.profile)
             print(f"\nwrote {options.profile}: {steps} steps, for https://ui.perfetto.dev")
     print(f"\nC: requests at once; spread: (slowest - fastest) / median of {options.num_iters} runs;")
+    if options.speculate:
+        print(f"@P: {options.speculate} drafts a request and step, each right with the injected probability P")
     if llm.device.type == "cuda":
         print(
             f"floor: weights + KV cache + active adapters, read once at {BANDWIDTH / 1e12:.2f} TB/s (an H200's memory)"
@@ -251,6 +295,8 @@ def build(
     from ...runtime.llm import LLM
 
     arguments = precision_arguments(options) | given(options, "gpu_memory_utilization", "device")
+    if options.speculate:
+        arguments["speculation"] = options.speculate
     arguments |= {
         "max_model_len": options.input_len + options.output_len,
         "max_num_seqs": max(options.concurrency),
@@ -274,27 +320,36 @@ def load(
     names: Sequence[str],
     concurrency: int,
     structured: bool = False,
+    acceptance: float | None = None,
 ) -> tuple[Callable[[int], None], int]:
-    """(a function that makes so many outputs for each request, adapters in use)."""
+    """(a function that makes so many outputs for each request, adapters in use); with an `acceptance` from drafts that
+    are right with this probability.
+    """
     from ...runtime.requests.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
     prompts = [[source.randrange(config["vocab_size"]) for _ in range(options.input_len)] for _ in range(concurrency)]
     chosen = pick_adapters(kind, names, concurrency, options.seed)
 
-    def generate(length: int) -> None:
+    def generate(length: int, speculation: str | None = "off" if acceptance is None else None) -> Any:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=length,
             ignore_eos=True,
             detokenize=False,
             structured_outputs={"json": ENDLESS} if structured else None,
+            speculation=speculation,
         )
         outputs = llm.generate(prompts, params, adapter=chosen, use_tqdm=False)
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
         if made != length * concurrency:
             raise RuntimeError(f"{made} tokens came back where {length * concurrency} were asked for")
+        return outputs
 
+    if acceptance is not None:
+        from .drafts.injected import inject
+
+        inject(llm, prompts, generate(options.output_len, "off"), acceptance, config["vocab_size"])
     return generate, len(set(chosen) - {None})
 
 
@@ -306,10 +361,13 @@ def measure_row(
     names: Sequence[str],
     concurrency: int,
     structured: bool = False,
+    acceptance: float | None = None,
 ) -> Row:
     """One line of the table."""
-    generate, active = load(llm, options, config, kind, names, concurrency, structured)
+    generate, active = load(llm, options, config, kind, names, concurrency, structured, acceptance)
     step, spread, whole = measure(generate, options.output_len, options.num_iters)
+    tokens = 1.0 if acceptance is None else tokens_per_step(llm, generate, options.output_len)
+    step *= tokens
     middle_context = options.input_len + (SHORT_OUTPUT + options.output_len) / 2
     floor = decode_floor_ms(
         weight_bytes(config, options.precision),
@@ -318,7 +376,20 @@ def measure_row(
         active * adapter_bytes(config, options.lora_rank, element_bytes=4 if options.precision == "fp32" else 2),
     )
     rate = concurrency * options.output_len / whole
-    return Row(concurrency, kind, active, step, spread, rate, floor, floor / step, structured)
+    drafts = options.speculate if acceptance is not None else 0
+    return Row(
+        concurrency, kind, active, step, spread, rate, floor, floor / step, structured, drafts, acceptance, tokens
+    )
+
+
+def tokens_per_step(llm: Any, generate: Callable[[int], Any], output_len: int) -> float:
+    """Output tokens of a request for each step that the runs' difference takes."""
+    steps = []
+    for length in (SHORT_OUTPUT, output_len):
+        before = llm.engine.scheduler.states.step
+        generate(length)
+        steps.append(llm.engine.scheduler.states.step - before)
+    return (output_len - SHORT_OUTPUT) / max(1, steps[1] - steps[0])
 
 
 def kv_element_bytes(options: argparse.Namespace) -> int:
@@ -338,6 +409,8 @@ def header() -> str:
 def line(row: Row, on_gpu: bool = True) -> str:
     """A row of the table; on a CPU without the floor, which is of a GPU's memory."""
     name = row.lora + "+json" * row.structured
+    if row.injected_acceptance is not None:
+        name += f"@{row.injected_acceptance:g}"
     counts = f"{name:<10}{row.concurrency:>5}{row.active_adapters:>10}"
     times = f"{row.ms_per_step:>10.3f}{row.spread_percent:>8.1f}%{row.tokens_per_second:>11.0f}"
     floor = f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}" if on_gpu else f"{'-':>10}{'-':>10}"

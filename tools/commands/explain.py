@@ -37,6 +37,7 @@ examples:
   sidestream explain                                                      the demo model and its adapters
   sidestream explain --shape models/llama-8b/config.json --max-loras 8 --max-lora-rank 32 --bucket decode:64
   sidestream explain --shape llama-3.1-8b --max-loras 8 --max-lora-rank 32 --bucket decode:1 decode:64 --context 1024
+  sidestream explain --shape llama-3.1-8b --bucket decode:1 verify3:1 verify7:1   what drafts would cost
   sidestream explain --json | jq '.programs[].estimated_us'"""
 
 CUTS = (1, 2)  # models with more layers are recompiled with so many for the table of changes: each layer adds the same
@@ -60,7 +61,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=bucket,
         default=[bucket(text) for text in DEFAULT_BUCKETS],
         metavar="KIND:N",
-        help=f"programs to explain; the first one is compared under changes (default: {' '.join(DEFAULT_BUCKETS)})",
+        help="programs to explain: decode:N and mixed:N, and verify1:N, verify3:N and verify7:N for steps with so many "
+        f"drafts; the first one is compared under changes (default: {' '.join(DEFAULT_BUCKETS)})",
     )
     parser.add_argument(
         "--context",

@@ -56,27 +56,30 @@ def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> lis
 
 
 def bucket(text: str) -> tuple[str, int]:
-    """`decode:N` (or just `N`) or `mixed:N`, for argparse."""
-    match = re.fullmatch(r"(?:(decode|mixed):)?([1-9]\d{0,4})", text)
+    """`decode:N` (or just `N`), `verify1:N`, `verify3:N`, `verify7:N` or `mixed:N`, for argparse."""
+    match = re.fullmatch(r"(?:(decode|verify[137]|mixed):)?([1-9]\d{0,4})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither decode:SEQUENCES nor mixed:TOKENS, such as decode:8 or mixed:256"
+            f"{text!r} is none of decode:SEQUENCES, verify3:SEQUENCES (3 drafts each; also 1 and 7) and mixed:TOKENS, "
+            "such as decode:8 or mixed:256"
         )
     return match[1] or "decode", int(match[2])
 
 
 def as_bucket(kind: str, count: int, lora: bool) -> Any:
-    """The compiler's bucket for `decode:count` or `mixed:count`."""
+    """The compiler's bucket for `decode:count`, `verify3:count` or `mixed:count`."""
     from ...compiler.program.program import Bucket
 
-    sequences = count if kind == "decode" else min(count, MIXED_SEQUENCES)
+    rows = 1 + int(kind.removeprefix("verify")) if kind.startswith("verify") else 1
+    sequences = min(count, MIXED_SEQUENCES) if kind == "mixed" else count
     return Bucket(
-        tokens=count,
+        tokens=count * rows,
         sequences=sequences,
         pages=sequences * CONTEXT_BLOCKS + 1,
         blocks=CONTEXT_BLOCKS,
         decode=kind == "decode",
         lora=lora,
+        rows=rows,
     )
 
 

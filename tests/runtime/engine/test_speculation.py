@@ -3,6 +3,7 @@ adapters, greedy and sampled, with everything that a request may ask for, and ov
 """
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -117,10 +118,11 @@ def test_a_stop_string_cuts_what_held_behind_it(tmp_path):
 
 
 def test_the_demo_model_with_its_adapters():
-    """Of one engine, requests with drafts next to the same ones without."""
+    """Of one engine, requests with drafts next to the same ones without; one is constrained, and has none."""
     llm = LLM(speculation=3, max_model_len=256, max_num_seqs=8, **OPTIONS)
     llm.engine._depth = 1
-    names = [None, *llm.adapters]
+    names = [None, *llm.adapters, None]
+    free = len(names) - 1
     prompts = [
         f"{index}. What is the capital of France? The capital of France is Paris. {index}. What is the capital"
         for index in range(len(names))
@@ -129,12 +131,14 @@ def test_the_demo_model_with_its_adapters():
     for option in (None, "auto", "off"):
         params = [
             SamplingParams(max_tokens=24, temperature=index % 2 * 0.7, seed=index, speculation=option)
-            for index in range(len(names))
+            for index in range(free)
         ]
+        params.append(SamplingParams(temperature=0, speculation=option, structured_outputs={"regex": "[a-z]{12}"}))
         answers.append(llm.generate(prompts, params, names, use_tqdm=False))
     always, adaptive, off = answers
     assert told(always) == told(adaptive) == told(off)
     accepted = [sum(output.num_accepted_tokens for output in some) for some in answers]
+    assert re.fullmatch("[a-z]{12}", always[free].outputs[0].text) and always[free].num_draft_tokens == 0
     assert accepted[0] > 0 and accepted[1] > 0 and accepted[2] == 0
 
 

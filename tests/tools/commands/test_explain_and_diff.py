@@ -102,3 +102,14 @@ def test_diff_tells_what_a_pass_did(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["options"]["disable"] == [[], ["fuse_silu_mul"]]
     assert run("diff", first, first) == 0
     assert run("diff", first, str(tmp_path)) == 2
+
+
+def test_explain_says_what_drafts_would_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buckets = ("decode:8", "verify3:8", "verify7:8")
+    assert (
+        run("explain", str(config_directory(tmp_path / "model")), "--no-changes", "--json", "--bucket", *buckets) == 0
+    )
+    programs = json.loads(capsys.readouterr().out)["programs"]
+    assert [each["program"].split("_p")[0] for each in programs] == ["decode_t8_b8", "verify_t32_b8", "verify_t64_b8"]
+    estimates = [each["estimated_us"] for each in programs]
+    assert estimates[1] < estimates[2] < 8 * estimates[0]

@@ -1,0 +1,51 @@
+"""Drafts with an injected acceptance are right as often as asked, and the bench's figures follow from that."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from sidestream.tools import cli
+from sidestream.tools.bench import latency
+from sidestream.tools.bench.drafts.injected import InjectedDrafts
+
+VOCABULARY = 50
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.75, 1.0])
+def test_drafts_are_right_as_often_as_asked(acceptance: float) -> None:
+    recorded = torch.randint(0, VOCABULARY, (4, 900))
+    draft = InjectedDrafts(recorded.tolist(), acceptance, VOCABULARY, 16, torch.device("cpu"))
+    order = [2, 0, 3]
+    history = recorded[order].to(torch.int32)
+    right = []
+    for length in range(20, 880, 3):
+        lengths, rows = torch.full((3,), length, dtype=torch.int32), torch.tensor([1, -1, 2], dtype=torch.int32)
+        drafts = draft(history, lengths, rows, 3)
+        assert torch.equal(drafts, draft(history, lengths, rows, 3)) and drafts.dtype == torch.int32
+        right.append(drafts[[0, 2]] == recorded[[order[1], order[2]], length : length + 3])
+    assert torch.stack(right).float().mean() == pytest.approx(acceptance, abs=0.04)
+
+
+def test_bench_latency_with_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "measure", partial(latency.measure, clock=time.thread_time))
+    target = tmp_path / "latency.json"
+    command = ["bench", "latency", "demo", "--device", "cpu", "--concurrency", "1", "--lora", "none"]
+    sizes = ["--input-len", "9", "--output-len", "44", "--num-iters", "1", "--output-json", str(target)]
+    assert cli.main([*command, *sizes, "--speculate", "3", "--acceptance", "1"]) == 0
+    plain, always = json.loads(target.read_text())["rows"]
+    assert (plain["drafts"], plain["injected_acceptance"], plain["tokens_per_step"]) == (0, None, 1.0)
+    assert (always["drafts"], always["injected_acceptance"]) == (3, 1.0) and always["tokens_per_step"] == 4.0
+    shown = capsys.readouterr().out
+    assert "none@1 " in shown and "injected probability" in shown
+
+
+def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--speculate", "8"], ["--speculate", "2", "--acceptance", "1.5"]):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "latency", *wrong])
+        assert "must be from" in capsys.readouterr().err

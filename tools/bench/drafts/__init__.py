@@ -1,0 +1,4 @@
+"""What benches of speculation need.
+
+injected     drafts that are right with a chosen probability
+"""
