@@ -184,8 +184,8 @@ class CompileOptions:
     )
     tensor_parallel: int = option(
         1,
-        "ranks that share the model: 1, 2, 4 or 8, each with its part of every weight",
-        keyword=None,
+        "processes that share the model, each on a GPU of its own with its part of every weight: 1, 2, 4 or 8",
+        keyword="tensor_parallel_size",
         more="heads and intermediate_size must divide; KV heads that are fewer are held by several ranks",
     )
     tensor_parallel_rank: int = option(0, "whose part of the weights the programs read", keyword=None)
@@ -207,7 +207,7 @@ class CompileOptions:
             object.__setattr__(self, name, _layers(name, getattr(self, name)))
         if self.norm_rotation not in NORM_ROTATIONS:
             raise OptionError(f"norm_rotation={self.norm_rotation!r} must be one of {NORM_ROTATIONS}")
-        if self.tensor_parallel not in TENSOR_PARALLEL:
+        if type(self.tensor_parallel) is not int or self.tensor_parallel not in TENSOR_PARALLEL:
             raise OptionError(f"tensor_parallel={self.tensor_parallel!r} must be one of {TENSOR_PARALLEL}")
         if self.tensor_parallel_rank not in range(self.tensor_parallel):
             raise OptionError(

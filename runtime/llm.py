@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import inspect
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -12,13 +13,14 @@ from tqdm import tqdm
 
 from .adapters.lora_requests import adapter_names
 from .demo_model import DEMO_MODEL, demo_adapters
-from .device.model import find_model, load_model
+from .device.model import find_model
 from .device.sleep import Sleeper
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
 from .engine.options import keyword_docs, with_keywords
 from .engine.resolve import load_options
 from .engine.vllm_keywords import without_vllm_keywords
+from .ranks.shared_model import load_shared
 from .requests.beam_search import BeamSearchOutput, BeamSearchParams
 from .requests.errors import RequestError
 from .requests.lora_request import LoRARequest
@@ -82,17 +84,19 @@ class LLM:
     ) -> None:
         if model is None and adapters is None:
             adapters = demo_adapters()
-        options = load_options(**without_vllm_keywords(keywords, bool(adapters)))
-        source = find_model(DEMO_MODEL if model is None else model, options)
+        keywords, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
+        options = load_options(**keywords)
+        source = find_model(model, options)
         self.tokenizer = load_tokenizer(source.directory)
-        self.model = loaded = load_model(source, adapters or {}, options)
+        self.model = loaded = load_shared(model, source, adapters or {}, options, keywords)
+        self._end = weakref.finalize(self, loaded.close)
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
         scheduler = Scheduler(loaded.limits, loaded.registry.numbers, loaded.registry.hashes, asynchronous_loads=True)
         self.engine = Engine(
             scheduler,
-            loaded.runner,
+            loaded.executes,
             self.tokenizer,
             loaded.eos_ids,
             options.engine.seed,
@@ -120,6 +124,7 @@ class LLM:
         self._grammars.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self._end()
         del self.engine, self.model, self.compiled, self.registry, self.calibration
         gc.collect()  # programs and what they are bound to refer to each other; threads end with what they serve
         if self.device.type == "cuda":
@@ -194,7 +199,7 @@ class LLM:
         are finished.
         """
         self._check_open()
-        self.engine.scheduler.forget_adapter(self.registry.remove(name))
+        self.engine.scheduler.forget_adapter(self.model.remove_adapter(name))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the keys and values of former prompts; False, and nothing is forgotten, while a stream is open."""

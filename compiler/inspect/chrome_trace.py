@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cost.cost import Placed, estimate, step_bytes, total_seconds
 from ..cost.hardware import H200, Gpu
-from ..cost.work import DEFAULT, Assumptions
+from ..cost.work import DEFAULT, Assumptions, link_bytes
 from ..program.program import Program
 
 LANES = {"main": 1, "side": 2, "copies": 3, "batcher": 4}
@@ -32,6 +32,8 @@ def trace(
     flows = count(1)  # Perfetto takes nothing but numbers
     for step, where in zip(program.steps, timing, strict=True):
         about = {"step": step.index, "name": step.name, "bytes": step_bytes(program, step, assume)}
+        if link_bytes(program, step):
+            about["nvlink_bytes"] = link_bytes(program, step)
         arguments = {**about, "sm_budget": step.sm_budget, "pdl": step.pdl, "waits": list(step.waits)}
         events.append(span(step.stream, step.op, shift + where.start, shift + where.end, arguments))
         for wait in step.waits:

@@ -235,6 +235,11 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
                 reached,
             )
         )
+    linked = [row for row in facts["ops"] if row["link_bytes"]]
+    over_link = [
+        f"  between ranks: {sum(row['link_bytes'] for row in linked) / 1e6:.2f} MB over NVLink in "
+        f"{sum(row['steps'] for row in linked)} collectives, floor {sum(row['floor_us'] for row in linked):.1f} us"
+    ]
     left = len(facts["ops"]) - TOP_OPS
     sequences = f"{facts['context']} cached tokens a sequence" + (
         f", {facts['adapters']} adapters in the batch" if facts["adapters"] else ""
@@ -255,6 +260,7 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
             "layers; "
             f"{facts['waits']} waits between the lanes",
             _wrap(f"  the {path['steps']} steps that decide the time: {shares}"),
+            *(over_link if linked else ()),
             *own,
             "",
             columns(rows, right=range(2, 9)) + (f"and {left} other ops; --json has all\n" if left > 0 else ""),

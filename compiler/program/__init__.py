@@ -7,6 +7,7 @@ sizes            what each dimension means, and a bucket's sizes
 layers           which decoder layer a node or step belongs to
 specialize       a graph at one bucket's sizes
 lower            views fold away, every result gets a buffer
+collectives      what ranks that share a model must agree on
 schedule         two streams: waits, and shares of the SMs
 memory           where temporaries lie in the arena
 cache            programs kept on disk between runs

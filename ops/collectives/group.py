@@ -68,6 +68,11 @@ def register_group(group: RankGroup) -> None:
     _GROUPS[group.name] = group
 
 
+def forget_group(name: str) -> None:
+    """Ops find no group of this name any more."""
+    _GROUPS.pop(name, None)
+
+
 def group_named(name: str) -> RankGroup:
     """The group that an op names. Raises GroupError in a process that does not belong to it."""
     if name not in _GROUPS:

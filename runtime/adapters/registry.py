@@ -101,6 +101,11 @@ class AdapterRegistry:
         """From now on adapters and their files must lie under one of `roots`; those that are here may stay."""
         self.allowed_roots = tuple(Path(os.path.realpath(root)) for root in roots)
 
+    def continue_at(self, number: int) -> None:
+        """The next adapter gets this number: another process has counted."""
+        with self._lock:
+            self._next = number
+
     def add(self, name: str, path: str | Path, replace_name: bool = False) -> KnownAdapter:
         """Read and check a PEFT adapter's directory.
 

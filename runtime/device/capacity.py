@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...compiler.options import CompileOptions
 from ...compiler.program.program import Program
 from ...graphs.config import LlamaConfig
+from ...ops.collectives.group import group_named, tensor_parallel_group
 from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from ..engine.options import EngineOptions
 from ..engine.resolve import EngineSizes
@@ -129,6 +131,14 @@ def num_kv_pages(
     demand = Demand(nbytes(specs_of(program, "weight")), nbytes(stacks) * (slots + 1) // slots, activations, page)
     free, total = torch.cuda.mem_get_info(device)
     return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
+
+
+def least_of_ranks(pages: int, options: CompileOptions) -> int:
+    """The fewest pages that one of the ranks that share a model has room for: plans are the same for all."""
+    if options.tensor_parallel == 1:
+        return pages
+    group = group_named(tensor_parallel_group(options.tensor_parallel))
+    return min(int(each) for each in group.gather(torch.tensor([pages])))
 
 
 def _gib(count: int) -> str:

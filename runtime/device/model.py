@@ -5,7 +5,7 @@ programs.
 import gc
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,9 +37,10 @@ from ..engine.rounding import Rounding, find_rounding
 from ..requests.errors import RequestError
 from ..scheduling.limits import SchedulerLimits
 from ..scheduling.speculation import most_drafts
+from ..steps.runner import Runner
 from ..text.tokenizer import eos_token_ids
 from .buckets import Buckets
-from .capacity import kv_specs, num_kv_pages, specs_of
+from .capacity import kv_specs, least_of_ranks, num_kv_pages, specs_of
 from .histories import Histories
 from .progress import progress, stage
 from .runner import ModelRunner
@@ -110,6 +111,27 @@ class Model:
         self.runner.stacks.fill([known.number])
         return known
 
+    def remove_adapter(self, name: str) -> int:
+        """Forget a name; returns its number, by which requests that are under way still reach the adapter. Raises
+        RequestError for a name that is not known.
+        """
+        return self.registry.remove(name)
+
+    def restrict_adapters(self, roots: Sequence[str | Path]) -> None:
+        """From now on adapters and their files must lie under one of `roots`; those that are here may stay."""
+        self.registry.restrict(roots)
+
+    @property
+    def executes(self) -> Runner:
+        """What plans are given to."""
+        return self.runner
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with the reason when another process that the model needs is gone: it needs none."""
+
+    def close(self) -> None:
+        """End what the model has besides this process: nothing."""
+
 
 def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> ModelSource:
     """What the caller named: a directory in the Hugging Face format, a hub id that lies in the local cache, or with
@@ -118,7 +140,7 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
     Raises OptionError or ConfigError.
     """
     _wake(options.device)
-    fit_threads(options.device)
+    fit_threads(options.device, options.compiler.tensor_parallel)
     if isinstance(model, Mapping):
         if not options.dummy:
             raise OptionError(
@@ -236,7 +258,8 @@ def _build(
         largest = compiled.program(buckets.largest())
     if rounding is not None:
         rounding.check(_recipes(largest, "weight").values(), model.checkpoint_tensors(), source.directory)
-    num_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows)
+    fits = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows)
+    num_pages = least_of_ranks(fits, compiler_options)
     buckets = replace(buckets, pages=num_pages)
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
     constants = {} if calibration is None else calibration.tensors()

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from ...compiler.api import BIND_ERRORS, CompiledModel
+from ...compiler.program.collectives import check_same_order
 from ...compiler.program.program import Bucket, Program
 from ...compiler.run.ahead import KernelsAhead
 from ...compiler.run.emit import BoundProgram
+from ...ops.collectives.group import group_named, tensor_parallel_group
 from ..adapters.stacks import AdapterStacks, Report
 from ..steps.plan import StepMasks, StepPlan, StepResult
 from .buckets import Buckets
@@ -82,6 +84,7 @@ class ModelRunner:
         self._tensors = dict(tensors)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._vocabulary = vocabulary
+        self._ranks = compiled.options.tensor_parallel
         self._logits: dict[torch.dtype, torch.Tensor] = {}
         self.programs: ReadyPrograms[_Ready] = ReadyPrograms()
         self._sampler = Sampler(buckets.sampled_rows, device)
@@ -118,9 +121,10 @@ class ModelRunner:
 
         Whatever has no program yet runs in a larger one, padded, until a thread has built its own; only a step that
         scores more of a prompt than there are rows for sequences may have none that holds it. On a GPU `warm_up` has
-        met every kernel, and steps are replayed from the graphs that it captured.
+        met every kernel, and steps are replayed from the graphs that it captured. Ranks that share a model must run a
+        step in the same program, and wait for it.
         """
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self._ranks == 1:
             self.programs.build_aside(self.buckets.largest_of_each_kind(), self._make_ready)
 
     def submit(self, plan: StepPlan) -> Handle:
@@ -231,9 +235,12 @@ class ModelRunner:
     def _make_ready(self, bucket: Bucket) -> _Ready:
         program = self.compiled.program(bucket)
         try:
-            return self._bind(program)
+            ready = self._bind(program)
         except BIND_ERRORS as problem:
-            return self._bind(self.compiled.rebuilt(bucket, problem))
+            ready = self._bind(self.compiled.rebuilt(bucket, problem))
+        if self._ranks > 1:
+            check_same_order(ready.bound.program, group_named(tensor_parallel_group(self._ranks)))
+        return ready
 
     def _bind(self, program: Program) -> _Ready:
         inputs = StepInputs(program, self.device)

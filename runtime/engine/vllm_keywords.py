@@ -37,7 +37,6 @@ FOREIGN: dict[str, Foreign] = {
     "allowed_media_domains": Foreign(((), []), _TEXT_ONLY),
     "mm_processor_kwargs": Foreign(({},), _TEXT_ONLY),
     "limit_mm_per_prompt": Foreign(({},), _TEXT_ONLY),
-    "tensor_parallel_size": Foreign((1,), _ONE_GPU),
     "pipeline_parallel_size": Foreign((1,), _ONE_GPU),
     "data_parallel_size": Foreign((1,), _ONE_GPU),
     "distributed_executor_backend": Foreign(("mp", "uni"), _ONE_GPU),

@@ -1,7 +1,6 @@
 """A server: three processes, and a fourth where it answers HTTP.
 
 supervisor       starts the others, watches them, stops them
-child            a process and the line to it
 replicas         several engines on one host, each started again alone
 front            the HTTP front's process, where there is one
 batcher          the process between clients and GPU: its loop
@@ -17,6 +16,5 @@ connections      the clients, and what has to go out to them
 stepper          plans out, results in, adapters brought in
 gpu_process      the process that drives the GPU
 gpu_link         plans and results between those two
-watch            who beats, and which step takes too long
 settings         what `sidestream serve` is told
 """

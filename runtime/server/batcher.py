@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from ..processes.watch import STALL_SECONDS, AwakeClock
 from ..text.chat_template import chat_words
 from ..text.encoder import Encoder
 from ..text.tokenizer import load_tokenizer
@@ -40,7 +41,6 @@ from .state import ServerState
 from .stepper import Stepper
 from .submissions import Submissions, missing_adapter
 from .token_desk import TokenDesk
-from .watch import STALL_SECONDS, AwakeClock
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1

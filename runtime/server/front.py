@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from .child import Child
+from ..processes.child import Child
 
 DEATHS = 5
 LIVED_SECONDS = 30.0

@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..processes.watch import Pulse
 from ..steps.plan import StepMasks, StepPlan
 from ..steps.runner import Runner
 from ..wire.channel import Channel, ChannelClosed
@@ -47,12 +48,13 @@ from .gpu_link import (
     Unload,
 )
 from .settings import ServeSettings
-from .watch import Pulse
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_MS = 1
 HOST_MEMORY_SECONDS = 0.1
 END_SECONDS = 1.5
+LOST = 70
+"""The exit code when the device's context or another rank is lost."""
 STEP_FAULT = "a step failed on the device"
 
 
@@ -142,7 +144,7 @@ class _Loop:
             # the interpreter must not end in the middle of their tensor operations: C++ would abort the process
             for thread in threads:
                 thread.join(END_SECONDS)
-        return 70
+        return LOST
 
     def _supervisor_gone(self) -> None:
         """Raises ChannelClosed if the supervisor is stopping both processes: the batcher went first."""
@@ -239,9 +241,11 @@ class _Loop:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device's context is lost: every later step would fail as well."""
+    """Whether the device's context, or another rank, is lost: every later step would fail as well."""
     text = str(error)
-    return type(error).__name__ == "AcceleratorError" or ("CUDA error" in text and "out of memory" not in text)
+    return type(error).__name__ in ("AcceleratorError", "RankError") or (
+        "CUDA error" in text and "out of memory" not in text
+    )
 
 
 def _for_caller(error: Exception, errand: Load | Unload) -> str:
@@ -267,17 +271,20 @@ class ServedModel:
     def __init__(self, settings: ServeSettings) -> None:
         # here, because a GPU process that only simulates a model needs no torch
         from ..adapters.describing import AdapterDescriber
-        from ..device.model import find_model, load_model
+        from ..device.model import find_model
         from ..engine.resolve import load_options
+        from ..ranks.shared_model import load_shared
 
         options = load_options(**settings.llm)
-        self._model = model = load_model(
-            find_model(settings.model, options), settings.adapters, options, AdapterDescriber()
+        source = find_model(settings.model, options)
+        self._model = model = load_shared(
+            settings.model, source, settings.adapters, options, settings.llm, AdapterDescriber()
         )
-        self.runner: Runner = model.runner
+        self.runner: Runner = model.executes
+        model.when_lost(_end_process)
         model.runner.build_aside()
         # for what clients load; the adapters of the start may lie anywhere
-        model.registry.restrict(settings.adapter_roots)
+        model.restrict_adapters(settings.adapter_roots)
         limits = model.limits
         self.ready = Ready(
             vocabulary=model.source.config.vocab_size,
@@ -301,7 +308,7 @@ class ServedModel:
 
     def remove_adapter(self, name: str) -> None:
         """Forget a name; the batcher says when nothing uses the adapter any more."""
-        self._model.registry.remove(name)
+        self._model.remove_adapter(name)
 
     def in_host_memory(self) -> list[int]:
         """See `ModelRunner.in_host_memory`."""
@@ -310,6 +317,12 @@ class ServedModel:
     def _loaded(self, number: int) -> LoadedAdapter:
         known = self._model.registry.by_number(number)
         return LoadedAdapter(known.name, known.number, known.adapter.rank, known.content_hash)
+
+
+def _end_process(problem: str) -> NoReturn:
+    """Another rank is lost. The main thread may wait for it inside a kernel; the supervisor starts all again."""
+    _log.error("%s", problem)
+    os._exit(LOST)
 
 
 def run(fd: int, build: Callable[[ServeSettings], Served] = ServedModel) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from .watch import SILENCE_SECONDS
+from ..processes.watch import SILENCE_SECONDS
 
 DRAIN_SECONDS = 30.0
 MAX_WAITING = 4096

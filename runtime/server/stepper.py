@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ..engine.engine import Engine
+from ..processes.watch import AwakeClock, StepWatch
 from ..requests.outputs import RequestOutput
 from ..requests.request import Delta, Request
 from ..scheduling.scheduler import Scheduler, SchedulerLimits
 from ..steps.plan import AHEAD, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
-from .watch import AwakeClock, StepWatch
 
 BRIEF_TOKENS = 1024
 """A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make

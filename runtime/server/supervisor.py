@@ -22,13 +22,13 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from ..processes.child import STOP_SECONDS, Child, status_text
+from ..processes.watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
 from ..wire.addresses import AddressLock, check_keys, make_private_directory, parse
 from ..wire.channel import ChannelClosed
-from .child import STOP_SECONDS, Child, status_text
 from .front import Front
 from .gpu_link import Ready
 from .settings import ServeSettings
-from .watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
 
 DEATHS = 5
 """So many deaths in a row, with no request answered between them, are not an accident any more."""

@@ -12,6 +12,7 @@ from ...runtime.demo_model import DEMO_MODEL
 from ..options.engine import (
     add_compile_options,
     add_option,
+    add_ranks,
     check_output_directory,
     demo_prompts,
     given,
@@ -31,6 +32,7 @@ examples:
   sidestream demo
   sidestream demo --precision fp32                      nothing quantized
   sidestream demo --disable-pass pack_projections       the same answers with more kernels
+  sidestream demo --tensor-parallel-size 2              over two processes, as over two GPUs
   sidestream demo -o dump/                              where the dump goes"""
 
 
@@ -53,6 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="where the dump goes (default: %(default)s)",
     )
     add_option(parser, "device", choices=("cpu", "cuda"))
+    add_ranks(parser)
     add_compile_options(parser)
     parser.set_defaults(run=run)
 
@@ -79,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         max_num_seqs=8,
         show_progress=sys.stderr.isatty(),
         **precision_arguments(options),
-        **given(options, "device"),
+        **given(options, "device", "tensor_parallel_size"),
     )
     print(f"Ready after {time.monotonic() - started:.1f} s. One batch, {len(prompts)} prompts:\n", flush=True)
     started = time.monotonic()

@@ -15,6 +15,7 @@ from ..options.engine import (
     add_compile_options,
     add_lora_options,
     add_model,
+    add_ranks,
     check_output_directory,
     compile_arguments,
     model_directory,
@@ -111,6 +112,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="FILE",
         help="JSON of pass names and the relative error that each added, for the page",
     )
+    add_ranks(parser)
     add_compile_options(parser)
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -135,9 +137,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             "--measured FILE is for the page, which shows measured times with --timings only; add --timings"
         )
+    if (options.measure or options.resources) and (options.tensor_parallel_size or 1) > 1:
+        raise ValueError("--measure and --resources are for one process; leave --tensor-parallel-size out")
     timings = None if options.measured is None else Timings.load(options.measured)
     ledger = None if options.ledger is None else read_ledger(options.ledger)
-    compile_options = CompileOptions(**compile_arguments(options))
+    compile_options = CompileOptions(**compile_arguments(options), tensor_parallel=options.tensor_parallel_size or 1)
     if directory is None:
         config, options.model = shape_config(options.shape), options.shape  # the demo model's adapters are not its own
     else:

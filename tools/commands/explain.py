@@ -12,6 +12,7 @@ from ..options.engine import (
     add_compile_options,
     add_lora_options,
     add_model,
+    add_ranks,
     compile_arguments,
     model_directory,
     positive,
@@ -85,6 +86,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="leave out the table of what a change would do, which compiles once for each change",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_ranks(parser)
     add_compile_options(parser)
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     from ...ops.core.kv_layout import pages_for
 
     gpu, config = gpu_named(options.gpu), _config(options)
-    compile_options = CompileOptions(**compile_arguments(options))
+    compile_options = CompileOptions(**compile_arguments(options), tensor_parallel=options.tensor_parallel_size or 1)
     lora = lora_shape(options, config)
     buckets = [as_bucket(kind, count, lora is not None) for kind, count in options.bucket]
     if options.context is not None:

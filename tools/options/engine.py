@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from ...compiler.options import DEFAULT_PRECISION, Layers, choices
+from ...compiler.options import DEFAULT_PRECISION, TENSOR_PARALLEL, Layers, choices
 from ...graphs.model_directory import model_directory as hub_or_path
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 from ...runtime.engine.options import keywords
@@ -169,7 +169,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_option(group, "max_num_seqs")
     add_option(group, "max_num_batched_tokens")
     add_option(group, "speculation", type=speculation, metavar="off|auto|N")
+    add_ranks(group)
     add_run_options(group)
+
+
+def add_ranks(group: Any) -> None:
+    """Over how many processes a model is spread."""
+    add_option(group, "tensor_parallel_size", type=int, choices=TENSOR_PARALLEL, metavar="N")
 
 
 def add_run_options(group: Any, seed: str = "seed of the sampling") -> None:
@@ -259,6 +265,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "device",
         "calibration",
         "rounded_weights",
+        "tensor_parallel_size",
     )
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from msgspec import structs
 
+from ...processes.child import Child, status_text
+from ...processes.watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
 from ...wire.addresses import parse
 from ...wire.channel import ChannelClosed
-from ..child import Child, status_text
 from ..front import Front
 from ..settings import ServeSettings
 from ..supervisor import EXIT_DEAD, EXIT_SETTINGS
-from ..watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
 
 FIRST_REST, LONGEST_REST = 0.5, 60.0
 """Seconds before an engine that ended is started again: the first, doubling while it does not live for long."""

@@ -53,8 +53,6 @@ def test_every_keyword_of_vllm_is_an_option_or_has_a_remedy() -> None:
     ("name", "value", "remedy"),
     [
         ("trust_remote_code", True, "no code of a model is run"),
-        ("tensor_parallel_size", 2, "one server for each GPU"),
-        ("tensor_parallel_size", True, "one server for each GPU"),
         ("quantization", "awq", "use precision='int8'"),
         ("tokenizer", "other/model", "put tokenizer.json"),
         ("tokenizer_mode", "slow", "put tokenizer.json"),

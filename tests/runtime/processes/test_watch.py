@@ -6,8 +6,7 @@ from time import sleep
 from typing import Any
 
 import pytest
-from sidestream.runtime.server import gpu_process
-from sidestream.runtime.server.watch import (
+from sidestream.runtime.processes.watch import (
     CPU_STEP_SECONDS,
     GPU_STEP_SECONDS,
     LOOK_SECONDS,
@@ -15,6 +14,7 @@ from sidestream.runtime.server.watch import (
     AwakeClock,
     StepWatch,
 )
+from sidestream.runtime.server import gpu_process
 from sidestream.runtime.wire.channel import Channel
 from sidestream.runtime.wire.protocol import Abort, Sampling
 from support.fake_runner import continuation

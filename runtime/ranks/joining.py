@@ -1,0 +1,51 @@
+"""How a process becomes a rank: torch.distributed's process group, registered under the name that ops use."""
+
+import os
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from ...compiler.options import OptionError
+from ...ops.collectives.group import RankGroup, forget_group, register_group, tensor_parallel_group
+
+MEETING_SECONDS = 120.0
+SHARED_MACHINE = {
+    "GLOO_SOCKET_IFNAME": "lo",  # ranks are processes of one host: nothing listens on a network
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",  # NVLink multicast is the whole machine's
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+def join_group(rank: int, world: int, meeting: str, device: torch.device) -> RankGroup:
+    """Wait for the other ranks at the file `meeting`, and register the group of all. Raises OptionError in a process
+    that is in a group already, and RuntimeError when the others do not come.
+    """
+    if distributed.is_initialized():
+        raise OptionError(
+            "this process has a process group of torch.distributed already (another LLM with tensor_parallel_size?); "
+            "close that one first, or use another process"
+        )
+    for name, value in SHARED_MACHINE.items():
+        os.environ.setdefault(name, value)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=MEETING_SECONDS),
+    )
+    group = RankGroup(tensor_parallel_group(world), rank, world, distributed.group.WORLD)
+    register_group(group)
+    return group
+
+
+def leave_group(group: RankGroup) -> None:
+    """Forget the group; the process may join another."""
+    forget_group(group.name)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
