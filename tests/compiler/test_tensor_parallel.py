@@ -1,13 +1,16 @@
 """Two and four ranks over gloo compute what one does: logits of mixed adapters, and the greedy tokens that follow."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sidestream.compiler.options import CompileOptions
-from sidestream.ops.collectives.group import RankGroup, register_group, tensor_parallel_group
+from sidestream.compiler.program.collectives import check_same_order
+from sidestream.compiler.program.program import Program
+from sidestream.ops.collectives.group import GroupError, RankGroup, register_group, tensor_parallel_group
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
 from support.ranks import run_on_ranks
@@ -26,8 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 ADAPTERS = [AdapterSpec(rank=7), AdapterSpec(rank=16, targets=("q_proj", "v_proj", "down_proj"), use_rslora=True)]
 
 
-def run(base: Path, adapters: list[str], world: int, rank: int, precision: str) -> torch.Tensor:
-    """Logits [steps, sequences, V] of prompts and greedy steps, with adapter i, then without, in the batch."""
+def run(base: Path, adapters: list[str], world: int, rank: int, precision: str) -> tuple[torch.Tensor, Program]:
+    """Logits [steps, sequences, V] of prompts and greedy steps, with and without adapters in a batch; and a program."""
     dice = random.Random(1)
     model, _ = plain_model(TinyBase(base), adapters, torch.float32 if precision == "fp32" else torch.bfloat16)
     options = CompileOptions(precision=precision, tensor_parallel=world, tensor_parallel_rank=rank)  # type: ignore[arg-type]
@@ -40,19 +43,32 @@ def run(base: Path, adapters: list[str], world: int, rank: int, precision: str) 
         chunks = [Chunk(index, some, slots[index]) for index, some in enumerate(tokens)]
         steps.append(torch.stack([logits[-1] for logits in runner.step(chunks)]))
         tokens = [[token] for token in steps[-1].argmax(-1).tolist()]
-    return torch.stack(steps)
+    return torch.stack(steps), next(iter(runner.compiled._by_shape.values()))
+
+
+def refuses_other_collectives(program: Program, group: RankGroup) -> bool:
+    """Whether all ranks are told when the last one has a program with fewer of them."""
+    check_same_order(program, group)
+    last = next(step for step in reversed(program.steps) if "all_" in step.op)
+    fewer = replace(program, steps=tuple(step for step in program.steps if step is not last))
+    try:
+        check_same_order(fewer if group.rank == group.world - 1 else program, group)
+    except GroupError as error:
+        return "has other collectives on rank 3 than on rank 0" in str(error)
+    return False
 
 
 def on_ranks(group: RankGroup, cases: list[tuple[Path, list[str]]]) -> list[dict[str, torch.Tensor]]:
     pair = distributed.new_group([0, 1])
     results: list[dict[str, torch.Tensor]] = []
     for base, adapters in cases:
-        found = {"4": run(base, adapters, 4, group.rank, "fp32")}
+        logits, program = run(base, adapters, 4, group.rank, "fp32")
+        found = {"4": logits, "refused": torch.tensor(refuses_other_collectives(program, group))}
         if group.rank < 2:
             register_group(RankGroup(tensor_parallel_group(2), group.rank, 2, pair))
-            found["2"] = run(base, adapters, 2, group.rank, "fp32")
+            found["2"], _ = run(base, adapters, 2, group.rank, "fp32")
             if not results:
-                found["int8"] = run(base, adapters, 2, group.rank, "int8")
+                found["int8"], _ = run(base, adapters, 2, group.rank, "int8")
         results.append(found)
     return results
 
@@ -67,10 +83,11 @@ def test_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
     ranks = run_on_ranks(RANKS, on_ranks, tmp_path / "ranks", cases)
     exact = []
     for case, (base, adapters) in enumerate(cases):
-        want = run(base, adapters, 1, 0, "fp32")
+        want, _ = run(base, adapters, 1, 0, "fp32")
         exact.append(want)
         for found in ranks:
-            for world in found[case].keys() - {"int8"}:
+            assert found[case]["refused"]
+            for world in ("2", "4") if "2" in found[case] else ("4",):
                 logits = found[case][world]
                 torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
                 assert torch.equal(logits.argmax(-1), want.argmax(-1))

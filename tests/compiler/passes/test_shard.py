@@ -1,5 +1,6 @@
 """`shard`: what it cuts and refuses, and that every rank's program has the same collectives in one order."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.graph.recipe import hadamard, materialize, param
 from sidestream.compiler.graph.slices import Share, SliceError, sliced
 from sidestream.compiler.options import CompileOptions, OptionError
+from sidestream.compiler.program.buffers import ProgramError
+from sidestream.compiler.program.collectives import collective_order
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
@@ -27,7 +30,6 @@ def compiled(rank: int = 0, world: int = 2, options: dict[str, Any] | None = Non
 
 def collectives(program: Program) -> list[tuple[Any, ...]]:
     found = [step for step in program.steps if "all_" in step.op]
-    assert all(step.stream == "main" for step in found)
     return [(step.op, step.args[1:], *((view.shape, view.dtype) for view in step.outs)) for step in found]
 
 
@@ -38,8 +40,16 @@ def test_two_collectives_a_layer_and_one_for_the_logits_in_one_order_on_all_rank
     for bucket in (Bucket(4, 4, 8, 2, decode=True), Bucket(32, 4, 8, 2, decode=False)):
         one, other = (rank.program(bucket) for rank in ranks)
         assert collectives(one) == collectives(other) and len(collectives(one)) == 2 * LAYERS + 1
+        assert len(collective_order(one)) == 2 * LAYERS + 1
         assert [step.op for step in one.steps] == [step.op for step in other.steps]
         assert one.recipes != other.recipes
+
+
+def test_a_collective_on_the_side_lane_has_no_place_in_the_order() -> None:
+    program = compiled().program(Bucket(4, 4, 8, 2, decode=True))
+    aside = tuple(replace(step, stream="side") if "all_" in step.op else step for step in program.steps)
+    with pytest.raises(ProgramError, match="is a collective on the side lane"):
+        collective_order(replace(program, steps=aside))
 
 
 def test_a_rank_reads_its_share_of_the_checkpoint_only() -> None:

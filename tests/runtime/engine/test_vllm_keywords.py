@@ -71,7 +71,6 @@ def test_what_is_not_there_is_refused_with_the_remedy(name: str, value: object, 
 def test_values_that_ask_for_what_happens_anyway_are_accepted() -> None:
     defaults = {
         "trust_remote_code": False,
-        "tensor_parallel_size": 1,
         "quantization": None,
         "tokenizer": None,
         "tokenizer_mode": "auto",
