@@ -1,7 +1,7 @@
 """The other ranks, as rank 0 sees them: started, told what to do, watched.
 
-A group lives and dies as a whole: when one rank dies, hangs or fails, all others are ended, and whoever waits for them
-is told why.
+A group lives and dies as a whole: when one rank dies, hangs or fails, all others are ended, and those who wait for them
+are told why.
 """
 
 import queue
