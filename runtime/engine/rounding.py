@@ -210,6 +210,10 @@ def find_rounding(
     path = directory / file_name(options.precision) if given is None else Path(given)
     if not named and not path.exists():
         return None, options
+    if options.tensor_parallel > 1:  # a rank's rows of o and down are shorter than those that were rounded
+        raise RoundingError(
+            f"{path} holds weights for one process; give rounded_weights={OFF!r}, or use tensor_parallel_size=1"
+        )
     found = open_rounding(path)
     if norm_rotation and found.origin.options["precision"] == options.precision:
         options = _as_rounded(options, found)
