@@ -7,6 +7,7 @@ import torch
 from torch import distributed
 
 from ...compiler.options import OptionError
+from ...ops.collectives.exchange import open_exchange
 from ...ops.collectives.group import RankGroup, forget_group, register_group, tensor_parallel_group
 
 MEETING_SECONDS = 120.0
@@ -20,7 +21,7 @@ SHARED_MACHINE = {
 
 def join_group(rank: int, world: int, meeting: str, device: torch.device) -> RankGroup:
     """Wait for the other ranks at the file `meeting`, and register the group of all. Raises OptionError in a process
-    that is in a group already, and RuntimeError when the others do not come.
+    that is in a group already, RuntimeError when the others do not come, and GroupError where GPUs can't share memory.
     """
     if distributed.is_initialized():
         raise OptionError(
@@ -41,6 +42,8 @@ def join_group(rank: int, world: int, meeting: str, device: torch.device) -> Ran
     )
     group = RankGroup(tensor_parallel_group(world), rank, world, distributed.group.WORLD)
     register_group(group)
+    if on_gpu:
+        open_exchange(group, device)
     return group
 
 
