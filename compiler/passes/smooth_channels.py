@@ -1,4 +1,4 @@
-"""Channels of like size behind a norm, before they are quantized."""
+"""Channels of like size after a norm, before they are quantized."""
 
 from typing import Any
 

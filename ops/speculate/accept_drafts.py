@@ -77,7 +77,7 @@ def _accept_kernel(
     step = tl.arange(0, COUNT)
     sampled = tl.load(tokens + tl.load(first + index) + step, mask=step <= count, other=-1)
     draft = tl.load(drafts + index * most + step, mask=step < count, other=0)
-    # the first that does not hold; behind the last draft there is none to hold
+    # the first that does not hold; after the last draft there is none to hold
     held = tl.min(tl.where((step < count) & (sampled == draft), COUNT, step), axis=0)
     length = tl.load(lengths + row)
     place = length + step

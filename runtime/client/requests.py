@@ -127,7 +127,7 @@ class OpenRequest:
             self.wake()
 
     def wake(self) -> None:
-        """Whoever waits for it goes on once the loop's present callback is over, in the order of these calls."""
+        """The task that waits for it goes on once the loop's present callback is over, in the order of these calls."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

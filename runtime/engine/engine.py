@@ -248,7 +248,7 @@ class Engine:
                 live.first_token_time = time.time()
             completion = live.completions[sequence.index]
             try:
-                if completion.plain and (sampled.behind or sequence.finish_reason is None):
+                if completion.plain and (sampled.following or sequence.finish_reason is None):
                     deltas.append(
                         Delta(sequence.request_id, sequence.index, completion.extend(sampled.token), [sampled.token])
                     )
@@ -276,16 +276,16 @@ class Engine:
     def _advance(self, live: _Live, sampled: Sampled, result: StepResult) -> Delta | None:
         sequence = sampled.sequence
         completion = live.completions[sequence.index]
-        stop = completion.accept(sampled.token, sampled.row, result, sampled.behind > 0)
+        stop = completion.accept(sampled.token, sampled.row, result, sampled.following > 0)
         if stop is not None:
-            if sampled.behind:  # drafts behind the stop string held, and nobody wants them
-                del sequence.tokens[-sampled.behind :]
+            if sampled.following:  # drafts after the stop string held, and nobody wants them
+                del sequence.tokens[-sampled.following :]
             if sequence.finished:  # the length limit was met by the very token that completes the stop string
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             else:
                 self.scheduler.finish(sequence, "stop", stop)
         delta: Delta | None = None
-        ended = sequence.finished and (stop is not None or not sampled.behind)
+        ended = sequence.finished and (stop is not None or not sampled.following)
         if live.stream:
             reason: FinishReason | None = sequence.finish_reason if ended else None  # type: ignore[assignment]
             logprobs = completion.logprobs[-1] if completion.logprobs else None

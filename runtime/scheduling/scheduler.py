@@ -42,14 +42,14 @@ NO_TOKEN = (
 
 
 class Sampled(NamedTuple):
-    """One sequence's new token; `row` is its row in the step's result, `behind`: how many tokens of the same step
-    follow it, which the sequence has already.
+    """One sequence's new token; `row` is its row in the step's result, `following`: how many tokens of the same step
+    come after it, which the sequence has already.
     """
 
     sequence: Sequence
     token: int
     row: int
-    behind: int = 0
+    following: int = 0
 
 
 class Scheduler:

@@ -2,7 +2,7 @@
 
 A cluster of several raylets on this machine, one engine of the demo model on each, and clients over HTTP. Every answer
 is held against what the fleet said of the same question before the first kill. The process that answers HTTP lies on a
-node of its own that is not killed: whoever is connected to a process that dies has to ask again, as with any proxy.
+node of its own that is not killed: a client of a process that dies has to ask again, as with any proxy.
 """
 
 import argparse

@@ -38,7 +38,7 @@ async def look(engines: Engines) -> Snapshot:
         async with asyncio.timeout(SECONDS):
             together = await engines.health()
             health = together.engines
-            if together.status == "idle":  # whoever asked for the model would start an engine
+            if together.status == "idle":  # asking for the model would start an engine
                 return Snapshot()
             model = await engines.model()
             stats = await engines.stats()

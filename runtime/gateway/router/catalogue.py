@@ -19,7 +19,7 @@ class Step:
 class Offer:
     """An adapter that an engine loads when the first request for it comes.
 
-    path      where it lies, for all engines or for whoever fetches it
+    path      where it lies, for all engines or for the process that fetches it
     version   changes when its files may have changed
     rank      for lists
     """

@@ -1,4 +1,4 @@
-"""Channels behind norms divided by powers of two: nothing changes in 16 bits, and an outlier costs int8 nothing."""
+"""Channels after norms divided by powers of two: nothing changes in 16 bits, and an outlier costs int8 nothing."""
 
 from dataclasses import replace
 from pathlib import Path
