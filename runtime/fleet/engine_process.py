@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from ..server.child import Child, status_text
+from ..processes.child import Child, status_text
 from ..server.settings import ServeSettings
 from ..wire.channel import ChannelClosed
 

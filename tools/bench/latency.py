@@ -246,9 +246,9 @@ def run(options: argparse.Namespace) -> int:
         started = time.perf_counter()
         if options.structured and directory is None:
             write_model(Path(scratch) / "model", config, 0, options.lora_rank)  # constraints need a tokenizer
-            llm = build(options, str(Path(scratch) / "model"), directory, adapters)
+            llm = build(options, str(Path(scratch) / "model"), directory, adapters, options.speculate)
         else:
-            llm = build(options, config, directory, adapters)
+            llm = build(options, config, directory, adapters, options.speculate)
         start_up = time.perf_counter() - started
         print(f"ready after {start_up:.1f} s\n")
         print(header() + "  tokens/step" * bool(options.speculate))
@@ -289,14 +289,18 @@ def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory
 
 
 def build(
-    options: argparse.Namespace, config: dict[str, Any] | str, directory: Path | None, adapters: dict[str, str]
+    options: argparse.Namespace,
+    config: dict[str, Any] | str,
+    directory: Path | None,
+    adapters: dict[str, str],
+    speculation: int | None = None,
 ) -> Any:
     """The engine under test; without a checkpoint's directory one with random weights."""
     from ...runtime.llm import LLM
 
     arguments = precision_arguments(options) | given(options, "gpu_memory_utilization", "device")
-    if options.speculate:
-        arguments["speculation"] = options.speculate
+    if speculation is not None:
+        arguments["speculation"] = speculation
     arguments |= {
         "max_model_len": options.input_len + options.output_len,
         "max_num_seqs": max(options.concurrency),
