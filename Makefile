@@ -12,10 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without an NVIDIA GPU the CPU build of torch is enough: it comes first, and exactly this release, so that the package's own requirement finds it and pulls no CUDA packages.
 TORCH_ON_CPU := torch==2.13.0
 
-# Each process takes half of the tests in order, so that a module's fixtures are made once; the first to finish takes half of what another has left.
+# Each process takes half of the tests in order, so that a module's fixtures are made once; the first to finish takes half of what the other has left.
 TWO_PROCESSES := -n 2 --dist worksteal
-# A third one computes while tests of servers wait for other processes.
-THREE_PROCESSES := -n 3 --dist worksteal
 
 # mypy has one thread: lint runs next to the first tests, and what it said follows theirs. Each part runs to its end; the
 # last line names those that failed, and the whole fails with any of them. $(1), $(2): further options of the first and the second run.
@@ -26,7 +24,7 @@ printf '\033[1m== %s\033[0m\n' 'tests 1/2: kernels in Triton'\''s interpreter'; 
 TRITON_INTERPRET=1 $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) $(1) || failed='tests 1/2'; \
 wait $$lint || failed="lint $$failed"; cat $$said; \
 printf '\033[1m== %s\033[0m\n' 'tests 2/2: everything else'; \
-$(PY) -m pytest -m 'not interpret' $(THREE_PROCESSES) $(2) || failed="$$failed tests 2/2"; \
+$(PY) -m pytest -m 'not interpret' $(TWO_PROCESSES) $(2) || failed="$$failed tests 2/2"; \
 test -z "$$failed" || { printf '\033[1m== failed: %s\033[0m\n' "$$failed"; exit 1; }
 endef
 

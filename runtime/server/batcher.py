@@ -6,6 +6,7 @@ One thread. Results of the GPU process come first, because the next plan waits f
 limited number at a time.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -112,13 +113,13 @@ class Batcher:
 
     def run(self, early: Iterable[dict[str, Any]] = ()) -> int:
         """Serve until the supervisor says stop or is gone. `early`: orders that came with the settings."""
-        self._channel.send({"event": "bound", "address": self._listener.address})
-        for order in early:
-            self._obey(order)
         _allow_descriptors()
         _tame_garbage_collector()
         next_tick = next_beat = 0.0
         try:
+            self._channel.send({"event": "bound", "address": self._listener.address})
+            for order in early:
+                self._obey(order)
             while True:
                 stepper = self._state.stepper
                 busy = self._connections.waiting or (stepper is not None and stepper.in_flight)
@@ -344,13 +345,17 @@ def run(fd: int) -> int:
     """The process: settings from the channel, then serve. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s batcher %(message)s")
     channel = Channel.from_fd(fd)
-    first, *early = channel.receive(block=True)
+    try:
+        first, *early = channel.receive(block=True)
+    except ChannelClosed:
+        return 1
     settings = msgspec.convert(first["settings"], ServeSettings)
     context = zmq.Context()
     try:
         batcher = Batcher(settings, channel, context)
     except (ValueError, OSError, zmq.ZMQError) as error:
-        channel.send({"event": "failed", "message": " ".join(str(error).split())})
+        with contextlib.suppress(ChannelClosed):
+            channel.send({"event": "failed", "message": " ".join(str(error).split())})
         context.destroy(linger=0)
         return 2
     try:

@@ -4,16 +4,22 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from sidestream.runtime.client.async_client import AsyncClient
 from sidestream.runtime.client.client import Client
+from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.wire import keys as curve
+from sidestream.runtime.wire.channel import Channel
 from support.fake_runner import continuation
 from support.serving import GUARD, Server, free_port, serve_fake
 
@@ -127,3 +133,18 @@ def test_curve_over_tcp(tmp_path: Path) -> None:
             pass
         with pytest.raises(ServerError), Client(server.address, connect_timeout=1):
             pass
+
+
+@pytest.mark.parametrize(("folder", "code"), [("clients", 1), ("file/clients", 2)], ids=["bound", "failed"])
+def test_a_batcher_whose_supervisor_is_gone_ends_without_a_traceback(tmp_path: Path, folder: str, code: int) -> None:
+    ours, theirs = Channel.pair()
+    (tmp_path / "server").mkdir(mode=0o700)
+    (tmp_path / "file").touch()  # below which nothing can be made
+    bind = f"ipc://{tmp_path}/{folder}/s.sock"
+    settings = ServeSettings(model=str(DEMO_MODEL), directory=str(tmp_path / "server"), bind=bind)
+    ours.send({"settings": msgspec.to_builtins(settings)})
+    ours.close()
+    with theirs:
+        command = [sys.executable, "-m", "sidestream.runtime.server.batcher", str(theirs.fileno())]
+        ended = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=GUARD)
+    assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stderr
