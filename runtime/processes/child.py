@@ -42,9 +42,12 @@ class Child:
         now: float,
         descriptors: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        own_session: bool = True,
     ) -> "Child":
         """Run `command FD DESCRIPTOR ...` in a session of its own (a terminal's Ctrl-C is the supervisor's business);
         it inherits the descriptors, and its settings come over the line. `environment`: what it has besides ours.
+        Without `own_session` in a process group of its own in this session: then the kernel ends it with this process
+        even while a signal has stopped it (SIGHUP to a stopped group that nobody is left to continue).
         """
         channel, theirs = Channel.pair()
         with theirs:
@@ -53,7 +56,8 @@ class Child:
                 [*command, *map(str, passed)],
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                start_new_session=own_session,
+                process_group=None if own_session else 0,
                 env={**os.environ, **(environment or {})},
             )
         channel.send({"settings": msgspec.to_builtins(settings)})

@@ -7,7 +7,8 @@ machine, SIGSTOP of all processes) nothing is overdue, and what has arrived mean
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ..wire.protocol import HEARTBEAT_SECONDS
 
@@ -19,6 +20,10 @@ SILENCE_SECONDS = 20.0
 """After so long without a beat a process is ended."""
 START_SILENCE_SECONDS = 300.0
 """The same while it starts: imports and large allocations keep every thread of it waiting."""
+STOPPED_SECONDS = 1.0
+"""After so long a rank that a signal has stopped is ended: it holds up all others, and this is certain, as silence
+never is."""
+LOOK_AT_STOPPED_SECONDS = 0.2
 CPU_STEP_SECONDS = 600.0
 GPU_STEP_SECONDS = 120.0
 """What a step may take at least: room for a program that is built when it is first needed."""
@@ -29,20 +34,49 @@ RECENT_STEPS = 256
 class AwakeClock:
     """Seconds in which this process was awake; `look` is to be called every `LOOK_SECONDS`.
 
-    A gap between two looks counts as at most twice that.
+    A gap between two looks counts as at most twice that. `every`: instead of `LOOK_SECONDS`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, every: float = LOOK_SECONDS) -> None:
+        self._clock, self._most = clock, 2 * every
         self._looked = clock()
         self.seconds = 0.0
 
     def look(self) -> float:
         """The time now."""
         now = self._clock()
-        self.seconds += min(now - self._looked, 2 * LOOK_SECONDS)
+        self.seconds += min(now - self._looked, self._most)
         self._looked = now
         return self.seconds
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a signal (SIGSTOP) has stopped a process of this host. A debugger's stop counts for none, nor does a
+    system without /proc.
+    """
+    try:
+        stat = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[:1] == [b"T"]
+
+
+class StopWatch:
+    """Which processes a signal has stopped for longer than `STOPPED_SECONDS`, counted while this one was awake; `look`
+    is to be called every `LOOK_AT_STOPPED_SECONDS`.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, is_stopped: Callable[[int], bool] = is_stopped
+    ) -> None:
+        self._clock, self._is_stopped = AwakeClock(clock, LOOK_AT_STOPPED_SECONDS), is_stopped
+        self._since: dict[int, float] = {}
+
+    def look(self, processes: Iterable[int]) -> list[int]:
+        """Those of `processes` that have been stopped for too long."""
+        now = self._clock.look()
+        self._since = {each: self._since.get(each, now) for each in processes if self._is_stopped(each)}
+        return [each for each, since in self._since.items() if now - since > STOPPED_SECONDS]
 
 
 class StepWatch:

@@ -19,9 +19,19 @@ SHARED_MACHINE = {
 }
 
 
-def join_group(rank: int, world: int, meeting: str, device: torch.device) -> RankGroup:
-    """Wait for the other ranks at the file `meeting`, and register the group of all. Raises OptionError in a process
-    that is in a group already, RuntimeError when the others do not come, and GroupError where GPUs can't share memory.
+def create_meeting() -> int:
+    """The descriptor of a file through which ranks find each other; those that inherit it give it to `join_group`. It
+    has no name: it is gone with the last process that holds it, however that ends. Nobody closes it: torch's store
+    writes to it once more when its last reference goes, and must not find another file in its place.
+    """
+    return os.memfd_create("sidestream-meeting")
+
+
+def join_group(rank: int, world: int, meeting: int, device: torch.device) -> RankGroup:
+    """Wait for the other ranks at the file of `create_meeting`, and register the group of all.
+
+    Raises OptionError in a process that is in a group already, RuntimeError when the others do not come, and GroupError
+    where GPUs can't share memory.
     """
     if distributed.is_initialized():
         raise OptionError(
@@ -35,7 +45,7 @@ def join_group(rank: int, world: int, meeting: str, device: torch.device) -> Ran
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{meeting}",
+        init_method=f"file:///proc/self/fd/{meeting}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=MEETING_SECONDS),

@@ -1,7 +1,8 @@
 """The process of another rank: builds its part of the model, then does what rank 0 does.
 
-`python -m sidestream.runtime.ranks.peer_process FD PLANS_FD` is how rank 0 starts it. Its main thread executes
-plans; one listens to rank 0 and ends the process when that is gone, whatever the others wait for; one reads adapters.
+`python -m sidestream.runtime.ranks.peer_process FD PLANS_FD MEETING_FD` is how rank 0 starts it. Its main thread
+executes plans; one listens to rank 0 and ends the process when that is gone, whatever the others wait for; one reads
+adapters.
 """
 
 import logging
@@ -38,8 +39,8 @@ Work = tuple[bytes, bytearray] | StartLoad | ForgetAdapter
 class _Peer:
     """A rank's work: `run` ends with the process only."""
 
-    def __init__(self, channel: Channel, settings: PeerSettings, ring: PlanRing) -> None:
-        self._channel, self._settings, self._ring = channel, settings, ring
+    def __init__(self, channel: Channel, settings: PeerSettings, ring: PlanRing, meeting: int) -> None:
+        self._channel, self._settings, self._ring, self._meeting = channel, settings, ring, meeting
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._errands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._handles: deque[Any] = deque()
@@ -75,7 +76,7 @@ class _Peer:
         options = load_options(**settings.llm, device=device)
         options = replace(options, compiler=replace(options.compiler, tensor_parallel_rank=settings.rank))
         self._channel.send({"event": "started"})
-        join_group(settings.rank, settings.world, settings.meeting, device)
+        join_group(settings.rank, settings.world, self._meeting, device)
         self._model = load_model(find_model(settings.model, options), settings.adapters, options, AdapterDescriber())
 
     def _listen(self) -> None:
@@ -139,14 +140,15 @@ class _Peer:
 
 def main() -> NoReturn:
     """Ends without the interpreter's clean-up, as other threads may be in the middle of tensor operations."""
-    channel, fd = Channel.from_fd(int(sys.argv[1])), int(sys.argv[2])
+    line, plans, meeting = map(int, sys.argv[1:4])
+    channel = Channel.from_fd(line)
     try:
         (first, *_) = channel.receive(block=True)
         settings = msgspec.convert(first["settings"], PeerSettings)
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {settings.rank} %(message)s")
         with Pulse(channel.beat, lambda: None):
             try:
-                _Peer(channel, settings, PlanRing(fd, settings.world - 1)).run()
+                _Peer(channel, settings, PlanRing(plans, settings.world - 1), meeting).run()
             except ChannelClosed:
                 raise
             except Exception as error:

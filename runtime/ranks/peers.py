@@ -7,17 +7,23 @@ are told why.
 import queue
 import selectors
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from ..processes.child import Child, status_text
-from ..processes.watch import LOOK_SECONDS, SILENCE_SECONDS, START_SILENCE_SECONDS, AwakeClock
+from ..processes.watch import (
+    LOOK_AT_STOPPED_SECONDS,
+    LOOK_SECONDS,
+    SILENCE_SECONDS,
+    START_SILENCE_SECONDS,
+    AwakeClock,
+    StopWatch,
+)
 from ..wire.channel import ChannelClosed
+from .joining import create_meeting
 from .plan_ring import PlanRing
 from .settings import Order, PeerSettings, encode_order
 
@@ -36,8 +42,7 @@ class Peers:
     """
 
     def __init__(self, settings: PeerSettings) -> None:
-        self.directory = tempfile.TemporaryDirectory(prefix="sidestream-ranks-")
-        self.meeting = str(Path(self.directory.name) / "meeting")
+        self.meeting = create_meeting()
         self.world = settings.world
         self.broken: Callable[[str], None] | None = None
         self._clock, self._lock = AwakeClock(), threading.Lock()
@@ -50,9 +55,10 @@ class Peers:
             rank: Child.start(
                 f"rank {rank}",
                 [sys.executable, "-m", COMMAND],
-                structs.replace(settings, rank=rank, meeting=self.meeting),
+                structs.replace(settings, rank=rank),
                 self._clock.seconds,
-                [self._ring.fd],
+                [self._ring.fd, self.meeting],
+                own_session=False,
             )
             for rank in range(1, settings.world)
         }
@@ -114,14 +120,14 @@ class Peers:
         for child in self._children.values():
             child.stop()
         self._ring.close()
-        self.directory.cleanup()
 
     def _watch(self) -> None:
+        stops = StopWatch()
         while not self._closing.is_set():
             with selectors.DefaultSelector() as selector:
                 for rank, child in self._children.items():
                     selector.register(child.channel, selectors.EVENT_READ, rank)
-                ready = [key.data for key, _ in selector.select(LOOK_SECONDS)]
+                ready = [key.data for key, _ in selector.select(LOOK_AT_STOPPED_SECONDS)]
             self._clock.look()
             for rank in ready:
                 try:
@@ -130,7 +136,10 @@ class Peers:
                 except ChannelClosed:
                     self._children[rank].process.wait()
                     self._end(f"rank {rank} of {self.world} died")
+            stopped = stops.look(child.process.pid for child in self._children.values())
             for child in self._children.values():
+                if child.process.pid in stopped:
+                    self._end(f"{child.name} of {self.world} is stopped by a signal (SIGSTOP)")
                 limit = SILENCE_SECONDS if child.started else START_SILENCE_SECONDS
                 if self._clock.seconds - child.heard > limit:
                     self._end(f"{child.name} of {self.world} gave no sign of life for {limit:g} s")

@@ -16,7 +16,6 @@ class PeerSettings(Struct, frozen=True, kw_only=True):
     """Settings of a peer.
 
     rank, world       its place among the ranks
-    meeting           a file through which the ranks find each other
     device            rank 0's; the others' GPUs are those after it
     model             model directory, or config.json's fields
     llm               further arguments of `LLM`
@@ -25,7 +24,6 @@ class PeerSettings(Struct, frozen=True, kw_only=True):
 
     rank: int
     world: int
-    meeting: str
     device: str
     model: str | dict[str, Any]
     llm: dict[str, Any]

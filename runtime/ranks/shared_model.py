@@ -175,7 +175,6 @@ def load_shared(
     settings = PeerSettings(
         rank=0,
         world=world,
-        meeting="",
         device=str(device),
         model=dict(model) if isinstance(model, Mapping) else str(source.directory),
         llm=portable(keywords),

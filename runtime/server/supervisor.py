@@ -23,7 +23,7 @@ import msgspec
 from msgspec import structs
 
 from ..processes.child import STOP_SECONDS, Child, status_text
-from ..processes.watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
+from ..processes.watch import LOOK_AT_STOPPED_SECONDS, LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock, StopWatch
 from ..wire.addresses import AddressLock, check_keys, make_private_directory, parse
 from ..wire.channel import ChannelClosed
 from .front import Front
@@ -51,7 +51,8 @@ class Supervisor:
         self._settings = structs.replace(settings, directory=str(self._runtime), generation=0)
         self._batcher: Child | None = None
         self._gpu: Child | None = None
-        self._clock = AwakeClock()
+        self._clock, self._stops = AwakeClock(), StopWatch()
+        self._one_of_several = settings.llm.get("tensor_parallel_size", 1) > 1
         self._deaths = 0
         self._was_ready = False
         self._draining_until: float | None = None
@@ -93,7 +94,7 @@ class Supervisor:
 
     def _watch(self) -> int:
         while True:
-            timeout = LOOK_SECONDS
+            timeout = LOOK_AT_STOPPED_SECONDS if self._one_of_several else LOOK_SECONDS
             if self._draining_until is not None:
                 timeout = min(timeout, max(0.0, self._draining_until - time.monotonic()))
             with selectors.DefaultSelector() as selector:
@@ -109,6 +110,7 @@ class Supervisor:
                 if code is not None:
                     return code
             self._end_silent()
+            self._end_stopped()
             if self._draining_until is not None and time.monotonic() >= self._draining_until:
                 return 0
 
@@ -126,6 +128,14 @@ class Supervisor:
                 child.heard = self._clock.seconds
                 self._say(f"the {child.name} gave no sign of life for {seconds:g} s; ending it")
                 child.process.kill()
+
+    def _end_stopped(self) -> None:
+        """Kill a GPU process that is stopped while other ranks wait for it, inside their kernels."""
+        if self._gpu is None or not self._one_of_several or self._settings.step_timeout == 0:
+            return
+        if self._stops.look([self._gpu.process.pid]):
+            self._say("the GPU process is stopped by a signal (SIGSTOP), and other ranks wait for it; ending it")
+            self._gpu.process.kill()
 
     def _signalled(self) -> int | None:
         received = self._wake.recv(64)

@@ -12,11 +12,17 @@ from pathlib import Path
 
 @dataclass
 class Served:
-    """`url`: of its HTTP; `address`: of its engine; `process`: the supervisor's."""
+    """`url`: of its HTTP; `address`: of its engine; `process`: the supervisor's; `directory`: where it leaves files."""
 
     url: str
     address: str
     process: "subprocess.Popen[str]"
+    directory: Path
+
+    @property
+    def log(self) -> str:
+        """What it has said."""
+        return (self.directory / "log").read_text()
 
 
 @contextmanager
@@ -34,10 +40,10 @@ def serving(*arguments: str) -> Iterator[Served]:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": directory},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": directory, "TMPDIR": directory},
             )
         try:
-            yield Served(_wait(log, process), address, process)
+            yield Served(_wait(log, process), address, process, Path(directory))
         finally:
             process.terminate()
             assert process.wait(60) == 0, log.read_text()

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from time import sleep
 from typing import Any
 
@@ -9,10 +11,14 @@ import pytest
 from sidestream.runtime.processes.watch import (
     CPU_STEP_SECONDS,
     GPU_STEP_SECONDS,
+    LOOK_AT_STOPPED_SECONDS,
     LOOK_SECONDS,
     STEP_FACTOR,
+    STOPPED_SECONDS,
     AwakeClock,
     StepWatch,
+    StopWatch,
+    is_stopped,
 )
 from sidestream.runtime.server import gpu_process
 from sidestream.runtime.wire.channel import Channel
@@ -97,6 +103,39 @@ def test_a_pause_is_no_waiting():
     time.watch.shipped(0)
     time.pause(86_400)
     assert time.watch.overdue is None and not time.watch.late
+
+
+def test_a_stopped_process_is_told_from_one_that_computes_or_sleeps():
+    for work in ("while True: pass", "import time; time.sleep(1000)"):
+        with subprocess.Popen([sys.executable, "-c", work]) as process:
+            assert not is_stopped(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert is_stopped(process.pid)
+            os.kill(process.pid, signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+            assert not is_stopped(process.pid)
+            process.kill()
+            process.wait()
+            assert not is_stopped(process.pid), "it is gone"
+
+
+def test_a_process_that_stays_stopped_is_named_and_one_that_goes_on_is_not():
+    now, stopped = [50.0], {7, 8}
+    watch = StopWatch(lambda: now[0], stopped.__contains__)
+    looks = round(STOPPED_SECONDS / LOOK_AT_STOPPED_SECONDS)
+
+    def look(seconds: float = LOOK_AT_STOPPED_SECONDS) -> list[int]:
+        now[0] += seconds
+        return watch.look([7, 8, 9])
+
+    assert not any(look() for _ in range(looks - 2))
+    stopped.discard(8)
+    assert not look(86_400), "a pause of everything counts as two looks at most"
+    assert [look() for _ in range(3)][-1] == [7]
+    stopped.add(8)
+    assert not any(8 in look() for _ in range(looks)), "it is counted from the start again"
+    assert [look() for _ in range(3)][-1] == [7, 8]
 
 
 def test_beats_wait_for_nobody():
