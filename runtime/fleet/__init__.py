@@ -5,6 +5,8 @@ application      the Ray Serve application: the deployments `engine` and `ingres
 engine           one replica: a GPU, an engine, where it is reached, how loaded it is
 engine_process   that engine as a child: `sidestream serve` without HTTP
 ingress          the gateway before the engines that there are
+private_address  where an engine listens, and what it leaves there
+this_machine     HTTP without keys is for the loopback
 adapter_root     a folder whose folders are the fleet's adapters
 request_router   Ray's side of the list of engines
 members          the list itself, handed from Ray's thread to the gateway's

@@ -64,10 +64,11 @@ def build(options: FleetOptions) -> Application:
 
 
 def resources(options: FleetOptions) -> dict[str, Any]:
-    """What Ray sets aside for an engine."""
+    """What Ray sets aside for an engine. All of it lies on one host, so several GPUs need no placement group."""
     gpus = options.gpus
     if gpus is None:
-        gpus = 0 if options.on_cpu or not ray.cluster_resources().get("GPU") else 1
+        without = options.on_cpu or ("device" not in options.llm and not ray.cluster_resources().get("GPU"))
+        gpus = 0 if without else options.ranks
     return {"num_cpus": options.cpus, "num_gpus": gpus, "runtime_env": {"env_vars": _ENVIRONMENT}}
 
 
@@ -97,7 +98,7 @@ def deploy(options: FleetOptions) -> None:
     try:
         serve.run(build(options), name=options.name, route_prefix="/")
     except RuntimeError as error:
-        raise ValueError(f"the fleet {options.name!r} did not come up: {error}") from None
+        raise ValueError(f"the fleet {options.name!r} did not come up: {_why(options.name) or error}") from None
     try:
         socket.create_connection(("127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host, options.port), 5)
     except OSError:
@@ -105,3 +106,11 @@ def deploy(options: FleetOptions) -> None:
             f"Ray Serve runs here already and answers HTTP at another address than {options.host} port {options.port}: "
             "name that one, or end it with `serve shutdown`"
         ) from None
+
+
+def _why(name: str) -> str:
+    """What Ray says of the deployments that do not run: the last line, which names the error, and no stack."""
+    found = serve.status().applications.get(name)
+    ill = [] if found is None else [each for each in found.deployments.values() if each.status.value != "HEALTHY"]
+    lines = [line.strip() for each in ill for line in each.message.splitlines() if line.strip()]
+    return lines[-1].removeprefix("RuntimeError: ") if lines else ""

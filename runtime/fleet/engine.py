@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import os
-from pathlib import Path
 
-import ray
 from msgspec import structs
 from ray import serve
 
@@ -14,9 +11,9 @@ from ...ops.core.kv_layout import PAGE_SIZE
 from ..client.async_client import AsyncClient
 from ..requests.errors import ServerError
 from ..server.settings import ServeSettings
-from ..wire.addresses import default_address, parse
 from .adapter_root import fetch, fetched_folder
 from .engine_process import EngineProcess
+from .private_address import leave, private_address, sweep
 
 _log = logging.getLogger("ray.serve")
 STOP_SECONDS = 10.0
@@ -33,8 +30,11 @@ class Engine:
     async def __init__(  # type: ignore[misc]  # Ray awaits it, and takes the replica to be ready then
         self, settings: ServeSettings, client_keys: str | None
     ) -> None:
+        self._ends = contextlib.AsyncExitStack()  # Ray calls __del__ also where this raises
         self._name = serve.get_replica_context().replica_id.unique_id
         self._settings = structs.replace(settings, bind=private_address(self._name, settings.keys is not None))
+        sweep(self._settings.bind)
+        self._ends.callback(leave, self._settings.bind)
         self._process = EngineProcess(self._settings, lambda line: _log.info("%s: %s", self._name, line))
         try:
             self._address = await self._process.address()
@@ -45,6 +45,8 @@ class Engine:
         self._client = AsyncClient(
             self._address, keys=client_keys, connect_timeout=ANSWER_SECONDS, call_timeout=ANSWER_SECONDS, name="fleet"
         )
+        self._ends.push_async_callback(self._client.close)
+        self._ends.push_async_callback(self._process.drain, settings.drain_seconds + STOP_SECONDS)
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What Ray tells all that want to reach this replica."""
@@ -78,24 +80,4 @@ class Engine:
         return str(await asyncio.to_thread(fetch, root, folder, version, fetched_folder()))
 
     async def __del__(self) -> None:
-        await asyncio.shield(self._process.drain(self._settings.drain_seconds + STOP_SECONDS))
-        await self._client.close()
-
-
-def private_address(name: str, keys: bool) -> str:
-    """Where a replica's engine listens: on this host's address in the cluster if there are keys, else at a socket file.
-
-    Raises ValueError for a cluster of several hosts without keys: a socket file is reached from its own host only.
-    """
-    if keys:
-        host = ray.util.get_node_ip_address()
-        return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
-    hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-    if len(hosts) > 1:
-        raise ValueError(
-            f"the cluster has {len(hosts)} hosts, and engines are reached from other hosts with keys only: make them "
-            "with `sidestream keygen DIR --client gateway`, put DIR on every host, and name it as engine-keys"
-        )
-    folder = parse(default_address()).path
-    directory = folder.parent if folder is not None else Path(f"/tmp/sidestream-{os.getuid()}")
-    return f"ipc://{directory}/fleet-{name}.sock"
+        await asyncio.shield(self._ends.aclose())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -20,6 +21,7 @@ from ..requests.errors import EngineDeadError, ServerError
 from .adapter_root import AdapterRoot
 from .members import listen
 from .status import overview
+from .this_machine import ThisMachine
 
 _log = logging.getLogger("ray.serve")
 LOOK_SECONDS = 1.0
@@ -47,6 +49,8 @@ class Ingress:
             fetch=self._fetch if self._root is not None and self._root.remote else None,
         )
         self._parts = make_parts(settings, self._router)
+        if settings.keys is None and not settings.insecure:
+            self._parts = replace(self._parts, admission=ThisMachine())
         self._settings = settings
         listen(self._told)
         self._tasks = [asyncio.create_task(self._meet())]

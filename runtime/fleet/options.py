@@ -34,7 +34,8 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     lora_modules       adapter's name -> directory, on every host
     adapters_root      directory (on every host) or URL that fsspec reads: each folder in it is an adapter
     engine             keywords of `LLM`, such as max-num-seqs
-    gpus               GPUs of an engine; None: 1, or 0 where engine.device is "cpu" or the cluster has none
+    gpus               GPUs of an engine, all on one host; None: engine.tensor-parallel-size (1), or 0 where
+                       engine.device is "cpu", or names none and the cluster has no GPU
     cpus               processors that Ray sets aside for an engine
     min_replicas       engines that run also while nobody asks; with 0 a request starts the first
     max_replicas       engines at most
@@ -66,7 +67,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     lora_modules: dict[str, str] = field(default_factory=dict)
     adapters_root: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
-    gpus: Annotated[int, Meta(ge=0, le=1)] | None = None
+    gpus: Annotated[int, Meta(ge=0, le=64)] | None = None
     cpus: Annotated[float, Meta(ge=0.0, le=1024.0)] = 1.0
     min_replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
     max_replicas: Count = 1
@@ -94,6 +95,11 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
         """Keywords of `LLM`."""
         given = {name.replace("-", "_"): value for name, value in self.engine.items()}
         return {"device": "cpu"} | given if self.model is None else given
+
+    @property
+    def ranks(self) -> int:
+        """Processes of an engine that compute: each has a GPU of its own."""
+        return int(self.llm.get("tensor_parallel_size") or 1)
 
     @property
     def on_cpu(self) -> bool:
@@ -150,6 +156,11 @@ def check(options: FleetOptions) -> None:
     if options.gpus == 0 and options.llm.get("device", "cpu") != "cpu":
         raise ValueError("gpus = 0 leaves engines no GPU, and engine.device names one; leave one of them out")
     read_keywords(options.llm)
+    if options.gpus not in (None, 0, options.ranks):
+        raise ValueError(
+            f"gpus = {options.gpus}, and an engine with tensor-parallel-size = {options.ranks} uses {options.ranks}; "
+            "leave gpus out"
+        )
     if options.adapters_root is not None:
         AdapterRoot(options.adapters_root).look()
         if options.model is not None and not options.llm.keys() >= {"max_loras", "max_lora_rank"}:

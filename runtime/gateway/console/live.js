@@ -7,8 +7,10 @@ const ago = (count) => looks[Math.max(0, looks.length - 1 - count)];
 const between = () => (looks.length > 1 ? ago(WINDOW) : undefined);
 
 async function look() {
-  const [metrics, health, models] = await Promise.all([call("/metrics"), call("/health"), call("/v1/models")]);
-  looks.push({ time: performance.now() / 1000, metrics: parseMetrics(await metrics.text()), health: await health.json(), models: (await models.json()).data });
+  const [metrics, health] = await Promise.all([call("/metrics"), call("/health").then((answer) => answer.json())]);
+  // a fleet without an engine would start one to say what it serves
+  const models = health.status === "idle" ? latest()?.models || [] : (await (await call("/v1/models")).json()).data;
+  looks.push({ time: performance.now() / 1000, metrics: parseMetrics(await metrics.text()), health, models });
   if (looks.length > KEPT) looks.shift();
 }
 

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
+import httpx
 import msgspec
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
@@ -101,5 +102,16 @@ def test_a_fleet_lives(ray, options):
         door.ask("pirate", PROMPT, 2)
     assert sorted(count - before.get(name, 0) for name, count in routed().items())[-1] >= 3
 
+    assert "sidestream_engine_routed_adapter_on_gpu_total{engine=" in door.client.get("/metrics").text
+    assert "<title>Sidestream console</title>" in door.client.get("/").text
+
+    # the process that answers HTTP is killed: its streams are cut, and its successor answers who asks again
+    (ingress,) = engines(f"{options.name}:ingress")
+    with pytest.raises(httpx.RemoteProtocolError):
+        Door(options.port).stream("pirate", PROMPT, 1000, begun=lambda: os.kill(ingress, signal.SIGKILL))
+    assert Door(options.port).ask("pirate", PROMPT, TOKENS) == expected["pirate"]
+
     # ... -> 1 -> 0
     until(lambda: door.health()["status"] == "idle", "an idle fleet")
+    sockets = ray / "sidestream"
+    until(lambda: len(list(sockets.iterdir())) <= 2, "sockets of no engine but the killed one")

@@ -14,6 +14,9 @@ from sidestream.runtime.fleet import adapter_root
 from sidestream.runtime.fleet.adapter_root import AdapterRoot
 from sidestream.runtime.fleet.cluster import secure
 from sidestream.runtime.fleet.options import options_of, read_options, serve_settings
+from sidestream.runtime.fleet.this_machine import ThisMachine
+from sidestream.runtime.gateway.contracts import GatewayError
+from support.kuberay_schema import problems
 
 DOCS = Path(__file__).parents[3] / "docs"
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
@@ -30,6 +33,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra
         ({"model": "nowhere"}, "it has no config.json"),
         ({"host": "0.0.0.0"}, "can be reached from other machines"),
         ({"gpus": 0, "engine": {"device": "cuda"}}, "leaves engines no GPU"),
+        ({"gpus": 1, "engine": {"tensor-parallel-size": 2}}, "tensor-parallel-size = 2 uses 2; leave gpus out"),
         ({"adapters-root": "nowhere"}, "nowhere"),
         ({"adapters-root": "nonsense://x"}, "Protocol not known: nonsense"),
         ({"engine-keys": "nowhere"}, "make keys with `sidestream keygen DIR`"),
@@ -125,6 +129,56 @@ def test_importing_the_fleet_imports_no_ray_and_no_torch():
 
 
 @needs_ray
+def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    secure()
+    import ray
+    from sidestream.runtime.fleet.application import resources
+
+    def gpus(cluster, content):
+        monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
+        return resources(options_of({"model": str(DEMO_MODEL)} | content, tmp_path, "fleet.toml"))["num_gpus"]
+
+    two = {"tensor-parallel-size": 2}
+    assert gpus({"GPU": 8.0}, {}) == 1 and gpus({"GPU": 8.0}, {"engine": two}) == 2
+    assert gpus({"CPU": 8.0}, {"engine": two}) == 0 and gpus({"GPU": 8.0}, {"engine": two | {"device": "cpu"}}) == 0
+    assert gpus({"CPU": 8.0}, {"engine": two | {"device": "cuda"}}) == 2, "nodes with GPUs come when they are asked for"
+    assert gpus({"CPU": 8.0}, {"gpus": 2, "engine": two}) == 2
+
+
+@needs_ray
+def test_files_of_engines_that_ended_go(tmp_path):
+    from sidestream.runtime.fleet.private_address import leave, sweep
+    from sidestream.runtime.wire.addresses import AddressLock, parse
+
+    def made(name):
+        address = f"ipc://{tmp_path}/fleet-{name}.sock"
+        (tmp_path / f"fleet-{name}.sock").touch()
+        return address, AddressLock(parse(address))
+
+    (alive, held), (_, killed), (ended, over) = made("alive"), made("killed"), made("ended")
+    killed.release()
+    over.release()
+    (tmp_path / "engine.sock.lock").touch()
+    leave(ended)
+    sweep(alive)
+    names = ["engine.sock.lock", "fleet-alive.sock", "fleet-alive.sock.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "fleet-killed.sock", "fleet-killed.sock.lock"]
+    sweep(alive, old_seconds=0.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    held.release()
+
+
+def test_a_fleet_without_keys_serves_its_own_machine_only():
+    door = ThisMachine()
+    assert all(door.identify(None, host) for host in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"))
+    for host in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1", "", "localhost"):
+        with pytest.raises(GatewayError, match="no keys, so it serves its own machine only") as refused:
+            door.identify(None, host)
+        assert refused.value.status == 403
+
+
+@needs_ray
 def test_engines_are_wanted_by_requests_and_tokens(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     secure()
@@ -151,6 +205,9 @@ def test_manifests_say_what_ray_and_the_fleet_take(name, tmp_path, monkeypatch):
     from ray.serve.schema import ServeDeploySchema
 
     config, service = yaml.safe_load_all((DOCS / "deploy" / name).read_text())
+    assert problems(service) == [], "KubeRay's schema"
+    assert (config["apiVersion"], config["kind"], set(config)) == ("v1", "ConfigMap", {*service} - {"spec"} | {"data"})
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     told = ServeDeploySchema(**yaml.safe_load(service["spec"]["serveConfigV2"]))
     assert told.applications[0].import_path == "sidestream.runtime.fleet:app"
     mounts = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
