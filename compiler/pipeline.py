@@ -13,7 +13,7 @@ from torch import fx
 
 from .accounting import Expectation, model_shape
 from .graph.capture import Captured
-from .graph.nodes import aten
+from .graph.nodes import aten, erase_unused
 from .options import CompileOptions, OptionError
 from .passes.balance_keys import balance_keys
 from .passes.base import Context, PassReport
@@ -244,9 +244,9 @@ def run_passes(
             continue
         start = time.perf_counter()
         report = each.run(graph, context)
+        graph.lint()
         clean_up(graph)
         seconds = time.perf_counter() - start
-        graph.lint()
         new_lines, new_counts = graph_lines(graph_module) if text else (), op_counts(graph_module)
         new_source = text_of(new_lines) if text else ""
         found = (
@@ -284,7 +284,8 @@ def run_static_passes(
             continue
         start, counts = time.perf_counter(), op_counts(graph)
         report = each.run(graph, context)
-        graph.eliminate_dead_code()
+        graph.lint()
+        erase_unused(graph)
         seconds = time.perf_counter() - start
         records.append(
             PassRecord(
@@ -307,7 +308,7 @@ def clean_up(graph: fx.Graph) -> None:
     """Removes dead nodes, and weights and adapter stacks that nothing reads any more; inputs stay, they are the
     caller's contract.
     """
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta.get("kind") in ("weight", "adapter"):
             graph.erase_node(node)

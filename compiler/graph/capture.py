@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .nodes import last_placeholder
@@ -46,10 +47,10 @@ class Captured:
     out_spec: Any = None
 
     def copy(self) -> "Captured":
-        """The same with a graph of its own, which passes may rewrite."""
+        """The same with a graph of its own, which passes may rewrite; its code is written when it is first called."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph_module.graph, {}))
-        return replace(self, graph_module=fx.GraphModule(self.graph_module, graph))
+        return replace(self, graph_module=_LazyGraphModule(self.graph_module, graph))
 
 
 def capture_module(

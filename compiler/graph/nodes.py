@@ -205,6 +205,15 @@ def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.No
     return node
 
 
+def erase_unused(graph: fx.Graph) -> None:
+    """Removes calls without an effect whose value nothing reads. torch's `eliminate_dead_code` asks of every node
+    whether it has an effect, which takes as long as the passes do.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def insert_picks(graph: fx.Graph, node: fx.Node, places: Iterable[int], like: fx.Node | None = None) -> list[fx.Node]:
     """A pick of each of these results of a call, at the graph's insertion point."""
     return [insert_call(graph, operator.getitem, (node, place), like=like or node) for place in places]

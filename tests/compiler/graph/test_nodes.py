@@ -4,7 +4,16 @@ import operator
 
 import pytest
 import torch
-from sidestream.compiler.graph.nodes import aten, bind, has_operand, is_pick, picks_of, replace_picks, set_operands
+from sidestream.compiler.graph.nodes import (
+    aten,
+    bind,
+    erase_unused,
+    has_operand,
+    is_pick,
+    picks_of,
+    replace_picks,
+    set_operands,
+)
 from sidestream.ops.rows.quantize import quantize_rowwise
 from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant
 from torch import fx
@@ -66,3 +75,15 @@ def test_picks_of_results() -> None:
     assert picks_of(norm) == [(0, first), (3, last)] and is_pick(last, norm, 3) and not is_pick(last, norm, 0)
     replace_picks(norm, {3: x})
     assert reader.args == (first, x)
+
+
+def test_what_nothing_reads_goes_and_what_writes_stays() -> None:
+    graph = fx.Graph()
+    x, other = graph.placeholder("x"), graph.placeholder("other")
+    first = graph.call_function(aten.neg.default, (x,))
+    graph.call_function(aten.neg.default, (first,))
+    written = graph.call_function(aten.copy_.default, (x, other))
+    read = graph.call_function(aten.neg.default, (x,))
+    graph.output(read)
+    erase_unused(graph)
+    assert [node for node in graph.nodes if node.op != "output"] == [x, other, written, read]
