@@ -152,6 +152,7 @@ def decode_kernel(
                 key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT)
             )
             scores = scores * k_scale[:, :, None]
+        fence_async_shared()  # a load is not done when a barrier is passed
         cta_barrier()  # every warp has read the slot
         fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, next_id * HK + head, BF16, refill)
         next_id = gl.load(block_table + i + STAGES + 1, mask=i + STAGES + 1 < count, other=0)

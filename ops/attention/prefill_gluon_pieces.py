@@ -206,6 +206,8 @@ def attend(
         p, keep, top, total = weigh(
             scores, key_scales, slot, factor, top, total, (steps - 1 - j) * STEP, position, FP8_SCORES, MASK
         )
+        if FP8_SCORES:
+            fence_async_shared()  # the keys' scales are read: a load is not done when a barrier is passed
         mbarrier.arrive(keys_free.index(slot), count=1)
         if not FP8_SCORES:
             # The next step's keys. Here because ptxas moves nothing across a spin loop, and would move the softmax
@@ -291,6 +293,8 @@ def consume(
                     p, _keep, top, total = weigh(
                         scores, key_scales, slot, factor, top, total, (steps - 1) * STEP, here, FP8_SCORES, True
                     )
+                    if FP8_SCORES:
+                        fence_async_shared()
                     mbarrier.arrive(keys_free.index(slot), count=1)
                     if not FP8_SCORES:
                         mbarrier.wait(keys_ready.index((base + 1) % STAGES), (base + 1) // STAGES & 1, pred=steps > 1)

@@ -4,7 +4,12 @@ epilogues of norm and quantization.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..core.gluon_support import cta_barrier
 from ..rows import quantize
@@ -43,10 +48,12 @@ def multiply(
         if PAIR:
             up = issue(ring, ready, rows, rows_ready, used + 1, rows_used, nothing, SLOTS, ROW_SLOTS)
             product, up = warpgroup_mma_wait(0, deps=(product, up))
-            mbarrier.arrive(empty.index(used % SLOTS), count=1)
-            used += 1
         else:
             product = warpgroup_mma_wait(0, deps=(product,))
+        fence_async_shared()  # the scales are read: a load is not done when a barrier is passed
+        if PAIR:
+            mbarrier.arrive(empty.index(used % SLOTS), count=1)
+            used += 1
         mbarrier.arrive(empty.index(used % SLOTS), count=1)
         mbarrier.arrive(rows_empty.index(rows_used % ROW_SLOTS), count=1)
         first += product.to(gl.float32) * scale

@@ -203,6 +203,8 @@ def _consume(
                 if BLOCK_SCALES:
                     token_scale = scales.index(slot).slice(0, BLOCK_T, dim=1).load(MMA)
                 product = warpgroup_mma_wait(0, deps=(product,))
+                if BLOCK_SCALES:
+                    fence_async_shared()  # the scales are read: a load is not done when a barrier is passed
                 mbarrier.arrive(empty.index(slot), count=1)
                 if BLOCK_SCALES:
                     acc += product.to(gl.float32) * token_scale

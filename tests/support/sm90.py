@@ -13,6 +13,7 @@
 interpreter's process (TRITON_INTERPRET=1) there is nothing to compile and they skip themselves.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,9 @@ from sidestream.compiler.cost.machine_code import MachineCode
 from sidestream.ops.core.registry import Op, as_outputs
 from sidestream.ops.core.triton_support import INTERPRETED
 
-__all__ = ["MachineCode", "compile_launch", "launched"]
+__all__ = ["MachineCode", "compile_launch", "launched", "reads_under_way"]
+
+_HANDED_OVER = re.compile(r"mbarrier\.arrive\.(?!expect_tx)|cp\.async\.bulk\.tensor\.\w+\.shared")
 
 
 def compile_launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[MachineCode]:
@@ -35,3 +38,19 @@ def compile_launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> l
 def launched(op: Op, *args: Any, **options: Any) -> list[MachineCode]:
     """What `op.launch(*args, **options)` compiles to, with outputs from `op.fake`."""
     return compile_launch(op.launch, *args, out=as_outputs(op.fake(*args)), **options)
+
+
+def reads_under_way(code: MachineCode) -> list[str]:
+    """Loads from shared memory that may still be under way when their memory is handed to TMA: in a basic block of the
+    PTX, those before an arrival or a copy without a proxy fence between. A barrier between does not end them.
+    """
+    found, reads = [], list[str]()
+    for line in code.ptx_text.splitlines():
+        if line.startswith("$L__BB") or "fence.proxy.async" in line:
+            reads = []
+        elif "ld.shared" in line:
+            reads.append(line.strip())
+        elif _HANDED_OVER.search(line):
+            found += reads
+            reads = []
+    return found

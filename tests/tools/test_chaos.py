@@ -23,7 +23,7 @@ from sidestream.tools.chaos.questions import Question, too_many_strays
 from sidestream.tools.chaos.report import Line, table
 from sidestream.tools.chaos.run import main, order
 from sidestream.tools.chaos.served import Holdings
-from sidestream.tools.chaos.starts import Start, Starts
+from sidestream.tools.chaos.starts import Start, Starts, device_mib
 from sidestream.tools.chaos.subjects import prepare
 from sidestream.tools.commands import serve
 from sidestream.tools.options.models import SHAPES
@@ -192,6 +192,18 @@ def test_device_memory_must_not_grow_from_start_to_start() -> None:
         "start 4: 500 KV pages became 400",
     ]
     assert starts.table()[1].endswith("70000>70400")
+
+
+def test_memory_of_other_programs_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5000 MiB a stranger holds 3000. What this process holds counts, and what a dead one has left."""
+    smi, stranger, dead = tmp_path / "nvidia-smi", os.getppid(), 2**22 - 1
+    table = f"{os.getpid()}, 900\\n{stranger}, 3000\\n{dead}, 50\\n"
+    smi.write_text(f"#!/bin/sh\ncase \"$*\" in *memory.used*) echo 5000;; *compute-apps*) printf '{table}';; esac\n")
+    smi.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert device_mib() == 2000
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert device_mib() is None
 
 
 def test_random_weights_and_adapters_are_served_as_the_command_line_says(

@@ -5,6 +5,7 @@ start to the next: nothing of a killed process may stay there.
 import os
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...runtime.client.client import Client
 from .served import ServedDemo
@@ -14,13 +15,40 @@ SLACK_MIB = 256
 
 
 def device_mib() -> int | None:
-    """MiB in use on the first visible GPU by whatever process, as nvidia-smi counts them; None without a GPU."""
+    """MiB in use on the first visible GPU, without what living programs other than this one's hold; None without a GPU.
+
+    What has no living owner counts: that is what a killed process would have left.
+    """
     first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
-    command = ["nvidia-smi", "-i", first, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-        return int(found[0])
+        used = _asked(first, "--query-gpu=memory.used")[0][0]
+        return used - sum(mib for pid, mib in _asked(first, "--query-compute-apps=pid,used_memory") if _foreign(pid))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _asked(device: str, query: str) -> list[list[int]]:
+    """The rows of numbers that nvidia-smi answers."""
+    command = ["nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    return [[int(word) for word in line.split(",")] for line in told.splitlines() if line.strip()]
+
+
+def _foreign(pid: int) -> bool:
+    """Whether a process lives that is neither this one nor a descendant of it."""
+    if not Path(f"/proc/{pid}").exists():
+        return False
+    at: int | None = pid
+    while at is not None and at != os.getpid():
+        at = _parent(at)
+    return at is None
+
+
+def _parent(pid: int) -> int | None:
+    """None for the first process, and for one that is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) or None
+    except OSError:
         return None
 
 

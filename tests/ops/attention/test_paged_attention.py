@@ -19,7 +19,7 @@ from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, VALUE, kv_cache_shape,
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
 from support.attention import Batch, make_batch, relative_error, spills_in_main_loop, tolerance
-from support.sm90 import MachineCode, compile_launch
+from support.sm90 import MachineCode, compile_launch, reads_under_way
 
 E4M3, INT8, BF16, FP32 = torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32
 
@@ -200,6 +200,7 @@ def test_prefill_uses_hoppers_tensor_cores(cache: torch.dtype, quantize_q: bool,
     assert code.sass["HGMMA"] > 0 and code.sass["HMMA"] == 0
     assert (code.sass["QGMMA"] > 0) == quantize_q
     assert (code.sass["UTMALDG"] > 0) == (not in_triton)
+    assert reads_under_way(code) == []
 
 
 @pytest.mark.machine_code
@@ -219,6 +220,7 @@ def test_gluon_decode_is_picked_and_fits(cache: torch.dtype, sequences: int) -> 
     """Pages come by TMA; a batch that fills the GPU has four programs of two warps on an SM (two with a bf16 cache)."""
     code = compiled(sequences, sequences, cache, paged_attention.launch, False, True)
     assert code.spills == 0 and code.sass["UTMALDG"] > 0 and code.sass["HMMA"] > 0
+    assert reads_under_way(code) == []
     if sequences == 64:
         assert code.shared_bytes * (2 if cache == BF16 else 4) <= 227 * 1024 and code.registers <= 160
 

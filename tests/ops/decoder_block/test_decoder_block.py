@@ -14,7 +14,7 @@ from sidestream.ops.rows.quantize_blocks import dequantize_blocks
 from support.checks import bits, poison
 from support.gluon_threads import kernels_in_threads
 from support.samples import decoder_block_inputs, exact
-from support.sm90 import launched
+from support.sm90 import launched, reads_under_way
 
 LLAMA_8B = (4096, 4096, 14336, 6144)
 SMALL = (512, 512, 1024, 768)
@@ -120,6 +120,7 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
         assert code.registers * code.num_warps * 32 <= 65536
         assert code.ptx_count("cp.async.bulk.tensor") > 0 and code.ptx_count("griddepcontrol") == 3
         assert code.sass[tensor_core] > 0 and code.sass["HMMA"] == 0
+        assert reads_under_way(code) == []
         codes.append(code)
     for exchange in ("ld.shared", "st.shared", "bar"):
         assert codes[0].ptx_count(exchange) == codes[1].ptx_count(exchange), "the rotation leaves its warps"

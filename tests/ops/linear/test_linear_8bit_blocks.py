@@ -20,7 +20,7 @@ from sidestream.ops.linear.tuning import LinearConfig, linear_config, read_table
 from sidestream.ops.rows.quantize_blocks import padded_scales, quantize_blocks
 from support.checks import assert_near, check_kernel, poison
 from support.linears import BF16, E4M3, INT8_DEVIATION, NEAR, check_chain, inputs, run
-from support.sm90 import MachineCode, compile_launch
+from support.sm90 import MachineCode, compile_launch, reads_under_way
 
 FP32, INT8 = torch.float32, torch.int8
 SHARED = 227 * 1024  # of an SM, for the rings
@@ -145,6 +145,7 @@ def test_tuned_configurations_compile_without_spills(dtype: torch.dtype, shape: 
     code = compiled(config, *shape, dtype)
     assert code.spills == 0 and code.shared_bytes * config.ctas_per_sm <= SHARED, config
     assert code.sass["IGMMA" if dtype == INT8 else "QGMMA"] > 0 and code.sass["UTMALDG"] >= 3
+    assert reads_under_way(code) == []
 
 
 @pytest.mark.machine_code

@@ -1,5 +1,6 @@
 """`sidestream bench http`: what it counts, against the server's own counters."""
 
+import argparse
 import json
 import os
 from array import array
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 from sidestream.tools import cli
-from sidestream.tools.bench.serving import cores
+from sidestream.tools.bench.model_directory import TINY
+from sidestream.tools.bench.serving import cores, http
 from sidestream.tools.bench.serving.closed_loop import Answer, Load, seen
 
 TRIES = 5
@@ -29,15 +31,30 @@ def test_tokens_of_clients_are_those_that_the_server_made(
     command = ["bench", "http", *place, *sizes, "--seconds", "1", "--rounds", "1", "--num-adapters", "0"]
     for _ in range(TRIES):  # a busy machine may ask the server late for its counters
         assert cli.main(command) == 0
-        ((zeromq, http),) = json.loads(file.read_text())["workloads"]["base"]["pairs"]
-        made = [figures["engine_steps"] * figures["engine_sequences_per_step"] for figures in (zeromq, http)]
-        if [zeromq["tokens_per_s"], http["tokens_per_s"]] == pytest.approx(made, rel=0.35):
+        ((zeromq, over_http),) = json.loads(file.read_text())["workloads"]["base"]["pairs"]
+        made = [figures["engine_steps"] * figures["engine_sequences_per_step"] for figures in (zeromq, over_http)]
+        if [zeromq["tokens_per_s"], over_http["tokens_per_s"]] == pytest.approx(made, rel=0.35):
             break
     else:
-        raise AssertionError(f"in its one second, but for the edges: {made}, {zeromq}, {http}")
-    for figures in (zeromq, http):
+        raise AssertionError(f"in its one second, but for the edges: {made}, {zeromq}, {over_http}")
+    for figures in (zeromq, over_http):
         assert 0 < figures["first_p50_ms"] <= figures["first_p99_ms"]
     assert "HTTP has" in capsys.readouterr().out
+
+
+def test_a_shape_is_served_with_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    parser = argparse.ArgumentParser()
+    http.add_parser(parser.add_subparsers())
+    shape = ["--shape", str(tmp_path / "config.json")]
+    options = parser.parse_args(["http", *shape, "--num-adapters", "2", "--lora-rank", "4"])
+    model, *rest = http.model_arguments(options, tmp_path)
+    assert json.loads((Path(model) / "config.json").read_text())["hidden_size"] == TINY["hidden_size"]
+    assert rest[:4] == ["--load-format", "dummy", "--max-loras", "2"]
+    adapters = [Path(each.partition("=")[2]) for each in rest[5:7]]
+    assert all((folder / "adapter_config.json").is_file() for folder in adapters)
+    with pytest.raises(ValueError, match="two models"):
+        http.model_arguments(parser.parse_args(["http", "demo", *shape]), tmp_path)
 
 
 def test_what_lies_in_the_window_counts() -> None:

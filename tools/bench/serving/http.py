@@ -15,6 +15,7 @@ import msgspec
 
 from ...options.engine import add_bench_model, at_least, check_output, positive
 from ...options.environment import collect
+from ...options.models import add_shape
 from .batcher import compare
 from .closed_loop import Load, Seen
 from .cores import on_cores, split_cores
@@ -51,6 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
+    add_shape(parser)
     parser.add_argument("--engine", metavar="ADDRESS", help="a server that runs, of which HTTP is answered at --http")
     parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
     parser.add_argument(
@@ -128,7 +130,7 @@ def gateway_of(server: int) -> int | None:
 
 
 def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
-    """Of `sidestream serve`; random adapters, and a directory for the shape of Llama-3.1-8B, are written for it."""
+    """Of `sidestream serve`; random adapters are written for it, and a directory where only a shape is given."""
     from ..latency import model_fields
     from ..model_directory import write_model
     from ..random_model import write_random_adapter
@@ -145,8 +147,8 @@ def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
         }
         arguments = [str(model)]
     else:
-        adapters = write_model(directory / "llama-3.1-8b-shape", config, count, options.lora_rank)
-        arguments = [str(directory / "llama-3.1-8b-shape"), "--load-format", "dummy"]
+        adapters = write_model(directory / "shape", config, count, options.lora_rank)
+        arguments = [str(directory / "shape"), "--load-format", "dummy"]
     if adapters:
         arguments += ["--max-loras", str(count), "--lora-modules"]
         arguments += [f"{name}={path}" for name, path in adapters.items()]
