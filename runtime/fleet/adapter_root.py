@@ -5,19 +5,21 @@ A folder is looked at by its files' sizes and times, which says that it may have
 says the engine that loads it, by the hash of its content.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from ...compiler.program.cache_folder import cache_directory
 from ..gateway.router.catalogue import Offer
@@ -26,6 +28,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 16 << 30
 MAX_ADAPTERS = 100_000
+COPY_BYTES = 1 << 22
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -47,31 +50,52 @@ class AdapterRoot:
             self._files, self._root = _open(place)
         except (ImportError, ValueError) as error:
             raise ValueError(f"adapters-root = {place!r} cannot be read: {error}") from None
+        self._flat = not isinstance(self._files, LocalFileSystem)
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> Mapping[str, Offer]:
         """Name -> what is there. Raises OSError for a root that cannot be read."""
-        self._files.invalidate_cache()
         now: dict[str, _Seen] = {}
-        for entry in self._files.ls(self._root, detail=True)[:MAX_ADAPTERS]:
-            name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            if entry["type"] != "directory" or not NAME.match(name):
-                continue
-            seen = self._look_at(name, f"{self._root}/{name}")
-            if seen is not None:
-                now[name] = seen
+        try:
+            self._files.invalidate_cache()
+            for name, files in self._stored_flat() if self._flat else self._folders():
+                if NAME.match(name) and len(now) < MAX_ADAPTERS:
+                    seen = self._look_at(name, f"{self._root}/{name}", files)
+                    if seen is not None:
+                        now[name] = seen
+        except OSError:
+            raise
+        except Exception as problem:  # a file system that somebody else wrote raises what its network library raises
+            raise OSError(f"{self.place}: {type(problem).__name__}: {problem}") from problem
         self._seen = now
         return {name: seen.offer for name, seen in now.items()}
 
-    def _look_at(self, name: str, folder: str) -> _Seen | None:
+    def _folders(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(folder's name, file's name -> what is known of it)."""
+        for entry in self._files.ls(self._root, detail=True):
+            if entry["type"] == "directory":
+                name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+                with contextlib.suppress(OSError):  # it is being deleted: the next look says
+                    listed = self._files.ls(f"{self._root}/{name}", detail=True)
+                    yield name, {str(each["name"]).rpartition("/")[2]: each for each in listed}
+
+    def _stored_flat(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The same of a store of objects, which lists thousands of them, of all folders, in one answer."""
+        found: dict[str, dict[str, Any]] = {}
+        for path, entry in self._files.find(self._root, detail=True).items():
+            name, _, file = str(path).removeprefix(f"{self._root}/").partition("/")
+            if file in (CONFIG, WEIGHTS):
+                found.setdefault(name, {})[file] = entry
+        yield from found.items()
+
+    def _look_at(self, name: str, folder: str, files: dict[str, Any]) -> _Seen | None:
         try:
-            files = {str(each["name"]).rpartition("/")[2]: each for each in self._files.ls(folder, detail=True)}
             if not all(
                 name in files and files[name]["type"] == "file" and 0 < (files[name]["size"] or 0) <= most
                 for name, most in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES))
             ):
                 return None
-            stamp = "\n".join(self._files.ukey(str(files[each]["name"])) for each in (CONFIG, WEIGHTS))
+            stamp = "\n".join(str(sorted(files[each].items())) for each in (CONFIG, WEIGHTS))
             former = self._seen.get(name)
             if former is not None and former.stamp == stamp:
                 return former
@@ -124,8 +148,7 @@ def fetch(place: str, folder: str, version: str, into: Path) -> Path:
         made.mkdir(parents=True)
         for each, most in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES)):
             with files.open(f"{folder}/{each}", "rb") as source, (made / each).open("wb") as file:
-                shutil.copyfileobj(source, file, 1 << 22)
-                if file.tell() > most:
+                if not _copy(source, file, most):
                     raise ValueError(f"{each} of adapter {name!r} has more than {most} bytes")
         try:
             os.rename(made.parent, target.parent)
@@ -133,3 +156,14 @@ def fetch(place: str, folder: str, version: str, into: Path) -> Path:
             if not target.is_dir():  # else another engine of this host was faster
                 raise
     return target
+
+
+def _copy(source: IO[bytes], target: IO[bytes], most: int) -> bool:
+    """False as soon as more than `most` bytes came, whatever the store said of their number."""
+    left = most
+    while piece := source.read(min(COPY_BYTES, left + 1)):
+        left -= len(piece)
+        if left < 0:
+            return False
+        target.write(piece)
+    return True
