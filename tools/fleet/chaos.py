@@ -9,10 +9,10 @@ import argparse
 import contextlib
 import logging
 import os
+import platform
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,12 +23,15 @@ from typing import Any
 from msgspec import structs
 
 from ...runtime.fleet.options import FleetOptions
-from .http_clients import Clients, Seen, ask, questions
+from .http_clients import Clients, Seen, ask, questions, statuses
+from .places import own_places
 
 QUESTIONS = 24
-UP_SECONDS = 600.0
+UP_SECONDS = 1800.0
 IDLE_SECONDS = 5.0
 VICTIMS = ("replica", "GPU process", "node")
+_PATIENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
+"""Ray takes a process that answers HTTP, and is only slow because the machine is full, to be dead after ten seconds."""
 _GPU_PROCESS = "sidestream.runtime.server.gpu_process"
 
 
@@ -61,7 +64,7 @@ class Fleet:
         )
 
     def _node(self) -> Any:
-        return self._cluster.add_node(num_cpus=2, include_dashboard=False)
+        return self._cluster.add_node(wait=False, num_cpus=2, include_dashboard=False)
 
     def deploy(self, **changes: Any) -> None:
         """Start the fleet, or change it."""
@@ -70,17 +73,12 @@ class Fleet:
         self.options = structs.replace(self.options, **changes)
         deploy(self.options)
 
-    def engines(self) -> list[str]:
-        """The status of each engine that the process that answers HTTP knows."""
-        from ...runtime.fleet.status import look
-
-        return [each.status for each in look(self.options.name).engines]
-
     def until(self, true: Callable[[list[str]], bool], what: str) -> float:
         """Wait; returns the seconds. Raises TimeoutError."""
         begun = time.monotonic()
         while time.monotonic() - begun < UP_SECONDS:
-            if true(self.engines()):
+            found = statuses(self.options.port)
+            if found is not None and true(found):
                 return time.monotonic() - begun
             time.sleep(0.2)
         raise TimeoutError(f"{what}: not within {UP_SECONDS:g} s")
@@ -130,20 +128,28 @@ def processes(words: str) -> list[int]:
 
 
 def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source: random.Random) -> Counter[str]:
-    """Kills at random moments, one in about `every` seconds; returns how many of what."""
-    begun, kills = time.monotonic(), Counter[str]()
-    while time.monotonic() - begun < seconds:
-        time.sleep(source.uniform(0.5, 1.5) * every)
-        statuses = fleet.engines()
-        victim = source.choice(VICTIMS)
-        if fleet.kill(victim, source):
-            kills[victim] += 1
-            print(
-                f"{time.monotonic() - begun:7.1f} s  kill {kills.total():3}: {victim:11} "
-                f"({statuses.count('ok')} engines were in use); {clients.seen.right} right, "
-                f"{len(clients.seen.wrong)} wrong, {len(clients.seen.failed)} failed so far",
-                flush=True,
-            )
+    """Kills at random moments, one in about `every` seconds, as many of each kind; returns how many of what.
+
+    Where there is nothing of a kind at that moment (all engines start), a node is killed.
+    """
+    begun, kills, deck = time.monotonic(), Counter[str](), list[str]()
+    moment = begun + source.uniform(0.5, 1.5) * every
+    while moment < begun + seconds:
+        time.sleep(max(0.0, moment - time.monotonic()))
+        moment = max(time.monotonic(), moment) + source.uniform(0.5, 1.5) * every
+        deck = deck or source.sample(VICTIMS, len(VICTIMS))
+        used = statuses(fleet.options.port) or []
+        victim = deck.pop()
+        if not fleet.kill(victim, source):
+            victim = "node"
+            fleet.kill(victim, source)
+        kills[victim] += 1
+        print(
+            f"{time.monotonic() - begun:7.1f} s  kill {kills.total():3}: {victim:11} "
+            f"({used.count('ok')} engines were in use); {clients.seen.right} right, "
+            f"{len(clients.seen.wrong)} wrong, {len(clients.seen.failed)} failed so far",
+            flush=True,
+        )
     return kills
 
 
@@ -166,16 +172,9 @@ def scale(fleet: Fleet, times: int, streams: int, expected: dict[Any, str], seed
 @contextlib.contextmanager
 def made(count: int, port: int) -> Iterator[Fleet]:
     """A fleet whose sockets, cache and token lie in a directory of their own."""
-    with tempfile.TemporaryDirectory(prefix="ssf-") as folder, contextlib.ExitStack() as stack:
-        os.environ |= {
-            "RAY_AUTH_TOKEN_PATH": f"{folder}/token",
-            "SIDESTREAM_CACHE": f"{folder}/cache",
-            "XDG_RUNTIME_DIR": folder,
-        }
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        from ...runtime.fleet.cluster import secure
-
-        secure()
+    with contextlib.ExitStack() as stack:
+        os.environ |= _PATIENT
+        stack.enter_context(own_places())
         fleet = Fleet(count, port)
         stack.callback(fleet.close)
         yield fleet
@@ -194,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     print(
         f"{options.engines} engines, {options.streams} streams, a kill about every {options.every:g} s for "
-        f"{options.minutes:g} minutes, then {options.scales} times up and down; seed {options.seed}",
+        f"{options.minutes:g} minutes, then {options.scales} times up and down; seed {options.seed}; "
+        f"{os.cpu_count()} threads of {platform.processor() or platform.machine()}, Python {platform.python_version()}",
         flush=True,
     )
     source = random.Random(options.seed)

@@ -17,7 +17,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2},
 }
 TOKENS = 64
-ANSWER_SECONDS = 600.0
+ANSWER_SECONDS = 1800.0
+LOOK_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,19 @@ def ask(port: int, question: Question, pauses: list[float] | None = None) -> str
         raise RuntimeError(f"the stream was cut after {text[-40:]!r}")
     except http.client.HTTPException as problem:
         raise RuntimeError(repr(problem)) from None
+    finally:
+        connection.close()
+
+
+def statuses(port: int) -> list[str] | None:
+    """The status of each engine that the process that answers HTTP knows; None if it did not say so in time."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LOOK_SECONDS)
+    try:
+        connection.request("GET", "/health")
+        told = json.loads(connection.getresponse().read())
+        return None if "status" not in told else list(told["engines"].values())
+    except (http.client.HTTPException, OSError, ValueError):
+        return None
     finally:
         connection.close()
 

@@ -1,7 +1,8 @@
 """kill -9 of replicas, GPU processes and nodes of a cluster of raylets, under load: `python -m
-sidestream.tools.fleet.chaos` for a minute.
+sidestream.tools.fleet.chaos` for a minute. And the time that a second engine takes to start.
 """
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,4 +19,16 @@ def test_nodes_die_and_no_answer_is_lost(request):
     command += ["--minutes", "1", "--every", "10", "--scales", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 wrong, 0 failed\n" in done.stdout and "node" in done.stdout
+    assert " 0 wrong, 0 failed\n" in done.stdout
+    assert "'node': " in done.stdout
+
+
+def test_a_second_engine_of_a_host_is_timed(request):
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("compiles a model three times; --exhaustive runs it")
+    command = [sys.executable, "-m", "sidestream.tools.fleet.warm_start", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(
+        r"^round 1: first, cold [\d.]+ s, second next to it, warm [\d.]+ s, first again", done.stdout, re.M
+    )

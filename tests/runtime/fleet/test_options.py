@@ -233,6 +233,22 @@ def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
 
 
 @needs_ray
+def test_serve_run_takes_the_application(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    secure()
+    from ray.serve import Application
+    from sidestream.runtime.fleet import app
+
+    (tmp_path / "fleet.toml").write_text("max-replicas = 3\n")
+    assert isinstance(app({}), Application) and isinstance(app({"fleet": str(tmp_path / "fleet.toml")}), Application)
+    with pytest.raises(ValueError, match="there is no argument 'flet'; give fleet=FILE"):
+        app({"flet": "fleet.toml"})
+    (tmp_path / "fleet.toml").write_text("max-replica = 3\n")
+    with pytest.raises(ValueError, match="did you mean 'max-replicas'"):
+        app({"fleet": str(tmp_path / "fleet.toml")})
+
+
+@needs_ray
 def test_files_of_engines_that_ended_go(tmp_path):
     from sidestream.runtime.fleet.private_address import leave, sweep
     from sidestream.runtime.wire.addresses import AddressLock, parse
