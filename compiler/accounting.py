@@ -198,7 +198,7 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "rotate_values": _values_rotated,
     "smooth_channels": _smoothed,
     "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,
-    "shard": lambda e: 2 * e.shape.layers + 1 if e.options.tensor_parallel > 1 else 0,
+    "shard": lambda e: 2 * e.shape.layers + e.options.gather_logits if e.options.tensor_parallel > 1 else 0,
     "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
     "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,
     "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,

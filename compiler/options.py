@@ -189,6 +189,9 @@ class CompileOptions:
         more="heads and intermediate_size must divide; KV heads that are fewer are held by several ranks",
     )
     tensor_parallel_rank: int = option(0, "whose part of the weights the programs read", keyword=None)
+    gather_logits: bool = option(
+        True, "with tensor_parallel: whether programs return all logits, or a rank its part of them", keyword=None
+    )
     size_independent: bool = option(
         False,
         "compute a token alike in programs of every size",

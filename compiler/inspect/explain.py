@@ -25,7 +25,8 @@ from ..records import WIDTH, PassRecord, columns, pass_table
 
 TOP_OPS = 12
 SAME = 0.0005  # relative differences below are none
-NO_NUMBERS = ("check_counts", "disable")  # options that change no program, or that are varied by themselves
+# options that change no program, that are varied by themselves, or that leave a part of the step to others
+NO_NUMBERS = ("check_counts", "disable", "gather_logits")
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
             gate_up = aten.linear(y, w_gate_up); ...; down = aten.linear(h, w_down); ...; logits = aten.linear(z, w)
     after   the same with a rank's rows of w_qkv, w_gate_up and w (and of B), and its columns of w_o and w_down (and of
             A); all_reduce = sidestream.all_reduce(o, "tp2"); all_reduce_1 = sidestream.all_reduce(down, "tp2"); ...
-            all_gather = sidestream.all_gather(logits, "tp2", 128256)
+            all_gather = sidestream.all_gather(logits, "tp2", 128256), unless gather_logits is off
 
     A LoRA delta by columns needs all of A, one by rows all of B: it is then a partial sum like the linear's, and both
     are reduced at once. A bias by rows is added by rank 0. KV heads that are fewer than the ranks are held by several.
     Recipes cut weights before anything is computed from them, so that a rank reads its share of the checkpoint only.
-    Runs with tensor_parallel above 1, and counts collectives: two a layer and one for the logits. Leaves the graph
+    Runs with tensor_parallel above 1, and counts collectives: two a layer, and one for the logits. Leaves the graph
     whole when it holds a projection whose place in a layer it cannot tell. Raises OptionError for sizes that
     `tensor_parallel` does not divide.
     """
@@ -71,8 +71,9 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
     group = tensor_parallel_group(world)
     for branch in found.rows:
         _insert_after(graph, branch.joined, all_reduce, group)
-    _insert_after(graph, found.head, all_gather, group, found.vocabulary)
-    report.matches = len(found.rows) + 1
+    if options.gather_logits:
+        _insert_after(graph, found.head, all_gather, group, found.vocabulary)
+    report.matches = len(found.rows) + options.gather_logits
     return report
 
 

@@ -6,7 +6,19 @@ quantize         rows to e4m3 or int8 with one scale a token (quantize_blocks: b
 hadamard         Walsh-Hadamard transform of each head
 embedding        rows of the embedding table
 argmax           greedy tokens
+best_of_part     the best token of a rank's part of the vocabulary
 sample           temperature, min-p, top-k, top-p, Gumbel-max; log-probabilities
 """
 
-from . import argmax, embedding, hadamard, quantize, quantize_blocks, rms_norm, sample, silu_mul, silu_mul_blocks
+from . import (
+    argmax,
+    best_of_part,
+    embedding,
+    hadamard,
+    quantize,
+    quantize_blocks,
+    rms_norm,
+    sample,
+    silu_mul,
+    silu_mul_blocks,
+)

@@ -41,9 +41,9 @@ def _row_key(seeds: torch.Tensor, steps: torch.Tensor, start: int) -> torch.Tens
     return key
 
 
-def gumbel_noise(seeds: torch.Tensor, steps: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Standard Gumbel noise [B, vocabulary] fp32 for rows of (seed, step) int64."""
-    ids = torch.arange(vocabulary, dtype=torch.int64, device=seeds.device)
+def gumbel_noise(seeds: torch.Tensor, steps: torch.Tensor, vocabulary: int, first: int = 0) -> torch.Tensor:
+    """Standard Gumbel noise [B, vocabulary] fp32 for rows of (seed, step) int64, of tokens `first` and following."""
+    ids = torch.arange(first, first + vocabulary, dtype=torch.int64, device=seeds.device)
     word = _mix32(ids ^ _row_key(seeds, steps, 0x243F6A88)[:, None])
     word = _mix32(word ^ _row_key(seeds, steps, 0x85A308D3)[:, None])
     v = ((word.float() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
@@ -150,7 +150,8 @@ def _mix32_kernel(word):
 
 
 @triton.jit
-def _row_key_kernel(seed, step, START: tl.constexpr):
+def row_key_kernel(seed, step, START: tl.constexpr):
+    """`_row_key` of one row."""
     key = _mix32_kernel(seed.to(tl.uint32) ^ START)
     key = _mix32_kernel(key ^ (seed >> 32).to(tl.uint32))
     key = _mix32_kernel(key ^ step.to(tl.uint32))
@@ -158,7 +159,8 @@ def _row_key_kernel(seed, step, START: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(token, key0, key1):
+def gumbel_kernel(token, key0, key1):
+    """The noise of tokens; the keys are those of a row."""
     word = _mix32_kernel(_mix32_kernel(token.to(tl.uint32) ^ key0) ^ key1)
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     # -log(1 - v): where 1 - v would lose v's digits, its series
@@ -193,7 +195,7 @@ def _load_logits(row, start, vocabulary, mask, mask_row, BLOCK: tl.constexpr, MA
 
 
 @triton.jit
-def _best_of(best, index):
+def best_of(best, index):
     """(largest value, lowest index that has it)."""
     largest = tl.max(best, axis=0)
     return largest, tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
@@ -268,16 +270,16 @@ def _draw(
                 high = middle - 1
         least = tl.maximum(least, (_from_key(low, SHIFT) - largest) * inverse)
 
-    key0, key1 = _row_key_kernel(seed, step, 0x243F6A88), _row_key_kernel(seed, step, 0x85A308D3)
+    key0, key1 = row_key_kernel(seed, step, 0x243F6A88), row_key_kernel(seed, step, 0x85A308D3)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     index = tl.arange(0, BLOCK)
     for start in range(0, vocabulary, BLOCK):
         token, logit = _load_logits(row, start, vocabulary, mask, mask_row, BLOCK, MASKED)
         relative = (logit - largest) * inverse
-        score = tl.where(relative >= least, relative + _gumbel(token, key0, key1), float("-inf"))
+        score = tl.where(relative >= least, relative + gumbel_kernel(token, key0, key1), float("-inf"))
         index = tl.where(score > best, token, index)
         best = tl.maximum(best, score)
-    return _best_of(best, index)[1]
+    return best_of(best, index)[1]
 
 
 @triton.jit
@@ -306,7 +308,7 @@ def sample_kernel(
             index = tl.where(logit > best, token, index)
             best = tl.where(logit > best, logit, best)
             broken |= logit != logit
-        largest, chosen = _best_of(best, index)
+        largest, chosen = best_of(best, index)
         temperature = tl.load(temperatures + row_index)
         if (tl.max(broken.to(tl.int32), axis=0) > 0) | (tl.abs(largest) == float("inf")):
             chosen = -1

@@ -2,6 +2,7 @@
 
 runner           executes plans: a bucket's program, filled and replayed
 sampler          from logits to tokens
+sharded_sampler  the same where each rank has a part of the vocabulary
 step_inputs      a bucket's static inputs
 staging          small arrays to the device in one copy
 programs         the programs that are ready, and who waits for others

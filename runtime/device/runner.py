@@ -23,6 +23,7 @@ from .histories import Histories
 from .programs import ReadyPrograms
 from .progress import progress, stage
 from .sampler import DeviceSamples, Sampler
+from .sharded_sampler import ShardedSampler
 from .staging import copy_stream
 from .step_inputs import StepInputs
 
@@ -85,9 +86,9 @@ class ModelRunner:
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._vocabulary = vocabulary
         self._ranks = compiled.options.tensor_parallel
-        self._logits: dict[torch.dtype, torch.Tensor] = {}
+        self._logits: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self.programs: ReadyPrograms[_Ready] = ReadyPrograms()
-        self._sampler = Sampler(buckets.sampled_rows, device)
+        self._sampler = self._make_sampler(Sampler(buckets.sampled_rows, device))
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
         self._pool: Any = None
         self._waiting: Handle | None = None  # for masks
@@ -229,6 +230,11 @@ class ModelRunner:
             raise RuntimeError(f"step {handle.step} has no tokens")
         return StepResult(handle.step, tokens, *others)
 
+    def _make_sampler(self, sampler: Sampler) -> Sampler | ShardedSampler:
+        if self._ranks == 1:
+            return sampler
+        return ShardedSampler(sampler, group_named(tensor_parallel_group(self._ranks)), self._vocabulary)
+
     def _program(self, bucket: Bucket) -> _Ready:
         return self.programs.get(bucket, self._make_ready)
 
@@ -260,11 +266,11 @@ class ModelRunner:
     def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Programs share one logits buffer: each step's are read before the next step runs."""
         most = max(self.buckets.logit_rows, self.buckets.sampled_rows)
-        if len(shape) != 2 or shape[1] != self._vocabulary or shape[0] > most:
+        if len(shape) != 2 or shape[0] > most:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        if dtype not in self._logits:
-            self._logits[dtype] = torch.empty(most, self._vocabulary, dtype=dtype, device=self.device)
-        return self._logits[dtype][: shape[0]]
+        if (dtype, shape[1]) not in self._logits:
+            self._logits[dtype, shape[1]] = torch.empty(most, shape[1], dtype=dtype, device=self.device)
+        return self._logits[dtype, shape[1]][: shape[0]]
 
     def _send_back(self, handle: Handle, samples: DeviceSamples) -> None:
         if self.device.type != "cuda":

@@ -109,11 +109,7 @@ class Sampler:
         masked: tuple[torch.Tensor, ...],
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        rows = scores.shape[0]
-        for name, _ in _NUMBERS:
-            self._numbers.host[name][:rows] = getattr(sampling, name)
-        self._numbers.upload()
-        numbers = {name: self._numbers.device[name][:rows] for name, _ in _NUMBERS}
+        numbers = self.numbers(sampling, positions)
         return sample(
             scores,
             numbers["temperature"],
@@ -121,9 +117,20 @@ class Sampler:
             numbers["top_p"],
             numbers["min_p"],
             numbers["seeds"],
-            numbers["steps"] if positions is None else numbers["steps"] + positions[:rows],
+            numbers["steps"],
             *masked,
         )
+
+    def numbers(self, sampling: SamplingPlan, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The plan's temperature, top_k, top_p, min_p, seeds and steps, [R] each, on the device."""
+        rows = len(sampling.temperature)
+        for name, _ in _NUMBERS:
+            self._numbers.host[name][:rows] = getattr(sampling, name)
+        self._numbers.upload()
+        numbers = {name: self._numbers.device[name][:rows] for name, _ in _NUMBERS}
+        if positions is not None:
+            numbers["steps"] = numbers["steps"] + positions[:rows]
+        return numbers
 
 
 def _reported(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Reported:

@@ -115,6 +115,8 @@ def load_options(**keywords: Any) -> LoadOptions:
     device = resolve_device(engine.device)
     # where nothing is gained by size, an answer shall not depend on what shares its steps
     compiler = replace(compile_options(engine, given), size_independent=device.type == "cpu")
+    # of a vocabulary that is split the sampler gathers what a step needs
+    compiler = replace(compiler, gather_logits=compiler.tensor_parallel == 1)
     passes = PASSES if engine.passes is None else engine.passes
     check_disabled(compiler, passes)
     undecided = (name not in given for name in ("hadamard", "center_keys", "smooth_channels", "norm_rotation"))

@@ -154,6 +154,23 @@ def _argmax() -> list[tuple[Any, ...]]:
     return [(normal(3, 50, dtype=dtype),) for dtype in (BF16, torch.float32)]
 
 
+@samples("best_of_part")
+def _best_of_part() -> list[tuple[Any, ...]]:
+    row = torch.rand(3) + 0.5
+    return [
+        (normal(3, 50), 50, 43),
+        (
+            normal(3, 50, dtype=torch.float32),
+            0,
+            50,
+            normal(3, dtype=torch.float32),
+            row,
+            torch.arange(3),
+            torch.arange(3),
+        ),
+    ]
+
+
 @samples("embedding")
 def _embedding() -> list[tuple[Any, ...]]:
     return [

@@ -19,6 +19,7 @@ from ..options.engine import (
     check_output_directory,
     compile_arguments,
     model_directory,
+    ranks_arguments,
 )
 from ..options.models import (
     DEFAULT_BUCKETS,
@@ -141,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--measure and --resources are for one process; leave --tensor-parallel-size out")
     timings = None if options.measured is None else Timings.load(options.measured)
     ledger = None if options.ledger is None else read_ledger(options.ledger)
-    compile_options = CompileOptions(**compile_arguments(options), tensor_parallel=options.tensor_parallel_size or 1)
+    compile_options = CompileOptions(**compile_arguments(options), **ranks_arguments(options))
     if directory is None:
         config, options.model = shape_config(options.shape), options.shape  # the demo model's adapters are not its own
     else:

@@ -16,6 +16,7 @@ from ..options.engine import (
     compile_arguments,
     model_directory,
     positive,
+    ranks_arguments,
 )
 from ..options.models import (
     DEFAULT_BUCKETS,
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     from ...ops.core.kv_layout import pages_for
 
     gpu, config = gpu_named(options.gpu), _config(options)
-    compile_options = CompileOptions(**compile_arguments(options), tensor_parallel=options.tensor_parallel_size or 1)
+    compile_options = CompileOptions(**compile_arguments(options), **ranks_arguments(options))
     lora = lora_shape(options, config)
     buckets = [as_bucket(kind, count, lora is not None) for kind, count in options.bucket]
     if options.context is not None:

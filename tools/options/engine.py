@@ -178,6 +178,12 @@ def add_ranks(group: Any) -> None:
     add_option(group, "tensor_parallel_size", type=int, choices=TENSOR_PARALLEL, metavar="N")
 
 
+def ranks_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_ranks` comes to for `CompileOptions`: the programs that rank 0 of an engine runs."""
+    world = options.tensor_parallel_size or 1
+    return {"tensor_parallel": world, "gather_logits": world == 1}
+
+
 def add_run_options(group: Any, seed: str = "seed of the sampling") -> None:
     """How the engine runs: memory, CUDA graphs, device and seed; the latter also is the seed of what `seed` says."""
     add_option(group, "gpu_memory_utilization")

@@ -276,6 +276,7 @@ def test_every_op_has_constants_of_its_own_kind() -> None:
         "append_kv",
         "sample",
         "argmax",
+        "best_of_part",
         "quantize_blocks",
         "draft_ngram",
         "place_drafts",

@@ -4,64 +4,7 @@ import numpy as np
 import torch
 from sidestream.ops.rows.sample import reference as sample_reference
 from sidestream.runtime.device.sampler import Sampler, edited_logits
-from sidestream.runtime.steps.plan import SamplingPlan, StepPlan
-
-EMPTY = np.zeros(0, np.int32)
-
-
-def sampling(rows, **fields):
-    ones = np.ones(rows, np.float32)
-    defaults = dict(
-        greedy=False,
-        num_logprobs=-1,
-        num_prompt_logprobs=-1,
-        temperature=ones,
-        top_k=np.zeros(rows, np.int32),
-        top_p=ones,
-        min_p=0 * ones,
-        seeds=np.arange(rows, dtype=np.int64),
-        steps=np.full(rows, 3, np.int64),
-        bias_rows=EMPTY,
-        bias_tokens=EMPTY,
-        bias_values=np.zeros(0, np.float32),
-        allowed_rows=EMPTY,
-        allowed_tokens=EMPTY,
-        history_rows=EMPTY,
-        history_tokens=EMPTY,
-        history_counts=EMPTY,
-        presence_penalty=0 * ones,
-        frequency_penalty=0 * ones,
-        repetition_penalty=ones,
-    )
-    return SamplingPlan(**{**defaults, **fields})
-
-
-def plan(settings, scored_rows=EMPTY, scored_tokens=EMPTY):
-    rows = len(settings.temperature)
-    index = np.arange(rows, dtype=np.int32)
-    return StepPlan(
-        0,
-        True,
-        index,
-        index,
-        index,
-        index,
-        index[:, None],
-        index,
-        np.arange(rows + 1, dtype=np.int32),
-        index,
-        scored_rows,
-        scored_tokens,
-        index,
-        EMPTY,
-        EMPTY,
-        EMPTY.reshape(0, 2),
-        settings,
-    )
-
-
-def int32(*values):
-    return np.asarray(values, np.int32)
+from support.sampling_plans import int32, plan, sampling
 
 
 def test_penalties():

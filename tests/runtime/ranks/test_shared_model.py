@@ -14,6 +14,8 @@ from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 PROMPTS = ["a", "some longer text than that", "other words"]
 PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),  # one exchange of the best of each part
+    SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True),  # two
     SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, frequency_penalty=0.5),
 ]
@@ -51,6 +53,11 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
         if ranks == 1:
             llm.close()
     assert found[0] == found[1]
+    mixed = [PARAMS[0], PARAMS[1], PARAMS[0]]
+    assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, mixed, use_tqdm=False)] == [
+        llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+        for prompt, params in zip(PROMPTS, mixed, strict=True)
+    ]
     shared = llm.model
     assert isinstance(shared, SharedModel)
     with pytest.raises(OptionError, match="has a process group of torch"):
