@@ -72,6 +72,21 @@ def resources(options: FleetOptions) -> dict[str, Any]:
     return {"num_cpus": options.cpus, "num_gpus": gpus, "runtime_env": {"env_vars": _ENVIRONMENT}}
 
 
+def lacking(options: FleetOptions) -> str:
+    """Why engines have to wait for a place, in words; "" if there is a node for one. Ray has to be connected."""
+    wanted = resources(options)
+    largest = {
+        kind: max((node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+        for kind in ("GPU", "CPU")
+    }
+    lacks = [
+        f"{count:g} {kind}s"
+        for kind, count in (("GPU", wanted["num_gpus"]), ("CPU", wanted["num_cpus"]))
+        if count > largest[kind]
+    ]
+    return f"no node of this Ray has {' and '.join(lacks)} for an engine: engines wait until one comes" if lacks else ""
+
+
 def scaling(options: FleetOptions) -> dict[str, Any]:
     """When Ray starts and stops engines; `policy` says how many are wanted."""
     return {

@@ -127,6 +127,11 @@ def processes(words: str) -> list[int]:
     return [pid for pid in found if is_ours(pid)]
 
 
+def _say(line: str) -> None:
+    """A line of the report. What Ray prints of the nodes that are killed goes to stderr meanwhile."""
+    print(line, file=sys.__stdout__, flush=True)
+
+
 def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source: random.Random) -> Counter[str]:
     """Kills at random moments, one in about `every` seconds, as many of each kind; returns how many of what.
 
@@ -144,11 +149,10 @@ def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source:
             victim = "node"
             fleet.kill(victim, source)
         kills[victim] += 1
-        print(
+        _say(
             f"{time.monotonic() - begun:7.1f} s  kill {kills.total():3}: {victim:11} "
             f"({used.count('ok')} engines were in use); {clients.seen.right} right, "
             f"{len(clients.seen.wrong)} wrong, {len(clients.seen.failed)} failed so far",
-            flush=True,
         )
     return kills
 
@@ -157,15 +161,16 @@ def scale(fleet: Fleet, times: int, streams: int, expected: dict[Any, str], seed
     """From zero to all engines by load, and back, so often."""
     found = []
     fleet.deploy(min_replicas=0)
+    fleet.until(lambda states: not states, "an idle fleet")
     for number in range(times):
-        down = fleet.until(lambda states: not states, "an idle fleet")
         clients = Clients(fleet.options.port, streams, expected, seed + 1000 * number)
         try:
             up = fleet.until(lambda states: states.count("ok") == fleet.options.max_replicas, "all engines")
         finally:
             clients.stop()
         found.append(clients.seen)
-        print(f"scale {number + 1:3}: down in {down:.1f} s, up in {up:.1f} s, {clients.seen.right} right", flush=True)
+        down = fleet.until(lambda states: not states, "an idle fleet")
+        _say(f"scale {number + 1:3}: up in {up:.1f} s, down in {down:.1f} s, {clients.seen.right} right")
     return found
 
 
@@ -191,17 +196,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8155, help="for HTTP (default: 8155)")
     parser.add_argument("--seed", type=int, default=0, help="of moments, victims and questions (default: 0)")
     options = parser.parse_args(arguments)
-    print(
+    _say(
         f"{options.engines} engines, {options.streams} streams, a kill about every {options.every:g} s for "
         f"{options.minutes:g} minutes, then {options.scales} times up and down; seed {options.seed}; "
         f"{os.cpu_count()} threads of {platform.processor() or platform.machine()}, Python {platform.python_version()}",
-        flush=True,
     )
     source = random.Random(options.seed)
-    with made(options.engines, options.port) as fleet:
+    with contextlib.redirect_stdout(sys.stderr), made(options.engines, options.port) as fleet:
         fleet.deploy()
         up = fleet.until(lambda states: states.count("ok") == options.engines, "all engines")
-        print(f"all engines in use {up:.1f} s after the fleet was ready", flush=True)
+        _say(f"all engines in use {up:.1f} s after the fleet was ready")
         asked = questions(source, QUESTIONS, "demo_model")
         with ThreadPoolExecutor(options.streams) as pool:
             expected = dict(zip(asked, pool.map(lambda question: ask(options.port, question), asked), strict=True))
@@ -211,17 +215,17 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             clients.stop()
         back = fleet.until(lambda states: states.count("ok") == options.engines, "all engines")
-        print(f"all engines in use {back:.1f} s after the last answer; kills: {dict(kills)}", flush=True)
+        _say(f"all engines in use {back:.1f} s after the last answer; kills: {dict(kills)}")
         seen = [clients.seen, *scale(fleet, options.scales, options.streams, expected, options.seed)]
     pauses = sorted(clients.seen.pauses)
     wrong, failed = [line for each in seen for line in each.wrong], [line for each in seen for line in each.failed]
-    print(f"answers: {sum(each.right for each in seen)} right, {len(wrong)} wrong, {len(failed)} failed")
+    _say(f"answers: {sum(each.right for each in seen)} right, {len(wrong)} wrong, {len(failed)} failed")
     if pauses:
-        print(
+        _say(
             f"longest pause within an answer under kills: p50 {pauses[len(pauses) // 2]:.2f} s, most {pauses[-1]:.2f} s"
         )
     for line in (wrong + failed)[:20]:
-        print(line)
+        _say(line)
     return int(bool(wrong or failed))
 
 

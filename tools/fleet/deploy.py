@@ -54,9 +54,11 @@ def run(options: argparse.Namespace) -> int:
 
     if connect(start=True):
         _say("started a Ray that only this machine can reach; `ray stop` ends it")
-    from ...runtime.fleet.application import deploy
+    from ...runtime.fleet.application import deploy, lacking
 
     _say(f"deploying {fleet.name}")
+    if why := lacking(fleet):
+        _say(why)
     deploy(fleet)
     _say(f"answering HTTP at http://{fleet.host}:{fleet.port}")
     return 0

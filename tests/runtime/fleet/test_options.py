@@ -219,7 +219,7 @@ def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     secure()
     import ray
-    from sidestream.runtime.fleet.application import resources
+    from sidestream.runtime.fleet.application import lacking, resources
 
     def gpus(cluster, content):
         monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
@@ -230,6 +230,14 @@ def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
     assert gpus({"CPU": 8.0}, {"engine": two}) == 0 and gpus({"GPU": 8.0}, {"engine": two | {"device": "cpu"}}) == 0
     assert gpus({"CPU": 8.0}, {"engine": two | {"device": "cuda"}}) == 2, "nodes with GPUs come when they are asked for"
     assert gpus({"CPU": 8.0}, {"gpus": 2, "engine": two}) == 2
+
+    def said(*nodes):
+        monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": each} for each in nodes])
+        return lacking(options_of({"model": str(DEMO_MODEL), "gpus": 2, "engine": two}, tmp_path, "fleet.toml"))
+
+    assert said({"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}) == ""
+    assert said({"CPU": 8.0, "GPU": 1.0}, {"CPU": 0.5, "GPU": 1.0}).startswith("no node of this Ray has 2 GPUs for an")
+    assert said().startswith("no node of this Ray has 2 GPUs and 1 CPUs for an engine")
 
 
 @needs_ray
