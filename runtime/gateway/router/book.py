@@ -314,5 +314,7 @@ class Book:
             self._stalled.add(engine)
 
     def _wake(self, now: float) -> None:
+        if not self._resting:
+            return
         for engine in [engine for engine, until in self._resting.items() if now >= until]:
             self._place(engine, now)
