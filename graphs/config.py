@@ -4,7 +4,7 @@ Everything that would change the arithmetic and that the graph does not do is re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ class LlamaConfig:
     logits_scaling        what logits are divided by
     weight_format         "int8" or "fp8" where a checkpoint's projections are stored so, with a scale for each channel
     packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
-    sliding_window        how many tokens back attention looks; contexts up to that long need no window
+    sliding_window        how many tokens attention sees, the newest ones and a query's own; None: all of them
+    full_layers           layers whose attention sees all of them nevertheless
     """
 
     vocab_size: int
@@ -69,6 +70,7 @@ class LlamaConfig:
     weight_format: str = ""
     packed_checkpoint: bool = False
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -146,6 +148,17 @@ class LlamaConfig:
             "gate_up_proj": (2 * self.intermediate_size, self.hidden_size),
         }
         return shapes[module.rpartition(".")[2]]
+
+    def window_of(self, layer: int) -> int:
+        """How many tokens the attention of a layer sees; 0: all. A window as long as the longest context is none."""
+        if self.sliding_window is None or self.sliding_window >= self.max_position_embeddings:
+            return 0
+        return 0 if layer in self.full_layers else self.sliding_window
+
+    def up_to(self, tokens: int) -> "LlamaConfig":
+        """The same model for contexts of at most so many tokens, which need no window that is as long."""
+        needs_none = self.sliding_window is not None and self.sliding_window >= tokens
+        return replace(self, sliding_window=None, full_layers=()) if needs_none else self
 
     @property
     def projections(self) -> tuple[str, ...]:

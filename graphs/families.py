@@ -4,7 +4,7 @@ A family is a function from config.json's fields to the fields of LlamaConfig th
 refused; what people are likely to try is refused by name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,15 +41,15 @@ def _llama(fields: Fields) -> dict[str, Any]:
 
 
 def _mistral(fields: Fields) -> dict[str, Any]:
-    return {"sliding_window": _window(fields)}
+    return _window(fields)
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
-    return {"biases": ATTENTION_MODULES[:3], "sliding_window": _switched_window(fields)}
+    return {"biases": ATTENTION_MODULES[:3], **_window_of_late_layers(fields)}
 
 
 def _qwen3(fields: Fields) -> dict[str, Any]:
-    return {"biases": _biases(fields), "head_norms": True, "sliding_window": _switched_window(fields)}
+    return {"biases": _biases(fields), "head_norms": True, **_window_of_late_layers(fields)}
 
 
 def _smollm3(fields: Fields) -> dict[str, Any]:
@@ -61,11 +61,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     if not isinstance(marks, list) or len(marks) != len(layers) or not all(mark in (0, 1) for mark in marks):
         raise ConfigError("no_rope_layers must hold a 0 or a 1 for each layer: correct config.json")
     unrotated = tuple(layer for layer, mark in enumerate(marks) if not mark)
-    return {
-        "biases": _biases(fields),
-        "unrotated_layers": unrotated,
-        "sliding_window": _switched_window(fields),
-    }
+    return {"biases": _biases(fields), "unrotated_layers": unrotated, **_switched_window(fields, unrotated)}
 
 
 def _granite(fields: Fields) -> dict[str, Any]:
@@ -74,16 +70,14 @@ def _granite(fields: Fields) -> dict[str, Any]:
 
 
 def _phi3(fields: Fields) -> dict[str, Any]:
-    return {"packed_checkpoint": True, "sliding_window": _window(fields)}
+    return {"packed_checkpoint": True, **_window(fields)}
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", _llama),
-    "MistralForCausalLM": Family(
-        "mistral", "Mistral 7B v0.2 and v0.3, Mistral Nemo", _mistral, {"sliding_window": 4096}
-    ),
-    "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", _qwen2),
-    "Qwen3ForCausalLM": Family("qwen3", "Qwen3", _qwen3, {"head_dim": 128}),
+    "MistralForCausalLM": Family("mistral", "Mistral 7B, Mistral Nemo", _mistral, {"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", _qwen2, {"sliding_window": 4096}),
+    "Qwen3ForCausalLM": Family("qwen3", "Qwen3", _qwen3, {"head_dim": 128, "sliding_window": 4096}),
     "SmolLM3ForCausalLM": Family(
         "smollm3", "SmolLM3", _smollm3, {"tie_word_embeddings": True, "rope_theta": 2000000.0}
     ),
@@ -136,10 +130,36 @@ def _biases(fields: Fields) -> tuple[str, ...]:
     return (*attention, *(MLP_MODULES if flag(fields, "mlp_bias") else ()))
 
 
-def _window(fields: Fields) -> int | None:
-    return None if fields.get("sliding_window") is None else integer(fields, "sliding_window")
+def _window(fields: Fields) -> dict[str, Any]:
+    """A window of every layer, where there is one."""
+    return {"sliding_window": None if fields.get("sliding_window") is None else integer(fields, "sliding_window")}
 
 
-def _switched_window(fields: Fields) -> int | None:
-    """The window of families that have one in the config and seldom use it."""
-    return _window(fields) if flag(fields, "use_sliding_window") else None
+def _window_of_late_layers(fields: Fields) -> dict[str, Any]:
+    """Qwen's: where it is switched on, of the layers from max_window_layers on."""
+    first = fields.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ConfigError(f"max_window_layers must be a number of layers, not {first!r}: correct config.json")
+    return _switched_window(fields, range(first, max(first, integer(fields, "num_hidden_layers"))))
+
+
+def _switched_window(fields: Fields, windowed: Sequence[int]) -> dict[str, Any]:
+    """The window of families that have one in the config and seldom use it: of the layers that layer_types names, or
+    else of those `windowed`.
+    """
+    if not flag(fields, "use_sliding_window"):
+        return {}
+    layers, kinds = range(integer(fields, "num_hidden_layers")), fields.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if layer in windowed else "full_attention" for layer in layers]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(layers)
+        or any(kind not in ("full_attention", "sliding_attention") for kind in kinds)
+    ):
+        raise ConfigError(
+            "layer_types must hold 'full_attention' or 'sliding_attention' for each layer: correct config.json, or "
+            "serve a model whose layers are of these kinds"
+        )
+    full = tuple(layer for layer in layers if kinds[layer] == "full_attention")
+    return {**_window(fields), "full_layers": full}

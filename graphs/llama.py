@@ -83,6 +83,7 @@ class Attention(nn.Module):
         self.key_shape = (-1, config.num_key_value_heads, config.head_dim)
         self.softmax_scale = config.attention_multiplier or config.head_dim**-0.5
         self.rotates = layer not in config.unrotated_layers
+        self.window = config.window_of(layer)
         self.q_proj = _projection("q_proj", config, lora, dtype, device)
         self.k_proj = _projection("k_proj", config, lora, dtype, device)
         self.v_proj = _projection("v_proj", config, lora, dtype, device)
@@ -114,7 +115,16 @@ class Attention(nn.Module):
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         torch.ops.sidestream.append_kv(k, v, kv_cache, None, slot_mapping)
         output = torch.ops.sidestream.paged_attention(
-            q, kv_cache, None, block_table, context_lens, query_start, self.softmax_scale, False, False
+            q,
+            kv_cache,
+            None,
+            block_table,
+            context_lens,
+            query_start,
+            self.softmax_scale,
+            False,
+            False,
+            window=self.window,
         )
         return self.o_proj(output, adapter_index)
 

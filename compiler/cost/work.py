@@ -6,6 +6,7 @@ by active adapters. How long contexts are and how many adapters are active is no
 it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -131,6 +132,12 @@ def _argument_names(op: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in overload_of(op)._schema.arguments)
 
 
+def windows_of(program: Program) -> dict[int, int]:
+    """Window of attention -> how many of the program's steps have it; without those that see whole contexts."""
+    found = Counter(dict(named_arguments(step)).get("window", 0) for step in program.steps)
+    return {window: count for window, count in sorted(found.items()) if window}
+
+
 def _view_bytes(program: Program, view: View) -> int:
     """Bytes of the elements; what a stride of 0 repeats lies in memory once."""
     elements = 1
@@ -179,13 +186,20 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
         if "pages" in names:
             return min(1.0, _widened(program, step, assume) / slots)
         if "block_table" in names:
-            return min(
-                1.0, (_sequences(program, step) * assume.context_of(program) - _widened(program, step, assume)) / slots
-            )
+            read = _sequences(program, step) * _read_context(program, step, assume)
+            return min(1.0, (read - _widened(program, step, assume)) / slots)
         return min(1.0, _tokens(program, step) / slots)
     if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 1:
         return assume.adapters_of(program, rows) / rows
     return 1.0
+
+
+def _read_context(program: Program, step: Step, assume: Assumptions) -> float:
+    """Cached tokens of each sequence that an attention reads: all, or what the windows of its queries reach."""
+    context, arguments = assume.context_of(program), dict(named_arguments(step))
+    if not arguments.get("window"):
+        return context
+    return min(context, arguments["window"] + arguments["q"].shape[0] / _sequences(program, step) - 1)
 
 
 def _tokens(program: Program, step: Step) -> int:
@@ -234,6 +248,7 @@ def _attention_flops(
     tokens, channels = _tokens(program, step) if program.bucket is not None else query.shape[0], prod(query.shape[1:])
     own = tokens / _sequences(program, step)
     seen = max(1.0, assume.context_of(program) - (own - 1) / 2)
+    seen = min(seen, arguments.get("window") or seen)
     scores_width = 1 if arguments.get("quantize_q") else 2
     each = 2.0 * tokens * seen * channels
     return {1: each, 2: each} if scores_width == 1 else {2: 2 * each}

@@ -131,6 +131,27 @@ def set_operands(node: fx.Node, **values: Any) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
+def carried(node: fx.Node, op: Op, **more: Any) -> tuple[Any, ...]:
+    """Arguments for a call of `op` in place of the call `node`: what `more` has of this name, else what the node has,
+    else the default; of those after `more`'s, defaults at the end are left out.
+
+    Raises AttributeError for an argument that the node lacks and that has no default.
+    """
+    bound, own = bind(node), _parameters(node.target)
+    names = list(_parameters(op.overload).items())
+    values = [
+        more[name]
+        if name in more
+        else default
+        if default is not _REQUIRED and name not in own
+        else getattr(bound, name)
+        for name, default in names
+    ]
+    while values and names[len(values) - 1][0] not in more and values[-1] == names[len(values) - 1][1]:
+        values.pop()
+    return tuple(values)
+
+
 def _is_keyword(target: Any, name: str) -> bool:
     return isinstance(target, torch._ops.OpOverload) and any(
         each.kwarg_only for each in target._schema.arguments if each.name == name

@@ -15,7 +15,7 @@ from ..accounting import PassCountError
 from ..build import build_program
 from ..cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from ..cost.hardware import H200, Gpu
-from ..cost.work import DEFAULT, Assumptions
+from ..cost.work import DEFAULT, Assumptions, windows_of
 from ..graph.capture import Captured
 from ..options import CompileOptions, OptionError
 from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass, optimize
@@ -69,6 +69,7 @@ def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = 
         "arena_bytes": program.arena_bytes,
         "passes": program.passes,
         "context": assume.context_of(program),
+        "windows": windows_of(program),
         "adapters": assume.adapters_of(
             program, max((buffer.shape[0] for buffer in program.of_kind("adapter")), default=0)
         ),
@@ -261,6 +262,10 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
             "layers; "
             f"{facts['waits']} waits between the lanes",
             _wrap(f"  the {path['steps']} steps that decide the time: {shares}"),
+            *(
+                f"  {count} of its attentions see the newest {window} tokens of a sequence only"
+                for window, count in facts["windows"].items()
+            ),
             *(over_link if linked else ()),
             *own,
             "",

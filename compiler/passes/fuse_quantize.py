@@ -9,7 +9,7 @@ from ...ops.core.registry import Op
 from ...ops.rows.quantize import quantize_rowwise
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rows.silu_mul import silu_mul, silu_mul_quant
-from ..graph.nodes import bind, insert_call, insert_picks, is_call, picks_of, replace_picks
+from ..graph.nodes import bind, carried, insert_call, insert_picks, is_call, picks_of, replace_picks
 from .base import Context, PassReport
 
 # producer -> its quantizing form, whose results are (y, q, scale) and then whatever else the producer returned
@@ -44,7 +44,7 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
             continue
         keep = any(user is not node for user in value.users)
         with graph.inserting_before(producer):
-            operands = (*producer.args, keep, quantized.dtype, quantized.rotate)
+            operands = carried(producer, forms[1], keep=keep, dtype=quantized.dtype, rotate=quantized.rotate)
             new = insert_call(graph, forms[1], operands, like=producer)
             y, q, scale = insert_picks(graph, new, (0, 1, 2), like=producer)
         for place, pick in picks_of(producer):

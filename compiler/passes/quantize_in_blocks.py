@@ -10,7 +10,7 @@ from ...ops.lora.shrink import lora_shrink
 from ...ops.rows.quantize_blocks import BLOCK
 from ...ops.rows.silu_mul import silu_mul_quant
 from ...ops.rows.silu_mul_blocks import silu_mul_blocks
-from ..graph.nodes import bind, insert_call, insert_picks, is_call, picks_of, replace_picks
+from ..graph.nodes import bind, carried, insert_call, insert_picks, is_call, picks_of, replace_picks
 from .base import Context, PassReport
 
 # elsewhere the launches that are saved do not make up for what linears and shrinks take longer (H200)
@@ -56,9 +56,7 @@ def _in_blocks(node: fx.Node) -> tuple[Op, tuple[object, ...]]:
 
 def blocks_arguments(attention: fx.Node) -> tuple[object, ...]:
     """What `paged_attention_blocks` takes in place of a `paged_attention_quant` of one token a sequence."""
-    made = bind(attention)
-    cache = (made.kv_cache, made.kv_scales, made.block_table, made.context_lens)
-    return (made.q, *cache, made.softmax_scale, made.dtype)
+    return carried(attention, paged_attention_blocks, dtype=bind(attention).dtype)
 
 
 def _stays(node: fx.Node) -> str | None:

@@ -27,8 +27,8 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
 
     The same bits. Sequences that are not worth it, and what the buffer has no room for, are served as before; the GPU
     decides. It holds 65,536 tokens, or what the block table reaches. For graphs with static sizes, of many tokens;
-    paged_attention_quant alike. Matches attentions over such a cache. Leaves caches other than int8, and heads for
-    which chunks have no Gluon kernel.
+    paged_attention_quant alike. Matches attentions over such a cache. Leaves caches other than int8, windows, and
+    heads for which chunks have no Gluon kernel.
     """
     report = PassReport(0)
     plans: dict[tuple[object, ...], tuple[fx.Node, ...]] = {}
@@ -62,6 +62,8 @@ def _stays(node: fx.Node) -> str | None:
     tokens, heads, dim = shape_of(attention.q)
     if attention.decode:
         return "one token a sequence"
+    if attention.window:
+        return f"it sees {attention.window} tokens, of which few tiles read the same"
     if cache.meta["val"].dtype != torch.int8:
         return f"its cache is {cache.meta['val'].dtype}"
     if not takes_heads(int(heads), int(shape_of(cache)[1]), int(dim)):

@@ -3,8 +3,8 @@
 A program owns one (sequence, kv head, split) and walks its pages, one of 64 tokens a step. Products are transposed, S^T
 = K Q^T and O^T = V^T P^T, so that pages are the tall operand of the tensor cores and the few query heads of a group the
 narrow one (padded to 16). A sequence's pages are divided evenly among its splits on the device, since the host does not
-know the lengths (they change under a captured graph); a split without pages leaves at once. The last split to arrive
-merges all of them in order: same bits at every run.
+know the lengths (they change under a captured graph); with a window, a sequence begins at the page that it reaches. A
+split without pages leaves at once. The last split to arrive merges all of them in order: same bits at every run.
 """
 
 from typing import Optional
@@ -56,11 +56,11 @@ def merge_splits(
 def decode_kernel(
     q, cache, scales, block_table, context_lens, out, partial, logsumexp, arrivals, scale_log2, num_blocks, splits,
     HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q, out [B, HK * G, D]; partial [B * HK * splits, G, D], logsumexp [B * HK * splits, G] fp32 (log2 units);
-    arrivals [B * HK] int32, zero.
+    arrivals [B * HK] int32, zero. WINDOW: tokens that are seen, the newest ones; 0: all.
     """
     pdl_start(PDL)
     program = tl.program_id(0)
@@ -68,6 +68,9 @@ def decode_kernel(
     split = program // HK % splits
     sequence = program // (HK * splits)
     length = tl.load(context_lens + sequence)
+    if WINDOW:  # a sequence begins at the first page that is seen
+        unseen = tl.maximum(length - WINDOW, 0) // PAGE
+        length -= unseen * PAGE
     pages = (length + PAGE - 1) // PAGE
     chunk = pages
     if SPLIT:
@@ -91,6 +94,8 @@ def decode_kernel(
     total = tl.zeros([N], tl.float32)
     acc = tl.zeros([D, N], tl.float32)
     table = block_table + sequence.to(tl.int64) * num_blocks
+    if WINDOW:
+        table += unseen
     for block in tl.range(first, last, num_stages=STAGES):
         page = tl.load(table + block).to(tl.int64) * HK + head
         keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
@@ -101,7 +106,10 @@ def decode_kernel(
         scores = dot_ieee(k.to(OPERAND), q_transposed, tl.zeros([PAGE, N], tl.float32)) * scale_log2
         if QUANTIZED:
             scores *= tl.load(scales + page * (2 * PAGE) + token)[:, None]
-        scores = tl.where(cached[:, None], scores, -float("inf"))
+        seen = cached
+        if WINDOW:
+            seen = cached & (block * PAGE + token >= length - WINDOW)
+        scores = tl.where(seen[:, None], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 0))
         keep = tl.exp2(top - new_top)
         p = tl.exp2(scores - new_top[None, :])
@@ -151,15 +159,16 @@ def launch(
     softmax_scale: float,
     out: torch.Tensor,
     pdl: bool,
+    window: int = 0,
 ) -> None:
     """Fill out [B, HQ * D] from q [B, HQ, D]; the rest as in `paged_attention`.
 
     Takes the Gluon kernel where that one fits.
     """
     if decode_gluon.fits(q, kv_cache):
-        decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl)
+        decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
     else:
-        launch_triton(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl)
+        launch_triton(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
 
 
 def launch_triton(
@@ -171,6 +180,7 @@ def launch_triton(
     softmax_scale: float,
     out: torch.Tensor,
     pdl: bool,
+    window: int = 0,
 ) -> None:
     """`launch`, always with the kernel of this file."""
     sequences, heads, dim = q.shape
@@ -185,6 +195,6 @@ def launch_triton(
         q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, out, partial, logsumexp,
         arrivals, softmax_scale * LOG2_E, num_blocks, splits, HK=kv_heads, G=group, GROUP=padded_group,
         N=max(16, padded_group), D=dim, STEP=max(1, 32 // padded_group), OPERAND=operand_type(kv_cache.dtype),
-        QUANTIZED=kv_scales is not None, SPLIT=splits > 1, PAGE=PAGE_SIZE,
+        QUANTIZED=kv_scales is not None, SPLIT=splits > 1, WINDOW=window, PAGE=PAGE_SIZE,
         STAGES=1 if kv_cache.dtype == torch.float32 else 3, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -7,8 +7,8 @@ barrier is the one that frees a page's buffer. Warps are merged once, at the end
 of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in
 decode_gluon_pieces.
 
-Splits as in attention_decode. Under PDL every page but a sequence's newest is fetched before the wait, since earlier
-steps wrote it; lengths and block table are read before it as well.
+Splits as in attention_decode; with a window, of the pages that it reaches. Under PDL every page but a sequence's newest
+is fetched before the wait, since earlier steps wrote it; lengths and block table are read before it as well.
 
 H200, Llama-8B shape, e4m3, CUDA graphs, cold cache, us (fraction of 4.68 TB/s) with PDL: 64 sequences of 1024 tokens
 33.3 (89%), 64 x 4096 127.3 (93%), 256 x 512 67.4 (88%), 64 x 256 9.9 (75%); 64 x 1024 in bf16 62.4 (92%).
@@ -56,7 +56,7 @@ def decode_kernel(
     page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, score_scale, num_blocks,
     splits, out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr,
     MIN_PAGES: gl.constexpr, WHOLE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    PADDED: gl.constexpr, PDL: gl.constexpr,
+    PADDED: gl.constexpr, WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128]
     are TMA descriptors.
@@ -71,6 +71,11 @@ def decode_kernel(
     sequences = gl.num_programs(0) // (HK * splits)
     length = gl.load(context_lens + sequence)
     block_table += sequence * num_blocks
+    if WINDOW:  # a sequence begins at the first page that is seen
+        unseen = gl.maximum(length - WINDOW, 0) // 64
+        length -= unseen * 64
+        block_table += unseen
+        num_blocks -= unseen
     total_pages = (length + 63) // 64
     chunk = total_pages
     if SPLIT:
@@ -156,7 +161,10 @@ def decode_kernel(
         cta_barrier()  # every warp has read the slot
         fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, next_id * HK + head, BF16, refill)
         next_id = gl.load(block_table + i + STAGES + 1, mask=i + STAGES + 1 < count, other=0)
-        top, total, acc = attend(scores, v, v_scale, top, total, acc, token < remaining - i * 64, WARPS, BF16)
+        seen = token < remaining - i * 64
+        if WINDOW:
+            seen = seen & (token >= remaining - WINDOW - i * 64)
+        top, total, acc = attend(scores, v, v_scale, top, total, acc, seen, WARPS, BF16)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -236,6 +244,7 @@ def launch(
     softmax_scale: float,
     out: torch.Tensor,
     pdl: bool,
+    window: int = 0,
     out_scale: Optional[torch.Tensor] = None,
 ) -> None:
     """As `attention_decode.launch`, where `fits` says so.
@@ -253,7 +262,8 @@ def launch(
         page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals,
         softmax_scale * LOG2_E, num_blocks, splits, out_scale, HK=kv_heads, G=group, GROUP=padded_group,
         BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, WHOLE=whole, STEP=8 * warps, STAGES=stages,
-        WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], WINDOW=window, PDL=pdl, num_warps=warps,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

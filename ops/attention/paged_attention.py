@@ -7,6 +7,7 @@ projection reads. This file holds the specification and picks a kernel:
   prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, e4m3 or int8 cache
   prefill_wide_gluon.py  of these, what widen_kv has made fp16
   prefill.py        everything else
+All but prefill_wide_gluon know windows; without one (0) their code is what it would be if they did not.
 
 Contract on the cache: the memory was zeroed once when it was allocated, so that what lies after a sequence's end is
 finite; the scales of V stay below 255 (a token's largest |V| below 114000 in e4m3; where prefill_gluon reads them,
@@ -35,8 +36,12 @@ from .widen_kv import STEP_TOKENS
 HEAD_DIMS = (64, 128)
 
 
-def check_arguments(q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> None:
-    """ValueError, naming the argument, if the shapes or dtypes do not belong together."""
+def check_arguments(
+    q: torch.Tensor, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], window: int = 0
+) -> None:
+    """ValueError, naming the argument, if the shapes or dtypes do not belong together or the window is negative."""
+    if window < 0:
+        raise ValueError(f"window must be a number of tokens, or 0 for attention to whole contexts, got {window}")
     heads, dim = q.shape[1:]
     kv_heads, cached_dim = kv_cache.shape[1], kv_cache.shape[4]
     if kv_cache.shape[2:4] != (2, PAGE_SIZE) or cached_dim != dim:
@@ -57,6 +62,7 @@ def check_widened(
     decode: bool,
     wide: Optional[torch.Tensor],
     plan: Optional[torch.Tensor],
+    window: int,
 ) -> None:
     """ValueError if there is one of `wide` and `plan` without the other, or where nothing reads them, or they do not
     belong to this cache and batch.
@@ -65,6 +71,8 @@ def check_widened(
         return
     if wide is None or plan is None:
         raise ValueError(f"wide and plan belong together; {'wide' if wide is None else 'plan'} is missing")
+    if window:
+        raise ValueError(f"wide is for attention to whole contexts, not to a window of {window} tokens")
     (_, heads, dim), kv_heads = q.shape, kv_cache.shape[1]
     if decode or kv_cache.dtype != torch.int8 or not prefill_gluon.takes_heads(heads, kv_heads, dim):
         raise ValueError(
@@ -96,6 +104,13 @@ def gather_keys_values(
     return in_order[KEY], in_order[VALUE]
 
 
+def hidden_keys(position: torch.Tensor, context: int, window: int) -> torch.Tensor:
+    """[rows, context] bool: which of a sequence's `context` keys rows at these positions ([rows]) do not see."""
+    key = torch.arange(context, device=position.device)[None, :]
+    hidden = key > position[:, None]
+    return hidden | (key <= position[:, None] - window) if window else hidden
+
+
 def paged_attention_reference(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -108,21 +123,24 @@ def paged_attention_reference(
     decode: bool,
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
 ) -> torch.Tensor:
     """Attention of each sequence's newest tokens over all of its cached tokens, themselves included.
 
     q [T, HQ, D]; kv_cache [NP, HK, 2, 64, D] with kv_scales [NP, HK, 2, 64] fp32 with an e4m3 or int8 cache;
     block_table [B, P], context_lens [B] and query_start [B + 1] int32. Sequence b owns the rows
     query_start[b]..query_start[b + 1] of q: the last tokens of its context_lens[b] cached ones (already appended), so a
-    row sees the cache up to its own position. `decode` promises one row a sequence (T == B). `quantize_q` rounds q to
+    row sees the cache up to its own position, itself included: with a `window` (0: none) the last `window` tokens of
+    that, so that position p sees the keys with p - window < position <= p, as transformers' sliding windows do; what
+    lies before is not read. `decode` promises one row a sequence (T == B). `quantize_q` rounds q to
     e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere. `wide`, `plan`: what
     `widen_kv` and `widen_plan` make of the same cache and batch; the result is the same, and sooner there. Only where
     chunks are served by the Gluon kernels from an int8 cache.
     Sums are fp64: the rounded result of a row does not depend on how many rows its chunk has.
     Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence with context_len 0 are zero.
     """
-    check_arguments(q, kv_cache, kv_scales)
-    check_widened(q, kv_cache, block_table, decode, wide, plan)
+    check_arguments(q, kv_cache, kv_scales, window)
+    check_widened(q, kv_cache, block_table, decode, wide, plan, window)
     tokens, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
     if quantize_q and not decode and kv_cache.dtype == torch.float8_e4m3fn:
@@ -143,8 +161,7 @@ def paged_attention_reference(
         query = queries[first:last].double().view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         scores = query @ keys.double()[:, None].transpose(-1, -2) * softmax_scale
         position = torch.arange(context - count, context, device=q.device)
-        future = torch.arange(context, device=q.device)[None, :] > position[:, None]
-        weights = torch.softmax(scores.masked_fill(future, -math.inf), -1)
+        weights = torch.softmax(scores.masked_fill(hidden_keys(position, context, window), -math.inf), -1)
         out[first:last] = (
             (weights @ values.double()[:, None]).permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
         )
@@ -163,6 +180,7 @@ def paged_attention_fake(
     decode: bool,
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
 ) -> torch.Tensor:
     """An empty result."""
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -183,6 +201,7 @@ def paged_attention_quant_reference(
     rotate: int = 0,
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention`, then rowwise quantization of the rounded result.
 
@@ -190,7 +209,18 @@ def paged_attention_quant_reference(
     `quantize_rowwise`.
     """
     o = paged_attention_reference(
-        q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan
+        q,
+        kv_cache,
+        kv_scales,
+        block_table,
+        context_lens,
+        query_start,
+        softmax_scale,
+        quantize_q,
+        decode,
+        wide,
+        plan,
+        window,
     )
     quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
@@ -211,6 +241,7 @@ def paged_attention_quant_fake(
     rotate: int = 0,
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Empty results."""
     tokens, width = q.shape[0], q.shape[1] * q.shape[2]
@@ -229,6 +260,7 @@ def paged_attention_launch(
     decode: bool,
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -239,8 +271,8 @@ def paged_attention_launch(
 
     With `pdl`, block_table, context_lens and query_start must be older than the kernel just before this one.
     """
-    check_arguments(q, kv_cache, kv_scales)
-    check_widened(q, kv_cache, block_table, decode, wide, plan)
+    check_arguments(q, kv_cache, kv_scales, window)
+    check_widened(q, kv_cache, block_table, decode, wide, plan, window)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
             f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
@@ -248,7 +280,7 @@ def paged_attention_launch(
     if q.shape[0] == 0:
         return
     if decode:
-        attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl)
+        attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl, window)
     else:
         attention_prefill.launch(
             q,
@@ -263,6 +295,7 @@ def paged_attention_launch(
             pdl,
             wide,
             plan,
+            window,
         )
 
 
@@ -281,6 +314,7 @@ def paged_attention_quant_launch(
     rotate: int = 0,
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -306,6 +340,7 @@ def paged_attention_quant_launch(
         decode,
         wide,
         plan,
+        window,
         out=(o,),
         pdl=pdl,
     )

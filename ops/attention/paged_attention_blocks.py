@@ -27,6 +27,7 @@ def reference(
     context_lens: torch.Tensor,
     softmax_scale: float,
     dtype: torch.dtype = E4M3,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query row a sequence: q [B, HQ, D] with HQ * D a multiple of 128, the rest as in `paged_attention`
     -> (q [B, HQ * D] e4m3 or int8, scale [HQ * D / 128, P]).
@@ -35,7 +36,7 @@ def reference(
     """
     query_start = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     rows = paged_attention_reference(
-        q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, False, True
+        q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, False, True, window=window
     )
     return quantize_blocks_reference(rows, dtype)
 
@@ -48,6 +49,7 @@ def fake(
     context_lens: torch.Tensor,
     softmax_scale: float,
     dtype: torch.dtype = E4M3,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of `reference`, not filled."""
     return quantize_blocks_fake(q.flatten(1), dtype)
@@ -61,6 +63,7 @@ def launch(
     context_lens: torch.Tensor,
     softmax_scale: float,
     dtype: torch.dtype = E4M3,
+    window: int = 0,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,
@@ -71,7 +74,7 @@ def launch(
 
     `pdl` and `sm_budget` as for `paged_attention`.
     """
-    check_arguments(q, kv_cache, kv_scales)
+    check_arguments(q, kv_cache, kv_scales, window)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
             f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
@@ -80,11 +83,13 @@ def launch(
     if tokens == 0:
         return
     if decode_gluon.fits(q, kv_cache):
-        decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl, out[1])
+        decode_gluon.launch(
+            q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl, window, out[1]
+        )
         return
     nbytes = tokens * width * q.element_size()
     rows = workspace(q.device, "paged_attention_blocks", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
-    attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, rows, pdl)
+    attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, rows, pdl, window)
     quantize_blocks_launch(rows, dtype, out=out, pdl=pdl)
 
 

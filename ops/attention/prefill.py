@@ -2,9 +2,10 @@
 usual shapes go to Gluon.
 
 A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (rows = token *
-group), and walks the pages that its last token may see. With a padded grid of T // tile + B + 1 tiles it finds its
-sequence on the device: sequence b's tiles begin at query_start[b] // tile + b, which leaves room for every ragged end;
-the rows after query_start[B] count as one more sequence, without context. Q K^T runs in e4m3 where asked for (Q is
+group), and walks the pages that its tokens may see, of the whole context or of a window. With a padded grid of
+T // tile + B + 1 tiles it finds its sequence on the device: sequence b's tiles begin at query_start[b] // tile + b,
+which leaves room for every ragged end; the rows after query_start[B] count as one more sequence, without context.
+Q K^T runs in e4m3 where asked for (Q is
 rounded per token and head on the way in), in 16 bits else; P V always in 16 bits, with V converted on the way from
 shared memory; softmax, scales and sums in fp32. fp32 caches are multiplied in fp32.
 """
@@ -27,7 +28,7 @@ TILE_ROWS = 64  # measured on an H200, 4096 causal tokens, e4m3: 410 us against 
 def attend(
     acc, top, total, q, row_factor, position, table, cache, scales, head, length, first, last, HK: tl.constexpr,
     D: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, MASK: tl.constexpr,
-    PAGE: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over pages first..last. MASK is off for pages that every row sees whole."""
     token = tl.arange(0, PAGE)
@@ -46,6 +47,8 @@ def attend(
             scores *= tl.load(scales + page * (2 * PAGE) + token)[None, :]
         if MASK:
             visible = (block * PAGE + token)[None, :] <= position[:, None]
+            if WINDOW:
+                visible &= (block * PAGE + token)[None, :] > position[:, None] - WINDOW
             scores = tl.where(visible & cached[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         keep = tl.exp2(top - new_top)
@@ -65,7 +68,7 @@ def prefill_kernel(
     q, cache, scales, block_table, context_lens, query_start, out, scale_log2, tokens, sequences, num_blocks,
     HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     SEQUENCES: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr,
-    PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HK * G, D]; TILE tokens a program, GROUP >= G a power of two, SEQUENCES > B a power of two.
 
@@ -112,13 +115,23 @@ def prefill_kernel(
     acc = tl.zeros([TILE * GROUP, D], tl.float32)
     top = tl.full([TILE * GROUP], LOWEST, tl.float32)
     total = tl.zeros([TILE * GROUP], tl.float32)
+    first_page = 0
+    if WINDOW:  # pages before first_page no row sees, and only from unclipped on every row sees the beginning
+        first_page = tl.maximum(first_position - WINDOW + 1, 0) // PAGE
+        unclipped = (tl.maximum(first_position + TILE - WINDOW, 0) + PAGE - 1) // PAGE
+        unclipped = tl.minimum(unclipped, whole_pages)
+        acc, top, total = attend(
+            acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, first_page, unclipped,
+            HK, D, OPERAND, QUANTIZED, FP8_SCORES, True, WINDOW, PAGE, STAGES,
+        )  # fmt: skip
+        first_page = unclipped
     acc, top, total = attend(
-        acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, 0, whole_pages, HK, D,
-        OPERAND, QUANTIZED, FP8_SCORES, False, PAGE, STAGES,
+        acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, first_page, whole_pages, HK,
+        D, OPERAND, QUANTIZED, FP8_SCORES, False, 0, PAGE, STAGES,
     )  # fmt: skip
     acc, top, total = attend(
         acc, top, total, q_tile, row_factor, position, table, cache, scales, head, length, whole_pages, pages, HK, D,
-        OPERAND, QUANTIZED, FP8_SCORES, True, PAGE, STAGES,
+        OPERAND, QUANTIZED, FP8_SCORES, True, WINDOW, PAGE, STAGES,
     )  # fmt: skip
     if QUANTIZED:
         total *= PROBABILITY_SCALE
@@ -139,6 +152,7 @@ def launch(
     pdl: bool,
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
 ) -> None:
     """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`.
 
@@ -148,11 +162,22 @@ def launch(
         if wide is not None and plan is not None:
             prefill_wide_gluon.launch(q, wide, plan, context_lens, query_start, softmax_scale, out, pdl)
         prefill_gluon.launch(
-            q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, plan
+            q,
+            kv_cache,
+            kv_scales,
+            block_table,
+            context_lens,
+            query_start,
+            softmax_scale,
+            quantize_q,
+            out,
+            pdl,
+            plan,
+            window,
         )
     else:
         launch_triton(
-            q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl
+            q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, window
         )
 
 
@@ -167,6 +192,7 @@ def launch_triton(
     quantize_q: bool,
     out: torch.Tensor,
     pdl: bool,
+    window: int = 0,
 ) -> None:
     """`launch`, always with the kernel of this file."""
     tokens, heads, dim = q.shape
@@ -181,6 +207,6 @@ def launch_triton(
         softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], HK=kv_heads, G=group, GROUP=padded_group,
         TILE=tile, D=dim, SEQUENCES=next_power_of_2(sequences + 1), OPERAND=operand_type(kv_cache.dtype),
         QUANTIZED=kv_scales is not None, FP8_SCORES=quantize_q and kv_cache.dtype == torch.float8_e4m3fn,
-        PAGE=PAGE_SIZE, STAGES=1 if exact else 2 if kv_scales is not None else 3, PDL=pdl, num_warps=8 if exact else 4,
-        launch_pdl=pdl,
+        WINDOW=window, PAGE=PAGE_SIZE, STAGES=1 if exact else 2 if kv_scales is not None else 3, PDL=pdl,
+        num_warps=8 if exact else 4, launch_pdl=pdl,
     )  # fmt: skip

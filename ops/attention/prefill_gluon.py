@@ -40,6 +40,7 @@ def produce(
     boxes, scale_boxes, block_table, num_blocks, batch, keys, key_scales, keys_ready, keys_free, raw, raw_scales,
     raw_ready, raw_free, HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
     FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies pages."""
     BYTES: gl.constexpr = STEP * 132  # with the scales
@@ -48,10 +49,12 @@ def produce(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            head, sequence, _first_token, _end, position, length, steps, _whole = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, 1
+            head, sequence, _first_token, _end, position, length, steps, _whole, skipped = find_tile(
+                item, batch, HK, TILE, SEQUENCES, PLANNED, 1, WINDOW
             )
             table = block_table + sequence * num_blocks
+            if WINDOW:
+                table += skipped * 2
             last = (gl.minimum(length, position + TILE) - 1) // 64
             for j in range(steps):
                 block = (steps - 1 - j) * 2
@@ -111,6 +114,7 @@ def convert(
     batch, keys, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free, values, values_ready, values_free,
     HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr,
     LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The warps that make fp16 of the cache."""
     step = 0
@@ -118,8 +122,8 @@ def convert(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            _head, _sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, WARPS
+            _head, _sequence, _first_token, _end, _position, _length, steps, _whole, _skipped = find_tile(
+                item, batch, HK, TILE, SEQUENCES, PLANNED, WARPS, WINDOW
             )
             for _j in range(steps):
                 if FP8_SCORES:
@@ -144,7 +148,7 @@ def prefill_kernel(
     boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, scale_log2, tokens, sequences, num_blocks,
     tiles, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
     FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
     64 x 128 bytes and 1 x 64.
@@ -225,6 +229,7 @@ def prefill_kernel(
                     False,
                     STAGES,
                     False,
+                    WINDOW,
                 ),
             ),
             (
@@ -254,6 +259,7 @@ def prefill_kernel(
                     False,
                     STAGES,
                     False,
+                    WINDOW,
                 ),
             ),
             (
@@ -279,6 +285,7 @@ def prefill_kernel(
                     STAGES,
                     RAW,
                     WARPS,
+                    WINDOW,
                 ),
             ),
             (
@@ -304,6 +311,7 @@ def prefill_kernel(
                     FP8_SCORES,
                     STAGES,
                     RAW,
+                    WINDOW,
                 ),
             ),
         ],
@@ -344,6 +352,7 @@ def launch(
     out: torch.Tensor,
     pdl: bool,
     plan: Optional[torch.Tensor] = None,
+    window: int = 0,
 ) -> None:
     """As `attention_prefill.launch`, where `fits` says so.
 
@@ -360,7 +369,7 @@ def launch(
         softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, HK=kv_heads, GROUP=heads // kv_heads,
         TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), PLANNED=plan is not None, FP8_SCORES=fp8_scores,
         LIMIT=QUANTIZED_MAX[kv_cache.dtype], STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3,
-        WARPS=CONVERTERS, REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        WARPS=CONVERTERS, REGISTERS=REGISTERS, WINDOW=window, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -69,9 +69,11 @@ def find_tile(
     SEQUENCES: gl.constexpr,
     PLANNED: gl.constexpr,
     WARPS: gl.constexpr,
+    WINDOW: gl.constexpr = 0,
 ):
-    """(kv head, sequence, first token, end of the sequence's tokens, its first position, steps, unmasked steps) of an
-    item; without tokens if first >= end.
+    """(kv head, sequence, first token, end of the sequence's tokens, its first position, length, steps, whole, skipped)
+    of an item; without tokens if first >= end. Every row sees the keys of the first `whole` steps, unless they are
+    older than its WINDOW. `skipped` steps no row sees any more: position, length, steps and whole count from there.
 
     PLANNED: `begins` says how many tiles are in front of each sequence's (a row of `widen_plan`); else there is room
     for every ragged end.
@@ -93,10 +95,15 @@ def find_tile(
     first_tile = gl.load(begins + sequence) if PLANNED else start // TILE + sequence
     first_token = start + (tile - first_tile) * TILE
     position = length - end + first_token
+    skipped = 0
+    if WINDOW:
+        skipped = gl.maximum(position - WINDOW + 1, 0) // STEP
+        position -= skipped * STEP
+        length -= skipped * STEP
     seen = gl.minimum(length, gl.maximum(position + TILE, 0))
     steps = (seen + STEP - 1) // STEP
     whole = gl.minimum(gl.maximum(position + 1, 0), length) // STEP
-    return head, sequence, first_token, end, position, length, gl.where(first_token < end, steps, 0), whole
+    return head, sequence, first_token, end, position, length, gl.where(first_token < end, steps, 0), whole, skipped
 
 
 @gluon.jit
@@ -161,8 +168,9 @@ def unpack(pairs):
 
 @gluon.jit
 def weigh(
-    scores, key_scales, slot, factor, top, total, first_key, position, FP8_SCORES: gl.constexpr, MASK: gl.constexpr
-):
+    scores, key_scales, slot, factor, top, total, first_key, position, FP8_SCORES: gl.constexpr, MASK: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
     """The online softmax of one step: (packed probabilities, what the older ones keep, new maximum, new sum).
 
     Maxima are before `factor`.
@@ -172,7 +180,10 @@ def weigh(
         scores = scores * key_scales.index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
     if MASK:
         key = gl.arange(0, STEP, gl.SliceLayout(0, SCORES))
-        scores = gl.where(key[None, :] <= (position - first_key)[:, None], scores, -float("inf"))
+        seen = key[None, :] <= (position - first_key)[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > (position - first_key - WINDOW)[:, None])
+        scores = gl.where(seen, scores, -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
     keep = gl.exp2((top - new_top) * factor)
     p = gl.exp2(scores * factor[:, None] - (new_top * factor)[:, None])
@@ -183,7 +194,7 @@ def weigh(
 def attend(
     begin, stop, base, steps, q, factor, position, top, total, acc, p, keys, key_scales, keys_ready, keys_free, values,
     values_ready, values_free, turns, WHO: gl.constexpr, FP8_SCORES: gl.constexpr, MASK: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    WINDOW: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop: each multiplies the step before by its values while it weighs its own keys."""
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
@@ -204,8 +215,9 @@ def attend(
             mbarrier.arrive(turns.index(1 - WHO), count=1)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p, keep, top, total = weigh(
-            scores, key_scales, slot, factor, top, total, (steps - 1 - j) * STEP, position, FP8_SCORES, MASK
-        )
+            scores, key_scales, slot, factor, top, total, (steps - 1 - j) * STEP, position, FP8_SCORES, MASK,
+            WINDOW,
+        )  # fmt: skip
         if FP8_SCORES:
             fence_async_shared()  # the keys' scales are read: a load is not done when a barrier is passed
         mbarrier.arrive(keys_free.index(slot), count=1)
@@ -233,7 +245,7 @@ def consume(
     q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready,
     values_free, turns, WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
     SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, WINDOW: gl.constexpr = 0,
 ):  # fmt: skip
     """The warps of 64 rows: group WHO of the two.
 
@@ -248,8 +260,8 @@ def consume(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            head, _sequence, first_token, end, position, _length, steps, whole = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, 4
+            head, _sequence, first_token, end, position, _length, steps, whole, _skipped = find_tile(
+                item, batch, HK, TILE, SEQUENCES, PLANNED, 4, WINDOW
             )
             own = first_token + WHO * (TILE // 2)
             at = (own.to(gl.int64) * HK + head) * (GROUP * 128)
@@ -291,8 +303,9 @@ def consume(
                         mbarrier.arrive(turns.index(1 - WHO), count=1)
                     scores = warpgroup_mma_wait(0, deps=(scores,))
                     p, _keep, top, total = weigh(
-                        scores, key_scales, slot, factor, top, total, (steps - 1) * STEP, here, FP8_SCORES, True
-                    )
+                        scores, key_scales, slot, factor, top, total, (steps - 1) * STEP, here, FP8_SCORES, True,
+                        WINDOW,
+                    )  # fmt: skip
                     if FP8_SCORES:
                         fence_async_shared()
                     mbarrier.arrive(keys_free.index(slot), count=1)
@@ -301,13 +314,24 @@ def consume(
                     masked = gl.maximum(steps - whole, 1)
                     top, total, acc, p = attend(
                         1, masked, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales, keys_ready,
-                        keys_free, values, values_ready, values_free, turns, WHO, FP8_SCORES, True, STAGES, TURNS,
-                    )  # fmt: skip
-                    top, total, acc, p = attend(
-                        masked, steps, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales,
-                        keys_ready, keys_free, values, values_ready, values_free, turns, WHO, FP8_SCORES, False, STAGES,
+                        keys_free, values, values_ready, values_free, turns, WHO, FP8_SCORES, True, WINDOW, STAGES,
                         TURNS,
                     )  # fmt: skip
+                    unclipped = steps
+                    if WINDOW:  # of the oldest steps not every row sees the beginning
+                        clipped = (gl.maximum(position + TILE - WINDOW, 0) + STEP - 1) // STEP
+                        unclipped = gl.maximum(steps - clipped, masked)
+                    top, total, acc, p = attend(
+                        masked, unclipped, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales,
+                        keys_ready, keys_free, values, values_ready, values_free, turns, WHO, FP8_SCORES, False, 0,
+                        STAGES, TURNS,
+                    )  # fmt: skip
+                    if WINDOW:
+                        top, total, acc, p = attend(
+                            unclipped, steps, base, steps, operand, factor, here, top, total, acc, p, keys, key_scales,
+                            keys_ready, keys_free, values, values_ready, values_free, turns, WHO, FP8_SCORES, True,
+                            WINDOW, STAGES, TURNS,
+                        )  # fmt: skip
                     newest = base + steps - 1
                     slot = newest % STAGES
                     mbarrier.wait(values_ready.index(slot), newest // STAGES & 1)

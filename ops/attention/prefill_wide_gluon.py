@@ -42,7 +42,7 @@ def produce(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            head, sequence, _first_token, _end, _position, _length, steps, _whole = find_tile(
+            head, sequence, _first_token, _end, _position, _length, steps, _whole, _skipped = find_tile(
                 item, batch, HK, TILE, SEQUENCES, True, 1
             )
             place = gl.load(places + sequence)

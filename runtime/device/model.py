@@ -191,7 +191,7 @@ def load_model(
         engine.rounded_weights, config, weights, compiler_options, calibration, options.norm_rotation
     )
     check_layers(compiler_options, config.num_hidden_layers)
-    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.sliding_window)
+    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)
     registry = AdapterRegistry(
         config,
         engine.max_lora_rank or MAX_RANK,
@@ -247,7 +247,7 @@ def _build(
     Programs of a pass list other than the compiler's own are not kept between runs: the key of a kept program knows
     passes by name only.
     """
-    config, engine, device = source.config, options.engine, options.device
+    config, engine, device = source.config.up_to(sizes.max_model_len), options.engine, options.device
     seconds: dict[str, float] = {}
     dtype = compiler_options.model_dtype
     with _timed(seconds, "capture_and_passes"), stage("compiling the model", engine.show_progress):

@@ -50,18 +50,8 @@ class EngineSizes:
         return pages_for(self.max_model_len)
 
 
-def resolve_sizes(
-    options: EngineOptions, max_positions: int, device: torch.device, window: int | None = None
-) -> EngineSizes:
-    """Fill in what was left open. Raises OptionError for a max_model_len beyond the model's positions, or beyond the
-    `window` of its attention: within it a window changes nothing.
-    """
-    if window is not None and (options.max_model_len or 0) > window:
-        raise OptionError(
-            f"max_model_len={options.max_model_len} exceeds the model's sliding_window={window}, and windows are not "
-            "supported; lower max_model_len to that, or serve a model without one"
-        )
-    max_positions = min(max_positions, window or max_positions)
+def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.device) -> EngineSizes:
+    """Fill in what was left open. Raises OptionError for a max_model_len beyond the model's positions."""
     if options.max_model_len is not None and options.max_model_len > max_positions:
         raise OptionError(
             f"max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={max_positions}; "

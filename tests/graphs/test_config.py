@@ -255,4 +255,31 @@ def test_families_read_what_makes_them_differ() -> None:
 def test_a_window_is_read_as_transformers_reads_it() -> None:
     first = {name: value for name, value in MISTRAL_NEMO.items() if name != "sliding_window"}
     assert LlamaConfig.from_dict(first).sliding_window == 4096  # where the field is missing, MistralConfig has 4096
+    mistral = LlamaConfig.from_dict({**first, "max_position_embeddings": 32768})
+    assert {mistral.window_of(layer) for layer in range(40)} == {4096}
     assert LlamaConfig.from_dict({**QWEN_25_7B, "use_sliding_window": True}).sliding_window == 131072
+
+
+def windows(config: LlamaConfig) -> list[int]:
+    return [config.window_of(layer) for layer in range(config.num_hidden_layers)]
+
+
+def test_layers_with_a_window_are_those_of_transformers() -> None:
+    qwen = {**QWEN_25_7B, "num_hidden_layers": 4, "sliding_window": 512}
+    on = {**qwen, "use_sliding_window": True, "max_window_layers": 3}
+    assert windows(LlamaConfig.from_dict(qwen)) == [0] * 4
+    assert windows(LlamaConfig.from_dict(on)) == [0, 0, 0, 512]
+    assert windows(LlamaConfig.from_dict({**on, "max_window_layers": 0})) == [512] * 4
+    assert windows(LlamaConfig.from_dict({**on, "max_window_layers": 28})) == [0] * 4
+    named = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert windows(LlamaConfig.from_dict({**on, "layer_types": named})) == [512, 0, 0, 512]
+    assert windows(LlamaConfig.from_dict({**on, "sliding_window": 32768})) == [0] * 4  # longer than any context
+    for wrong in ({"layer_types": ["linear_attention"] * 4}, {"layer_types": named[:2]}, {"max_window_layers": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            LlamaConfig.from_dict({**on, **wrong})
+
+
+def test_contexts_within_a_window_need_none() -> None:
+    config = LlamaConfig.from_dict({**QWEN_25_7B, "use_sliding_window": True, "sliding_window": 512})
+    assert config.up_to(513) == config
+    assert config.up_to(512).sliding_window is None

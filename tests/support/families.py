@@ -13,9 +13,33 @@ from .tiny import LINEAR_ROPE, LLAMA3_ROPE, TinyBase, tiny_model
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 24}),
     "qwen2": ("Qwen2", {"use_sliding_window": False, "sliding_window": 64}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 2},
+    ),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_hidden_layers": 2,
+        },
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 2,
+            "no_rope_layers": [1, 0],
+            "pad_token_id": 0,
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -27,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3-window": ("Phi3", {"pad_token_id": 0, "sliding_window": 24}),
 }
 
 

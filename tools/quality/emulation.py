@@ -16,7 +16,13 @@ from ...compiler.graph.recipe import Recipe, materialize
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
 from ...ops.attention.append_kv import append_kv
-from ...ops.attention.paged_attention import check_arguments, gather_keys_values, paged_attention, paged_attention_fake
+from ...ops.attention.paged_attention import (
+    check_arguments,
+    gather_keys_values,
+    hidden_keys,
+    paged_attention,
+    paged_attention_fake,
+)
 from ...ops.core.eight_bits import QUANTIZED_MAX
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
@@ -75,6 +81,9 @@ def attention_fp8_pv_reference(
     softmax_scale: float,
     quantize_q: bool,
     decode: bool,
+    wide: Optional[torch.Tensor] = None,
+    plan: Optional[torch.Tensor] = None,
+    window: int = 0,
 ) -> torch.Tensor:
     """`paged_attention` with P and V in e4m3: P in (0, 1] before it is normalised, V with one scale per head, and sums
     over 32 keys at a time in 13 bits.
@@ -82,7 +91,7 @@ def attention_fp8_pv_reference(
     Hopper's FP8 matrix instruction keeps about 14 bits of its accumulator and cuts the rest off, so long sums lose what
     comes late; 16-bit PV does not.
     """
-    check_arguments(q, kv_cache, kv_scales)
+    check_arguments(q, kv_cache, kv_scales, window)
     tokens, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
     out = q.new_zeros(tokens, heads, dim)
@@ -98,7 +107,7 @@ def attention_fp8_pv_reference(
         query = q[first:last].float().view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         scores = query @ keys[:, None].transpose(-1, -2) * softmax_scale
         position = torch.arange(context - count, context, device=q.device)
-        scores = scores.masked_fill(torch.arange(context, device=q.device)[None, :] > position[:, None], float("-inf"))
+        scores = scores.masked_fill(hidden_keys(position, context, window), float("-inf"))
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
         total = weights.sum(-1, keepdim=True)
         step = values.abs().amax((-1, -2), keepdim=True).clamp_min(1e-12) / E4M3_MAX

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.cost.work import Assumptions, argument_bytes, step_bytes, work
+from sidestream.compiler.cost.work import Assumptions, argument_bytes, named_arguments, step_bytes, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import widen_kv_once
 from sidestream.compiler.program.program import Bucket, Program
@@ -55,7 +55,7 @@ def test_one_plan_a_step_and_one_buffer_for_all_layers(lora: bool) -> None:
         len({buffer.offset for buffer in wide}) == 1 and made.arena_bytes <= plain.arena_bytes + wide[0].nbytes + 8192
     )
     attention = [step for step in made.steps if step.op == "sidestream.paged_attention_quant"]
-    assert [step.args[-2].buffer for step in attention] == [buffer.name for buffer in wide]
+    assert [dict(named_arguments(step))["wide"].buffer for step in attention] == [buffer.name for buffer in wide]
     assert "widen_kv_once" in made.passes and Program.from_json(made.to_json()).passes == made.passes
 
 
