@@ -130,7 +130,7 @@ class CompileOptions:
         8,
         "in int8 mode, columns of a rotated block of what a norm makes",
         unset="as the rounded weights have them, else 8",
-        more="a power of two up to 128; wider blocks round finer and cost time, and leave whole_layer's launch out",
+        more="a power of two up to 128; wider blocks round finer and cost time",
     )
     smooth_channels: bool = option(
         False,

@@ -12,7 +12,7 @@ from ...ops.attention.rope_append import rope_append
 from ...ops.core.registry import Op
 from ...ops.decoder_block.decoder_block import decoder_block, fits
 from ...ops.linear.linear_8bit import linear_8bit
-from ...ops.rows.quantize import NORM_ROTATES, SILU_ROTATES
+from ...ops.rows.quantize import SILU_ROTATES
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ...ops.rows.silu_mul import silu_mul_quant
 from ..graph.nodes import bind, has_operand, insert_call, insert_picks, is_call, is_pick, replace_picks, shape_of
@@ -115,8 +115,9 @@ def _check_rotations(attention: fx.Node, norm: fx.Node, silu: fx.Node, end: fx.N
     """Raises unless activations are rotated as the kernel does it for their dtype."""
     rotated = [bind(node).rotate for node in (attention, norm, silu, end) if has_operand(node, "rotate")]
     whole = bind(attention).dtype == torch.int8
-    wanted = [0, NORM_ROTATES, SILU_ROTATES, NORM_ROTATES] if whole else [0] * 4
-    if rotated != wanted[: len(rotated)]:
+    columns = bind(norm).rotate
+    wanted = [0, columns, SILU_ROTATES, columns] if whole else [0] * 4
+    if rotated != wanted[: len(rotated)] or (whole and not columns):
         raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
 
 
@@ -148,6 +149,7 @@ def _replace(graph: fx.Graph, layer: _Layer) -> None:
             end.weight,
             *(_weights(layer.qkv) if layer.qkv is not None else (None, None)),
             norm.eps,
+            *((norm.rotate,) if norm.rotate else ()),
         )
         block = insert_call(graph, decoder_block, operands, like=layer.down)
         (residual,) = insert_picks(graph, block, (1,), like=layer.down)

@@ -7,8 +7,8 @@ of the separate ops, and not bitwise equal to them. The kernel (`kernel.py`) nee
 at once: no two launches may overlap, whatever their streams.
 
 Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated
-before it is quantized, in blocks of NORM_ROTATES and of SILU_ROTATES columns (see `quantize_rowwise`), so the weights
-of gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
+before it is quantized, in blocks of `norm_rotation` and of SILU_ROTATES columns (see `quantize_rowwise`), so the
+weights of gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
 
 H200, Llama-8B shape, 256 cached tokens, us a decode layer with this op (and with separate launches): 1 token 69.2
 (76.8), 8: 71.0 (76.4), 16: 72.0 (81.1), 32: 79.1 (88.6), 64: 93.5 (93.7).
@@ -125,6 +125,7 @@ def reference(
     qkv_weight: Optional[torch.Tensor],
     qkv_scale: Optional[torch.Tensor],
     eps: float,
+    norm_rotation: int = NORM_ROTATES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """attention [T, A] with attention_scale [A / 128, P] (see `quantize_blocks`), residual [T, H], norm weights [H] in
     the model's dtype; weights [N, K] with scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v
@@ -132,18 +133,19 @@ def reference(
 
     qkv is [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized
     activations: what a norm hands on is x * weight, quantized; 1 / rms multiplies the product after it. In int8 all
-    but the attention are rotated before they are quantized, and so must be the weights after them.
+    but the attention are rotated before they are quantized, and so must be the weights after them: what the norms
+    make in blocks of `norm_rotation` columns, a power of two from 8 to 128.
     """
     dtype = attention.dtype
     hidden = _add(residual, _project(dequantize_blocks(attention, attention_scale), o_weight, o_scale))
-    normed = _quantized(hidden.float() * norm_weight.float(), dtype, NORM_ROTATES)
+    normed = _quantized(hidden.float() * norm_weight.float(), dtype, norm_rotation)
     gate, up = (_project(normed, gate_up_weight, gate_up_scale) * _inverse_rms(hidden, eps)).chunk(2, dim=-1)
     new_residual = _add(
         hidden, _project(_quantized(torch.nn.functional.silu(gate) * up, dtype, SILU_ROTATES), down_weight, down_scale)
     )
     if qkv_weight is None or qkv_scale is None:
         return residual.new_empty(residual.shape[0], 0), new_residual
-    normed = _quantized(new_residual.float() * next_norm_weight.float(), dtype, NORM_ROTATES)
+    normed = _quantized(new_residual.float() * next_norm_weight.float(), dtype, norm_rotation)
     return (_project(normed, qkv_weight, qkv_scale) * _inverse_rms(new_residual, eps)).to(residual.dtype), new_residual
 
 
@@ -178,6 +180,7 @@ def fake(
     qkv_weight: Optional[torch.Tensor],
     qkv_scale: Optional[torch.Tensor],
     eps: float,
+    norm_rotation: int = NORM_ROTATES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of `reference`, not filled."""
     return residual.new_empty(
@@ -200,6 +203,7 @@ def launch(
     qkv_weight: Optional[torch.Tensor],
     qkv_scale: Optional[torch.Tensor],
     eps: float,
+    norm_rotation: int = NORM_ROTATES,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,
@@ -236,6 +240,7 @@ def launch(
         (o_scale, gate_up_scale, down_scale, qkv_scale),
         (norm_weight, next_norm_weight),
         eps,
+        norm_rotation,
         out,
         pdl,
     )
@@ -288,6 +293,7 @@ def launch_config(
     scales: tuple[Optional[torch.Tensor], ...],
     gains: tuple[torch.Tensor, torch.Tensor],
     eps: float,
+    norm_rotation: int,
     out: tuple[torch.Tensor, ...],
     pdl: bool,
 ) -> None:
@@ -309,7 +315,8 @@ def launch_config(
         STEPS_DOWN=intermediate // BLOCK // SPLIT, TILES=hidden // BLOCK, GATE_TILES=intermediate // BLOCK,
         QKV_WIDTH=qkv_width, QKV_FIRST=ctas - qkv_width // 64 if has_qkv else ctas - 1, HAS_QKV=has_qkv,
         BLOCK_T=block_t, PADDED=padded, SLOTS=config.slots, ROW_SLOTS=config.row_slots, DEPTH=config.depth,
-        EARLY_DEPTH=config.early_depth, PDL=pdl, num_warps=config.warps, maxnreg=config.registers, launch_pdl=pdl,
+        EARLY_DEPTH=config.early_depth, NORM_ROTATES=norm_rotation, PDL=pdl, num_warps=config.warps,
+        maxnreg=config.registers, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def _compute(
     squares, next_squares, out, program, tokens, eps, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr,
     STEPS_DOWN: gl.constexpr, TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_WIDTH: gl.constexpr,
     QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr,
-    ROW_SLOTS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    ROW_SLOTS: gl.constexpr, NORM_ROTATES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps: the products and epilogues of this CTA's part of every linear.
 
@@ -96,7 +96,7 @@ def _compute(
         update = collect(planes, counters + PLANES_O, tile, own, SPLIT, BLOCK_T, STORE) * row_scale[:, None]
         add_residual(
             update, own_gain, old, counters + O_DONE, new_residual, gate_q, gate_q_scale, squares, tile, part, tokens,
-            WIDTH, BLOCK_T, PADDED, STORE,
+            WIDTH, BLOCK_T, PADDED, NORM_ROTATES, STORE,
         )  # fmt: skip
     if program < GATE_TILES:
         row = gl.arange(0, 128, gl.SliceLayout(1, STORE))
@@ -140,7 +140,7 @@ def _compute(
         update = collect(planes, counters + PLANES_DOWN, tile, own, SPLIT, BLOCK_T, STORE) * row_scale[:, None]
         add_residual(
             update, own_gain, old, counters + DOWN_DONE, new_residual, qkv_q, qkv_q_scale, next_squares, tile, part,
-            tokens, WIDTH, BLOCK_T, PADDED, STORE,
+            tokens, WIDTH, BLOCK_T, PADDED, NORM_ROTATES, STORE,
         )  # fmt: skip
     if HAS_QKV:  # noqa: SIM102  a constant
         if program >= QKV_FIRST:
@@ -175,7 +175,8 @@ def decoder_block_kernel(
     planes, counters, tokens, eps, STEPS_O: gl.constexpr, STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr,
     TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_WIDTH: gl.constexpr, QKV_FIRST: gl.constexpr,
     HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
-    DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, NORM_ROTATES: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """One CTA of the launch. T tokens, A attention width, H hidden size, I intermediate size, N q/k/v width; eight-bit
     tensors are all e4m3 or all int8.
@@ -199,6 +200,7 @@ def decoder_block_kernel(
     BLOCK_T, PADDED                                 tokens of a product; tokens that a row of scales has room for
     SLOTS, ROW_SLOTS                                boxes that the rings of weights and of activations hold
     DEPTH, EARLY_DEPTH                              weight boxes in flight, and while the matrix before is multiplied
+    NORM_ROTATES                                    in int8, columns of a rotated block of what the norms make
     PDL, num_warps                                  programmatic dependent launch; consumer warps
     """
     program = gl.program_id(0)
@@ -264,6 +266,7 @@ def decoder_block_kernel(
                     PADDED,
                     SLOTS,
                     ROW_SLOTS,
+                    NORM_ROTATES,
                     num_warps,
                     PDL,
                 ),

@@ -2,6 +2,8 @@
 epilogues of norm and quantization.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,8 +17,19 @@ from ..core.gluon_support import cta_barrier
 from ..rows import quantize
 from .streams import SPLIT, await_count
 
-NORM_ROTATES = gl.constexpr(quantize.NORM_ROTATES)
 SILU_ROTATES = gl.constexpr(quantize.SILU_ROTATES)
+
+
+@gluon.constexpr_function
+def root(width):
+    """Of a rotated block's columns: what a normalised rotation divides by."""
+    return math.sqrt(width)
+
+
+@gluon.constexpr_function
+def stages(width):
+    """Of the transform of a block of so many columns."""
+    return int(width).bit_length() - 1
 
 
 @gluon.jit
@@ -106,12 +119,11 @@ def store_quantized(
 ):
     """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED].
 
-    If q is int8, blocks of ROTATE (8 or 128) columns are rotated before.
+    If q is int8, blocks of ROTATE (8 to 128, a power of two) columns are rotated before.
     """
     if q.dtype.element_ty == gl.int8:
-        # its root: what a normalised rotation would have divided by
-        ROOT: gl.constexpr = 2.8284271247461903 if ROTATE == 8 else 11.313708498984761
-        values = rotate(values, row, 3 if ROTATE == 8 else 7, LAYOUT)
+        ROOT: gl.constexpr = root(ROTATE)
+        values = rotate(values, row, stages(ROTATE), LAYOUT)
         step = gl.maximum(gl.max(gl.abs(values), axis=0) * (1.0 / ROOT), 1e-12) * (1.0 / 127.0)
         steps = to_int8(values * (1.0 / (step * ROOT))[None, :])
     else:
@@ -178,7 +190,7 @@ def collect(planes, arrivals, tile, token, PARTS: gl.constexpr, BLOCK_T: gl.cons
 @gluon.jit
 def add_residual(
     update, gain, old, done, residual, q, q_scale, squares, tile, part, tokens, WIDTH: gl.constexpr,
-    BLOCK_T: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_T: gl.constexpr, PADDED: gl.constexpr, ROTATE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A quarter of a tile's tokens:
 
@@ -193,7 +205,7 @@ def add_residual(
     value = gl.where(present, new.to(gl.float32), 0.0)
     gl.store(squares + tile * BLOCK_T + token, gl.sum(value * value, axis=0))
     store_quantized(
-        value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, NORM_ROTATES, LAYOUT
+        value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, ROTATE, LAYOUT
     )
     cta_barrier()
     gl.atomic_add(done, 1, sem="release")

@@ -98,6 +98,16 @@ def test_switched_off_the_layers_stay_apart(options: dict[str, Any]) -> None:
     assert ops(made)["decoder_block"] == 0 and torch.equal(logits(made), logits(program(whole_layer="off")))
 
 
+def test_wider_rotations_after_norms_are_kept() -> None:
+    """A rotation and its inverse cancel but for int8's rounding, in one launch as in separate ones."""
+    wide: dict[str, Any] = {"precision": "int8", "norm_rotation": 64}
+    made = program(whole_layer="on", **wide)
+    assert ops(made)["decoder_block"] == 2 and "refused" not in made.passes
+    fused, separate = logits(made), logits(program(whole_layer="off", **wide))
+    assert float((fused - separate).norm() / separate.norm()) < 0.05
+    assert not torch.equal(fused, logits(program(whole_layer="on", precision="int8")))
+
+
 def test_auto_leaves_what_would_not_fill_the_gpu() -> None:
     made = program()
     assert ops(made)["decoder_block"] == 0 and "16 CTAs on 132 SMs would be slower" in made.passes
