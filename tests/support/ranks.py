@@ -15,7 +15,10 @@ from torch.multiprocessing import start_processes
 from .captured import capture_once
 
 SECONDS = 300
-PRELOAD = ["support.compiled", "support.tiny", "support.ranks"]  # imported once, not by each rank
+PRELOAD = [  # imported once, not by each rank; torch imports its own when a graph is captured
+    *("support.compiled", "support.tiny", "support.ranks"),
+    *("torch._dynamo", "torch.export._trace", "torch._functorch.aot_autograd"),
+]
 
 
 def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any, backend: str = "gloo") -> list[Any]:

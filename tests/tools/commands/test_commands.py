@@ -1,12 +1,12 @@
 """The commands on the demo model: what a user sees."""
 
 import json
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.runtime.engine.engine import Engine
 from sidestream.tools import cli
 from sidestream.tools.bench import latency as bench_latency
 from sidestream.tools.options.engine import demo_prompts
@@ -135,8 +135,10 @@ def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.Ca
 def test_bench_latency_measures_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock is the thread's own: what else this machine does is no part of a step."""
-    monkeypatch.setattr(bench_latency, "measure", partial(bench_latency.measure, clock=time.thread_time))
+    """The clock counts the engine's steps: what else this machine does is no part of one, and each takes a second."""
+    steps, step = [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: steps.append(self) or step(self))
+    monkeypatch.setattr(bench_latency, "measure", partial(bench_latency.measure, clock=lambda: float(len(steps))))
     target = tmp_path / "latency.json"
     run(
         *[
@@ -153,9 +155,9 @@ def test_bench_latency_measures_and_writes_json(
             "--input-len",
             "8",
             "--output-len",
-            "72",
+            "40",
         ],
-        *("--num-iters", "3", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
+        *("--num-iters", "1", "--num-adapters", "2", "--lora-rank", "4", "--output-json", str(target)),
     )
     found = json.loads(target.read_text())
     assert [(row["lora"], row["concurrency"], row["active_adapters"]) for row in found["rows"]] == [
@@ -165,9 +167,9 @@ def test_bench_latency_measures_and_writes_json(
         ("four", 2, 2),
     ]
     for row in found["rows"]:
-        assert row["ms_per_step"] > row["floor_ms"] > 0
+        assert row["ms_per_step"] == pytest.approx(1000.0) and row["floor_ms"] > 0
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_per_step"])
-    assert found["options"]["output_len"] == 72 and found["environment"]["packages"]["torch"]
+    assert found["options"]["output_len"] == 40 and found["environment"]["packages"]["torch"]
     shown = capsys.readouterr().out
     assert "ms/step" in shown and str(target) in shown
     lines = [line for line in shown.splitlines() if line.startswith(("none ", "four "))]
