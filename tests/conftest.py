@@ -53,8 +53,11 @@ def keep_one_configuration(config: pytest.Config, items: list[pytest.Item]) -> N
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Programs that tests keep for a second start, and usage logs, lie in directories of this run."""
-    os.environ["SIDESTREAM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Programs that tests keep for a second start, and usage logs, lie in directories of this run. Its processes share
+    the programs: what one has compiled the other starts with.
+    """
+    base = tmp_path_factory.getbasetemp()
+    os.environ["SIDESTREAM_CACHE"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache")
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
