@@ -1,18 +1,14 @@
-"""fleet.toml, the adapters' root, the number of engines, the token's file and the manifests: without a Ray."""
+"""fleet.toml, the number of engines, the token's file and the manifests: without a Ray."""
 
 import os
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import fsspec
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.fleet import adapter_root
-from sidestream.runtime.fleet.adapter_root import AdapterRoot
 from sidestream.runtime.fleet.cluster import secure
 from sidestream.runtime.fleet.options import options_of, read_options, serve_settings
 from sidestream.runtime.fleet.this_machine import ThisMachine
@@ -59,138 +55,6 @@ def test_a_file_is_read_with_paths_of_its_directory(tmp_path):
     (tmp_path / "fleet.toml").write_text("max-replicas = ")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "is no TOML file" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def objects():
-    """A store without directories, as S3 is one: keys and bytes."""
-    store = fsspec.filesystem("memory")
-    store.store.clear()
-    yield store
-    store.store.clear()
-
-
-def test_objects_of_a_store_come_change_and_go(objects, tmp_path):
-    root = AdapterRoot("memory://bucket/adapters")
-    assert root.look() == {} and root.remote
-    pirate, shout = DEMO_MODEL / "adapters" / "pirate", DEMO_MODEL / "adapters" / "shout"
-    objects.put(str(pirate), "/bucket/adapters/pirate", recursive=True)
-    found = root.look()
-    assert list(found) == ["pirate"] and found["pirate"].rank > 0 and root.look() == found
-    fetched = adapter_root.fetch(root.place, found["pirate"].path, found["pirate"].version, tmp_path)
-    for each in fetched.iterdir():
-        assert each.read_bytes() == (pirate / each.name).read_bytes()
-    objects.put(str(shout / adapter_root.WEIGHTS), f"/bucket/adapters/pirate/{adapter_root.WEIGHTS}")
-    changed = root.look()["pirate"]
-    assert changed.version != found["pirate"].version
-    again = adapter_root.fetch(root.place, changed.path, changed.version, tmp_path)
-    assert (again / adapter_root.WEIGHTS).read_bytes() == (shout / adapter_root.WEIGHTS).read_bytes()
-    objects.rm("/bucket/adapters/pirate", recursive=True)
-    assert root.look() == {}
-    with pytest.raises(FileNotFoundError):
-        adapter_root.fetch(root.place, changed.path, "0" * 64, tmp_path)
-
-
-def test_hostile_objects_of_a_store_are_no_adapters(objects, tmp_path, monkeypatch):
-    def put(folder, config=b'{"r": 8}', weights=b"weights"):
-        objects.pipe_file(f"/bucket/adapters/{folder}/{adapter_root.CONFIG}", config)
-        objects.pipe_file(f"/bucket/adapters/{folder}/{adapter_root.WEIGHTS}", weights)
-
-    for name in (".hidden", "two words", "x" * 200, "deep/inside", "-option", "new\nline"):
-        put(name)
-    for key in ("/bucket/adapters/../up", "/bucket/adapters/..", "/bucket/elsewhere", "/bucket/adapters"):
-        for file in (adapter_root.CONFIG, adapter_root.WEIGHTS):
-            objects.store[f"{key}/{file}"] = objects.store[f"/bucket/adapters/.hidden/{file}"]
-    put("empty", weights=b"")
-    put("huge", config=b" " * (adapter_root.MAX_CONFIG_BYTES + 1))
-    root = AdapterRoot("memory://bucket/adapters")
-    assert root.look() == {}
-    nested = b"[" * 100_000
-    put("nested", config=nested)
-    put("lies", config=b'{"r": "8"}')
-    put("bytes", config=b"\xff\xfe")
-    found = root.look()
-    assert sorted(found) == ["bytes", "lies", "nested"] and {offer.rank for offer in found.values()} == {0}
-    # more comes than the store had said
-    monkeypatch.setattr(adapter_root, "MAX_WEIGHTS_BYTES", 3)
-    read = []
-    opened = objects.open
-    monkeypatch.setattr(type(objects), "open", lambda self, *given: _Counted(opened(*given), read))
-    with pytest.raises(ValueError, match="of adapter 'lies' has more than 3 bytes"):
-        adapter_root.fetch(root.place, found["lies"].path, found["lies"].version, tmp_path)
-    assert sum(read) == len(b'{"r": "8"}') + 4 and list(tmp_path.iterdir()) == []
-
-    def broken(self, *given, **named):
-        raise RuntimeError("no credentials")
-
-    monkeypatch.setattr(type(objects), "find", broken)
-    with pytest.raises(OSError, match="memory://bucket/adapters: RuntimeError: no credentials"):
-        root.look()
-
-
-class _Counted:
-    """A file whose reads are counted."""
-
-    def __init__(self, file, read):
-        self._file, self._read = file, read
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *problem):
-        self._file.close()
-
-    def read(self, count):
-        piece = self._file.read(count)
-        self._read.append(len(piece))
-        return piece
-
-
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_folders_of_a_root_come_change_and_go(tmp_path, scheme):
-    place = tmp_path / "root"
-    place.mkdir()
-    root = AdapterRoot(f"{scheme}{place}")
-    assert root.look() == {} and root.remote == bool(scheme)
-    shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
-    (place / ".hidden").mkdir()
-    (place / "empty").mkdir()
-    (place / "file").write_text("x")
-    found = root.look()
-    assert list(found) == ["pirate"] and found["pirate"].rank > 0
-    assert root.look() == found
-    weights = place / "pirate" / "adapter_model.safetensors"
-    os.utime(weights, ns=(1, 1))
-    assert root.look()["pirate"].version != found["pirate"].version
-    shutil.rmtree(place / "pirate")
-    assert root.look() == {}
-
-
-def test_a_remote_adapter_is_fetched_once_and_only_from_the_root(tmp_path, monkeypatch):
-    place, into = tmp_path / "root", tmp_path / "into"
-    shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
-    root = AdapterRoot(f"file://{place}")
-    offer = root.look()["pirate"]
-    found = adapter_root.fetch(root.place, offer.path, offer.version, into)
-    assert found.name == "pirate" and found.is_relative_to(into)
-    assert (found / "adapter_model.safetensors").read_bytes() == (
-        place / "pirate" / "adapter_model.safetensors"
-    ).read_bytes()
-    shutil.rmtree(place / "pirate")
-    assert adapter_root.fetch(root.place, offer.path, offer.version, into) == found
-    for folder, version in (
-        (str(tmp_path), offer.version),
-        (f"{place}/../root/pirate", offer.version),
-        (offer.path, ".."),
-    ):
-        with pytest.raises(ValueError, match="does not lie in the fleet's root"):
-            adapter_root.fetch(root.place, folder, version, into)
-    shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
-    monkeypatch.setattr(adapter_root, "MAX_WEIGHTS_BYTES", 100)
-    with pytest.raises(ValueError, match="has more than 100 bytes"):
-        adapter_root.fetch(root.place, offer.path, "0" * 64, into)
-    assert sorted(path.name for path in into.iterdir()) == [offer.version]
-    assert root.look() == {}, "what is too large is no adapter"
 
 
 def test_the_tokens_file_is_ours_alone(tmp_path, monkeypatch):
@@ -254,6 +118,35 @@ def test_serve_run_takes_the_application(tmp_path, monkeypatch):
     (tmp_path / "fleet.toml").write_text("max-replica = 3\n")
     with pytest.raises(ValueError, match="did you mean 'max-replicas'"):
         app({"fleet": str(tmp_path / "fleet.toml")})
+
+
+@needs_ray
+def test_a_fleet_that_does_not_come_up_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    secure()
+    from ray import serve
+    from sidestream.runtime.fleet.application import deploy
+
+    def run(*given, **named):
+        raise RuntimeError("Failed to update the deployments ['engine'].")
+
+    def deployments(**messages):
+        each = {
+            name: SimpleNamespace(status=SimpleNamespace(value=status), message=message)
+            for name, (status, message) in messages.items()
+        }
+        application = SimpleNamespace(deployments=each)
+        monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"sidestream": application}))
+
+    monkeypatch.setattr(serve, "start", lambda **named: None)
+    monkeypatch.setattr(serve, "run", run)
+    stack = 'It failed 3 times.\n  File "x.py", line 1\nRuntimeError: max_num_seqs=9 is more than there is memory for\n'
+    deployments(ingress=("HEALTHY", ""), engine=("DEPLOY_FAILED", stack))
+    with pytest.raises(ValueError, match="'sidestream' did not come up: max_num_seqs=9 is more than"):
+        deploy(options_of({}, tmp_path, "fleet.toml"))
+    deployments(ingress=("HEALTHY", ""), engine=("DEPLOY_FAILED", ""))
+    with pytest.raises(ValueError, match="did not come up: Failed to update the deployments"):
+        deploy(options_of({}, tmp_path, "fleet.toml"))
 
 
 @needs_ray
