@@ -219,7 +219,9 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
     shares = ", ".join(
         f"{name} {path[key]:.1f} us ({path[key] / total:.0%})" for name, key in parts if path[key] >= 0.05
     )
-    rows = [("op", "lane", "steps", "us", "of the path", "MB", "GFLOP", "floor us", "reached")]
+    linked = [row for row in facts["ops"] if row["link_bytes"]]
+    link = ("NVLink MB",) if linked else ()
+    rows = [("op", "lane", "steps", "us", "of the path", "MB", *link, "GFLOP", "floor us", "reached")]
     for row in facts["ops"][:TOP_OPS]:
         share = f"{row['critical_us'] / total:.1%}" if row["critical_us"] else "not on it"
         reached = f"{row['floor_us'] / row['us']:.0%}" if row["us"] else ""
@@ -232,12 +234,12 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
                 f"{row['us']:.1f}",
                 share,
                 moved,
+                *((f"{row['link_bytes'] / 1e6:.2f}",) if linked else ()),
                 computed,
                 floor,
                 reached,
             )
         )
-    linked = [row for row in facts["ops"] if row["link_bytes"]]
     over_link = [
         f"  between ranks: {sum(row['link_bytes'] for row in linked) / 1e6:.2f} MB over NVLink in "
         f"{sum(row['steps'] for row in linked)} collectives, floor {sum(row['floor_us'] for row in linked):.1f} us"
@@ -269,7 +271,8 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
             *(over_link if linked else ()),
             *own,
             "",
-            columns(rows, right=range(2, 9)) + (f"and {left} other ops; --json has all\n" if left > 0 else ""),
+            columns(rows, right=range(2, len(rows[0])))
+            + (f"and {left} other ops; --json has all\n" if left > 0 else ""),
         ]
     )
 

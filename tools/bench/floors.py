@@ -62,8 +62,10 @@ def adapter_bytes(
     )
 
 
-def decode_floor_ms(weights: float, kv_per_token: float, context_tokens: float, adapters: float) -> float:
+def decode_floor_ms(
+    weights: float, kv_per_token: float, context_tokens: float, adapters: float, gpus: int = 1
+) -> float:
     """Milliseconds of a decode step that reads all weights, `context_tokens` cached tokens (all sequences together)
-    and the active adapters' bytes.
+    and the active adapters' bytes, divided over so many GPUs.
     """
-    return 1e3 * (weights + kv_per_token * context_tokens + adapters) / BANDWIDTH
+    return 1e3 * (weights + kv_per_token * context_tokens + adapters) / (BANDWIDTH * gpus)

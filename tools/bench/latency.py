@@ -20,6 +20,7 @@ from ...runtime.requests.checks import MAX_DRAFTS
 from ..options.engine import (
     add_bench_model,
     add_compile_options,
+    add_ranks,
     add_run_options,
     check_output,
     given,
@@ -67,6 +68,7 @@ examples:
                                                                         mix
   sidestream bench latency --concurrency 64 --lora none zipf four
   sidestream bench latency --shape qwen3-8b --concurrency 1 64           another family's shape with random weights
+  sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
@@ -202,7 +204,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="afterwards write a trace of some steps of the last line for Perfetto",
     )
     add_compile_options(parser)
-    add_run_options(parser.add_argument_group("engine"), seed="seed of prompts, weights and the adapters' mix")
+    engine = parser.add_argument_group("engine")
+    add_ranks(engine)
+    add_run_options(engine, seed="seed of prompts, weights and the adapters' mix")
     parser.set_defaults(run=run)
 
 
@@ -213,8 +217,18 @@ def check(options: argparse.Namespace) -> None:
             f"--output-len {options.output_len} must be above {SHORT_OUTPUT}: a step's time is the difference to a "
             f"run of {SHORT_OUTPUT} outputs"
         )
+    if ranks_of(options) > 1 and (options.speculate or options.ablate):
+        raise ValueError(
+            f"{'--speculate' if options.speculate else '--ablate'} is measured in one process; leave out "
+            "--tensor-parallel-size"
+        )
     check_output("--output-json", options.output_json)
     check_output("--profile", options.profile)
+
+
+def ranks_of(options: argparse.Namespace) -> int:
+    """Over how many GPUs the model is spread."""
+    return getattr(options, "tensor_parallel_size", None) or 1
 
 
 def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
@@ -267,12 +281,16 @@ def run(options: argparse.Namespace) -> int:
             again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
             steps = write_profile(llm, again, options.profile)
             print(f"\nwrote {options.profile}: {steps} steps, for https://ui.perfetto.dev")
+        on_gpu = llm.device.type == "cuda"
+        llm.close()
     print(f"\nC: requests at once; spread: (slowest - fastest) / median of {options.num_iters} runs;")
     if options.speculate:
         print(f"@P: {options.speculate} drafts a request and step, each right with the injected probability P")
-    if llm.device.type == "cuda":
+    if on_gpu:
+        shared = f", a part on each of {ranks_of(options)} GPUs" if ranks_of(options) > 1 else ""
         print(
             f"floor: weights + KV cache + active adapters, read once at {BANDWIDTH / 1e12:.2f} TB/s (an H200's memory)"
+            f"{shared}"
         )
     write(options, config, rows, start_up)
     print(f"wrote {options.output_json}")
@@ -299,6 +317,8 @@ def build(
     from ...runtime.llm import LLM
 
     arguments = precision_arguments(options) | given(options, "gpu_memory_utilization", "device")
+    if ranks_of(options) > 1:
+        arguments["tensor_parallel_size"] = ranks_of(options)
     if speculation is not None:
         arguments["speculation"] = speculation
     arguments |= {
@@ -378,6 +398,7 @@ def measure_row(
         kv_bytes_per_token(config, kv_element_bytes(options)),
         concurrency * middle_context,
         active * adapter_bytes(config, options.lora_rank, element_bytes=4 if options.precision == "fp32" else 2),
+        ranks_of(options),
     )
     rate = concurrency * options.output_len / whole
     drafts = options.speculate if acceptance is not None else 0

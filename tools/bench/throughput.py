@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_compile_options, add_run_options, check_output, positive
+from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, check_output, positive
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
-from .latency import LORA_CHOICES, build, make_adapters, model_fields
+from .latency import LORA_CHOICES, build, make_adapters, model_fields, ranks_of
 
 FP8_PEAK = 1979e12  # an H200's dense e4m3 rate in FLOP/s, from the vendor's datasheet
 BALANCED = (1024, 128)
@@ -106,7 +106,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--output-json", type=Path, default=Path("bench-throughput.json"), metavar="FILE", help="where the figures go"
     )
     add_compile_options(parser)
-    add_run_options(parser.add_argument_group("engine"), seed="seed of prompts, weights and the adapters' mix")
+    engine = parser.add_argument_group("engine")
+    add_ranks(engine)
+    add_run_options(engine, seed="seed of prompts, weights and the adapters' mix")
     parser.set_defaults(run=run)
 
 
@@ -142,6 +144,7 @@ def run(options: argparse.Namespace) -> int:
                     f"{row.ttft_p50_ms:>10.1f}{row.ttft_p99_ms:>9.1f}{share}",
                     flush=True,
                 )
+        llm.close()
     content = {
         "workloads": "B, P",
         "config": config,
@@ -186,7 +189,7 @@ def measure_row(
         tokens / seconds,
         1e3 * statistics.median(first),
         1e3 * percentile(first, 0.99),
-        prompt_flops(config, count, prompt) / seconds / FP8_PEAK if name == "P" else 0.0,
+        prompt_flops(config, count, prompt) / seconds / (FP8_PEAK * ranks_of(options)) if name == "P" else 0.0,
     )
 
 

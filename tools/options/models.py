@@ -38,7 +38,14 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-SHAPES = {"llama-3.1-8b": LLAMA_8B, **OTHER_SHAPES}
+LLAMA_70B: dict[str, Any] = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+SHAPES = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, **OTHER_SHAPES}
 DEFAULT_BUCKETS = ("decode:8", "mixed:256")
 CONTEXT_BLOCKS = 8
 MIXED_SEQUENCES = 8

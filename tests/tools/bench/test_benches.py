@@ -1,12 +1,14 @@
 """The benches on the demo model, small: every line of the table is there, and the figures hang together."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from sidestream.compiler.options import CompileOptions, Precision
 from sidestream.tools import cli
 from sidestream.tools.bench import kernels as bench_kernels
+from sidestream.tools.bench import latency as bench_latency
 from sidestream.tools.bench import layer as bench_layer
 from sidestream.tools.bench.throughput import percentile, prompt_flops
 from sidestream.tools.options.models import LLAMA_8B
@@ -43,6 +45,30 @@ def test_throughput_writes_a_row_for_each_line(tmp_path: Path, capsys: pytest.Ca
     balanced = rows[0]
     assert balanced["prompt_tokens_per_second"] == pytest.approx(balanced["output_tokens_per_second"] * 16 / 2)
     assert "TTFT" in capsys.readouterr().out
+
+
+def test_latency_of_a_shape_over_two_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_clock(generate: Callable[[int], None], length: int, iterations: int) -> tuple[float, float, float]:
+        generate(length)
+        return 2.0, 0.0, 1.0
+
+    monkeypatch.setattr(bench_latency, "measure", no_clock)
+    shape, target = tmp_path / "config.json", tmp_path / "out.json"
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 130}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    shape.write_text(json.dumps({**LLAMA_8B, **small, **heads, "bos_token_id": 0, "eos_token_id": 1}))
+    sizes = ["--concurrency", "2", "--input-len", "8", "--output-len", "34", "--num-iters", "1", "--device", "cpu"]
+    adapters = ["--num-adapters", "2", "--lora-rank", "8"]
+    command = ["bench", "latency", "--shape", str(shape), *sizes, *adapters, "--output-json", str(target)]
+    assert cli.main([*command, "--tensor-parallel-size", "2"]) == 0
+    found = json.loads(target.read_text())
+    assert found["options"]["tensor_parallel_size"] == 2
+    assert [(row["lora"], row["concurrency"]) for row in found["rows"]] == [("none", 2), ("zipf", 2)]
+    assert "ms/step" in capsys.readouterr().out
+    assert cli.main([*command, "--tensor-parallel-size", "2", "--speculate", "3"]) != 0
+    assert "--speculate is measured in one process" in capsys.readouterr().err
 
 
 def test_a_warm_start_captures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

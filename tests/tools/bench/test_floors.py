@@ -8,7 +8,7 @@ from sidestream.tools.bench.floors import (
     projection_widths,
     weight_bytes,
 )
-from sidestream.tools.options.models import LLAMA_8B, pick_adapters
+from sidestream.tools.options.models import LLAMA_8B, SHAPES, pick_adapters
 
 
 def test_bytes_of_llama_8b() -> None:
@@ -31,6 +31,12 @@ def test_floor_of_one_request_and_of_four_adapters() -> None:
     alone = decode_floor_ms(weights, kv, 272, 0)
     assert alone == pytest.approx(1.6, abs=0.05)
     assert decode_floor_ms(weights, kv, 272, 4 * adapter_bytes(LLAMA_8B, 32)) - alone == pytest.approx(0.14, abs=0.01)
+
+
+def test_llama_70b_is_as_large_as_it_is_called_and_two_gpus_read_a_half_each() -> None:
+    weights = weight_bytes(SHAPES["llama-3.1-70b"], "int8")
+    assert weights == pytest.approx(69.5e9, rel=0.005), "the embedding, of which few rows are read, is left out"
+    assert decode_floor_ms(weights, 0, 0, 0, 2) == decode_floor_ms(weights, 0, 0, 0) / 2
 
 
 def test_adapter_mixes() -> None:

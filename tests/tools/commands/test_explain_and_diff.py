@@ -51,6 +51,20 @@ def test_explain_needs_a_config_and_nothing_else(tmp_path: Path, capsys: pytest.
     )
 
 
+def test_explain_of_ranks_shows_what_goes_over_nvlink(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = config_directory(tmp_path / "model")
+    bucket = ["--bucket", "mixed:2048", "--no-changes"]
+    for ranks in ("1", "2"):
+        assert run("explain", str(model), *bucket, "--tensor-parallel-size", ranks) == 0
+        shown = capsys.readouterr().out
+        assert ("NVLink MB" in shown) == ("MB over NVLink in" in shown) == (ranks == "2")
+    assert "all_gather" not in shown, "an engine's ranks keep their part of the logits"
+    heads = next(line for line in shown.splitlines() if "NVLink MB" in line)
+    values = next(line for line in shown.splitlines() if line.startswith("all_reduce_add_rms_norm_quant "))
+    end = heads.index("NVLink MB") + len("NVLink MB")
+    assert float(values[:end].split()[-1]) > 0.0 and float(values[end:].split()[1]) > 0.0, "bytes, and their floor"
+
+
 def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = config_directory(tmp_path / "model")
     assert run("explain", str(model), "--json", "--bucket", "decode:2", "mixed:64", "--no-changes") == 0
