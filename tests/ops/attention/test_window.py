@@ -199,7 +199,7 @@ def test_prefill_on_the_gpu(
 @pytest.mark.parametrize("cache", [E4M3, INT8])
 def test_forms_and_pdl_on_the_gpu(cache: torch.dtype) -> None:
     """The quantizing forms with PDL, replayed from a graph with other lengths."""
-    batch = make_batch([2000, 5, 640, 700], [1] * 4, heads=32, kv_heads=8, dim=128, cache=cache, device="cuda")
+    batch = make_batch([2000, 601, 640, 700], [1] * 4, heads=32, kv_heads=8, dim=128, cache=cache, device="cuda")
     tables, scale = batch.args()[:5], batch.args()[6]
     out = tuple(torch.zeros_like(each) for each in paged_attention_blocks.fake(*tables, scale, cache))
     rows = torch.empty(4, 4096, dtype=BF16, device="cuda")
@@ -212,7 +212,7 @@ def test_forms_and_pdl_on_the_gpu(cache: torch.dtype) -> None:
         batch.q.add_(0.5)
         paged_attention.launch(*args, out=(rows,), pdl=True)
         paged_attention_blocks.launch(*tables, scale, cache, 600, out=out, pdl=True)
-    for lengths in ([2000, 5, 640, 700], [601, 600, 599, 0]):
+    for lengths in ([2000, 601, 640, 700], [601, 600, 599, 0]):
         batch.context_lens.copy_(torch.tensor(lengths))
         graph.replay()
         torch.cuda.synchronize()
