@@ -240,14 +240,9 @@ def run(options: argparse.Namespace) -> int:
     from ...runtime.server.supervisor import serve
 
     settings, count = settings_of(options), options.data_parallel_size
-    if count > 1 and settings.llm.get("tensor_parallel_size", 1) > 1:
-        raise ValueError(
-            "--data-parallel-size and --tensor-parallel-size go together in no server yet: start one server for each "
-            "group of GPUs with --tensor-parallel-size, and `sidestream gateway` before them"
-        )
     for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
         check_place(address, settings.keys)
-    devices_of(count, settings.llm.get("device"))
+    devices_of(count, settings.llm.get("device"), ranks=settings.llm.get("tensor_parallel_size", 1))
     missing = next((root for root in options.adapter_root if not Path(root).is_dir()), None)
     if missing is not None:
         raise ValueError(f"--adapter-root {missing} is no directory; name one that adapters may be loaded from")

@@ -44,8 +44,10 @@ def addresses_of(bind: str, count: int) -> list[str]:
     return [str(replace(address, port=address.port + index)) for index in range(count)]
 
 
-def devices_of(count: int, device: str | None, environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """What each of `count` engines' environment adds: a GPU of its own, or nothing on a CPU.
+def devices_of(
+    count: int, device: str | None, environment: Mapping[str, str] = os.environ, ranks: int = 1
+) -> list[dict[str, str]]:
+    """What each of `count` engines' environment adds: a GPU of its own for each of its ranks, or nothing on a CPU.
 
     Raises ValueError when the host has fewer GPUs.
     """
@@ -54,12 +56,13 @@ def devices_of(count: int, device: str | None, environment: Mapping[str, str] = 
         return [{} for _ in range(count)]
     named = environment.get(VISIBLE)
     visible = [str(index) for index in range(found)] if named is None else [each for each in named.split(",") if each]
-    if len(visible) < count:
+    if len(visible) < count * ranks:
+        each = "" if ranks == 1 else f" of {ranks} ranks each"
         raise ValueError(
-            f"{count} engines need {count} GPUs, and there are {len(visible)}; lower --data-parallel-size"
+            f"{count} engines{each} need {count * ranks} GPUs, and there are {len(visible)}; lower --data-parallel-size"
             + ("" if named is None else f" or name more in {VISIBLE}")
         )
-    return [{VISIBLE: each} for each in visible[:count]]
+    return [{VISIBLE: ",".join(visible[ranks * index : ranks * (index + 1)])} for index in range(count)]
 
 
 class _Engine:
@@ -96,7 +99,7 @@ class Replicas:
     ) -> None:
         self._say, self._front, self._restart = say, front, settings.restart
         self.addresses = addresses_of(settings.bind, count)
-        devices = devices_of(count, settings.llm.get("device"))
+        devices = devices_of(count, settings.llm.get("device"), ranks=settings.llm.get("tensor_parallel_size", 1))
         self._engines = [
             _Engine(structs.replace(settings, bind=address), environment)
             for address, environment in zip(self.addresses, devices, strict=True)

@@ -1,8 +1,10 @@
 """`sidestream serve --tensor-parallel-size 2`: what becomes of it when a rank is killed or stopped under load."""
 
+import json
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,8 +26,9 @@ def server() -> Iterator[Served]:
         yield served
 
 
-def child(parent: int, module: str) -> int:
-    """The process id of the child of `parent` that runs a module; 0 if there is none."""
+def children_of(parent: int, module: str) -> list[int]:
+    """The process ids of the children of `parent` that run a module."""
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -34,14 +37,15 @@ def child(parent: int, module: str) -> int:
             except OSError:
                 continue
             if int(its_parent) == parent and module in command and state != "Z":
-                return int(entry.name)
-    return 0
+                found.append(int(entry.name))
+    return found
 
 
-def ranks_of(server: Served) -> tuple[int, int]:
+def ranks_of(supervisor: int) -> tuple[int, int]:
     """The process ids of rank 0, which is the GPU process, and of rank 1."""
-    gpu = child(server.process.pid, "server.gpu_process")
-    return gpu, child(gpu, "ranks.peer_process")
+    (gpu,) = children_of(supervisor, "server.gpu_process")
+    (peer,) = children_of(gpu, "ranks.peer_process")
+    return gpu, peer
 
 
 def is_gone(process: int) -> bool:
@@ -78,7 +82,7 @@ def test_requests_end_the_group_comes_back_and_clients_live_on(server: Served, f
     try:
         wire.submit("before", GREEDY, prompt_token_ids=PROMPT)
         expected = wire.answer("before", GUARD).token_ids
-        former, so_far = ranks_of(server), len(server.log)
+        former, so_far = ranks_of(server.process.pid), len(server.log)
         for name in ("a", "b", "c"):
             wire.submit(name, LONG, prompt_token_ids=PROMPT)
         wire.until(lambda: len(wire.answers["a"].chunks) > 2, GUARD)
@@ -93,7 +97,7 @@ def test_requests_end_the_group_comes_back_and_clients_live_on(server: Served, f
         wire.others.clear()
         wire.hello(GUARD).submit("after", GREEDY, prompt_token_ids=PROMPT)
         assert wire.answer("after", GUARD).token_ids == expected
-        assert not set(ranks_of(server)) & set(former)
+        assert not set(ranks_of(server.process.pid)) & set(former)
     finally:
         wire.socket.close(0)
         context.destroy(linger=0)
@@ -101,9 +105,30 @@ def test_requests_end_the_group_comes_back_and_clients_live_on(server: Served, f
 
 def test_nothing_stays_behind(server: Served) -> None:
     """Of the groups before, and of a server that is stopped."""
-    present = ranks_of(server)
+    present = ranks_of(server.process.pid)
     server.process.terminate()
     assert server.process.wait(GUARD) == 0
     wait_until(lambda: all(map(is_gone, present)), "a rank is left")
     left = {path.name for path in server.directory.iterdir() if not path.name.startswith("usage.db")}
     assert left == {"log", "e.sock.lock"}
+
+
+def test_several_engines_of_several_ranks_behind_one_address() -> None:
+    with serving("--data-parallel-size", "2", "--tensor-parallel-size", "2") as served:
+        wait_until(lambda: served.log.count("serving at") == 2, "an engine does not serve")
+        engines = children_of(served.process.pid, "replicas.engine")
+        assert len(engines) == 2
+        ranks = [ranks_of(engine) for engine in engines]
+        assert all(map(all, ranks)) and len({process for pair in ranks for process in pair}) == 4
+        with urllib.request.urlopen(f"{served.url}/v1/models", timeout=GUARD) as listed:
+            name = json.loads(listed.read())["data"][0]["id"]
+        body = {"model": name, "prompt": "2+3=", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        answers = []
+        for _ in range(4):
+            request = urllib.request.Request(
+                f"{served.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=GUARD) as answer:
+                answers.append(json.loads(answer.read())["choices"][0]["text"])
+        assert answers[0] and len(set(answers)) == 1
+    wait_until(lambda: all(is_gone(process) for pair in ranks for process in pair), "a rank is left")

@@ -33,6 +33,11 @@ def test_each_engine_has_a_gpu_of_its_own(tmp_path, monkeypatch):
     assert devices_of(2, None, {}) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     chosen = {"CUDA_VISIBLE_DEVICES": "2,GPU-ab"}
     assert [each["CUDA_VISIBLE_DEVICES"] for each in devices_of(2, "cuda", chosen)] == ["2", "GPU-ab"]
+    assert devices_of(1, None, {}, ranks=2) == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
+    four = {"CUDA_VISIBLE_DEVICES": "5,3,1,0"}
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in devices_of(2, None, four, ranks=2)] == ["5,3", "1,0"]
+    with pytest.raises(ValueError, match="2 engines of 2 ranks each need 4 GPUs, and there are 3"):
+        devices_of(2, None, {}, ranks=2)
     with pytest.raises(ValueError, match="4 engines need 4 GPUs, and there are 3; lower --data-parallel-size"):
         devices_of(4, None, {})
     with pytest.raises(ValueError, match=r"there are 1; .* or name more in CUDA_VISIBLE_DEVICES"):
