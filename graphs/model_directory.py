@@ -36,6 +36,10 @@ def _cached(name: str) -> Path:
         raise ConfigError(
             f"model {name!r} is neither a directory nor in the local hub cache (nothing is downloaded): {remedy}"
         ) from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(
+            f"model {name!r} cannot be read from the local hub cache ({problem}): check its permissions, or {remedy}"
+        ) from None
     if not (found / "config.json").is_file():
         raise ConfigError(f"model {name!r} lies in the local hub cache without its config.json: {remedy}")
     return found

@@ -56,6 +56,15 @@ def test_other_names_are_no_hub_ids(cache: Path, name: str) -> None:
     assert model_directory(name) == Path(name)
 
 
+def test_a_cache_that_is_damaged_says_how_to_do_without(cache: Path) -> None:
+    put(cache, "org/name", "config.json")
+    (cache / "models--org--name" / "refs" / "main").write_bytes(b"\xff\xfe")
+    with pytest.raises(
+        ConfigError, match=r"'org/name' cannot be read from the local hub cache .*`hf download org/name"
+    ):
+        model_directory("org/name")
+
+
 def test_gguf_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
     (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
     for named in (tmp_path, str(tmp_path / "model.Q4_K_M.gguf")):
