@@ -53,7 +53,11 @@ def join_group(rank: int, world: int, meeting: int, device: torch.device) -> Ran
     group = RankGroup(tensor_parallel_group(world), rank, world, distributed.group.WORLD)
     register_group(group)
     if on_gpu:
-        open_exchange(group, device)
+        try:
+            open_exchange(group, device)
+        except BaseException:
+            leave_group(group)
+            raise
     return group
 
 
