@@ -117,10 +117,8 @@ PROMPT_PASSES: tuple[Pass, ...] = (
     Pass(fuse_lora_expand, "keeps"),
     Pass(widen_kv_once, "keeps"),
 )
-# On the static graph of a program for steps with drafts: as of few tokens, and of several a sequence.
-VERIFY_PASSES: tuple[Pass, ...] = (
-    Pass(fuse_quantize, "keeps"),  # as in a decode program
-)
+# On the static graph of a program for steps with drafts: to all linears a decode step of as many tokens.
+VERIFY_PASSES = DECODE_PASSES
 STATIC_PASSES = (*DECODE_PASSES, *PROMPT_PASSES)
 SAME_VALUES = frozenset({"fuse_quantize", "widen_kv_once"})  # of these, those that round where their input did
 ALWAYS_ON = frozenset({"normalize"})

@@ -17,7 +17,7 @@ from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms
 from ...ops.rows.silu_mul import silu_mul_quant
 from ..graph.nodes import bind, has_operand, insert_call, insert_picks, is_call, is_pick, replace_picks, shape_of
 from .base import Context, PassReport
-from .quantize_in_blocks import blocks_arguments
+from .quantize_in_blocks import blocks_arguments, has_few_rows
 
 MOST_TOKENS = 32  # from 33 on separate launches are faster on an H200
 FEWEST_CTAS = 0.75  # share of the SMs that the kernel must occupy to be worth it: fewer can't saturate the memory
@@ -37,9 +37,9 @@ def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
     after   q, s = paged_attention_blocks(...); qkv, r = decoder_block(q, s, residual, ...)
 
     After the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one
-    scale per token and 128 columns. For graphs with static sizes. Matches each attention of one token a sequence whose
-    results these linears alone read. Leaves layers with LoRA, sizes that the kernel doesn't take, and with
-    whole_layer="auto" those where it wins nothing.
+    scale per token and 128 columns. For graphs with static sizes. Matches each attention of one token a sequence, or of
+    the few of a step with drafts, whose results these linears alone read. Leaves layers with LoRA, sizes that the
+    kernel doesn't take, and with whole_layer="auto" those where it wins nothing.
     """
     report = PassReport(0)
     if context.options.whole_layer == "off":
@@ -99,7 +99,7 @@ def _layer(attention: fx.Node, context: Context) -> _Layer:
     if not is_pick(bind(end).residual, norm, 3) or bind(end).eps != bind(norm).eps:
         raise _Refused(f"{end.name} does not go on from the residual of {norm.name}")
     _check_rotations(attention, norm, silu, end)
-    if not bind(attention).decode:
+    if not has_few_rows(attention):
         raise _Refused("more than one token a sequence")
     qkv, delta = _projection(end)
     layer = _Layer(attention, o, norm, gate_up, silu, down, end, qkv)

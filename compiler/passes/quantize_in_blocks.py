@@ -55,8 +55,16 @@ def _in_blocks(node: fx.Node) -> tuple[Op, tuple[object, ...]]:
 
 
 def blocks_arguments(attention: fx.Node) -> tuple[object, ...]:
-    """What `paged_attention_blocks` takes in place of a `paged_attention_quant` of one token a sequence."""
-    return carried(attention, paged_attention_blocks, dtype=bind(attention).dtype)
+    """What `paged_attention_blocks` takes in place of a `paged_attention_quant` of one token a sequence, or a few."""
+    made = bind(attention)
+    few = {"query_start": None, "rows": 1} if made.decode else {}
+    return carried(attention, paged_attention_blocks, dtype=made.dtype, **few)
+
+
+def has_few_rows(attention: fx.Node) -> bool:
+    """Whether its sequences have one row each, or those of a step with drafts: what `paged_attention_blocks` takes."""
+    made = bind(attention)
+    return made.decode or (made.rows > 0 and not made.quantize_q)
 
 
 def _stays(node: fx.Node) -> str | None:
@@ -64,7 +72,7 @@ def _stays(node: fx.Node) -> str | None:
     if is_call(node, paged_attention_quant):
         if bind(node).rotate:
             return "its rows are rotated"
-        if not bind(node).decode:
+        if not has_few_rows(node):
             return "more than one token a sequence"
     q = node.meta["val"][1]
     tokens, width = q.numel() // q.shape[-1], int(q.shape[-1])

@@ -33,7 +33,7 @@ class Bucket:
     blocks     P, columns of block_table
     decode     one token a sequence: row b of every activation is sequence b (so T == B, and logits_indices is 0..B-1)
     lora       False: the twin without LoRA
-    rows       of a step with drafts: so many tokens a sequence (at most: T tokens in all), and logits of every token
+    rows       of a step with drafts: so many tokens a sequence at most, and logits of every token
     """
 
     tokens: int

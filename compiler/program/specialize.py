@@ -1,5 +1,5 @@
-"""A symbolic graph at one bucket's sizes: static shapes, integers folded, decode flags set, LoRA erased where a bucket
-has none.
+"""A symbolic graph at one bucket's sizes: static shapes, integers folded, decode flags and attention's rows set, LoRA
+erased where a bucket has none.
 
 Only the graph is copied (not the module), and shapes are propagated on meta tensors, so that dozens of buckets take a
 second or two. Views share their storage with what they view, which is how `lower` knows them.
@@ -59,6 +59,7 @@ def specialize(
         take_every_row(graph)
     if bucket is not None and bucket.verifies:
         keep_queries(graph)
+        mark_rows(graph, bucket.rows)
     sweep(graph)
     fit_lora_tiles(graph, specs, one_sum)
     _set_inputs(graph, graph_module, specs)
@@ -149,6 +150,13 @@ def keep_queries(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if is_own(node) and has_operand(node, "quantize_q"):
             set_operands(node, quantize_q=False)
+
+
+def mark_rows(graph: fx.Graph, rows: int) -> None:
+    """Say to attention that a sequence has at most so many rows."""
+    for node in graph.nodes:
+        if is_own(node) and has_operand(node, "rows"):
+            set_operands(node, rows=rows)
 
 
 def take_every_row(graph: fx.Graph) -> None:

@@ -1,10 +1,13 @@
-"""Decode attention in Triton: one query row a sequence, head_dim 64 or 128, any cache dtype.
+"""Decode attention in Triton: one query row a sequence, or the few of a step with drafts; head_dim 64 or 128, any cache
+dtype.
 
 A program owns one (sequence, kv head, split) and walks its pages, one of 64 tokens a step. Products are transposed, S^T
 = K Q^T and O^T = V^T P^T, so that pages are the tall operand of the tensor cores and the few query heads of a group the
-narrow one (padded to 16). A sequence's pages are divided evenly among its splits on the device, since the host does not
-know the lengths (they change under a captured graph); with a window, a sequence begins at the page that it reaches. A
-split without pages leaves at once. The last split to arrive merges all of them in order: same bits at every run.
+narrow one (padded to 16), those of all its rows next to each other. A row sees one token more than the one before it.
+What a sequence lacks of ROWS it has of the rows of nobody, after all sequences' own: each row is written once. A
+sequence's pages are divided evenly among its splits on the device, since the host does not know the lengths (they
+change under a captured graph); with a window, a sequence begins at the page that its first row reaches. A split without
+pages leaves at once. The last split to arrive merges all of them in order: same bits at every run.
 """
 
 from typing import Optional
@@ -20,6 +23,7 @@ from . import decode_gluon
 from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type, split_workspace
 
 MAX_SPLITS = 64
+MOST_COLUMNS = 64
 MIN_SPLIT_PAGES = tl.constexpr(2)
 
 
@@ -52,15 +56,32 @@ def merge_splits(
     return merged / tl.where(group < G, total, 1.0)[:, None]
 
 
+@triton.jit
+def _columns(column, sequence, head, sequences, length, query_start, HK: tl.constexpr, G: tl.constexpr,
+             ROWS: tl.constexpr):  # fmt: skip
+    """Of columns (rows of a sequence, each with its G heads): (row of q and out [T * HK * G, D], tokens it sees)."""
+    if ROWS == 1:
+        return (sequence.to(tl.int64) * HK + head) * G + column, tl.zeros_like(column) + length
+    else:
+        begin = tl.load(query_start + sequence)
+        count = tl.load(query_start + sequence + 1) - begin
+        spare = tl.load(query_start + sequences) + sequence * ROWS - begin - count
+        row = column // G
+        token = tl.where(row < count, begin + row, spare + row)
+        return (token.to(tl.int64) * HK + head) * G + column % G, tl.where(row < count, length - count + 1 + row, 0)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "splits"])
 def decode_kernel(
-    q, cache, scales, block_table, context_lens, out, partial, logsumexp, arrivals, scale_log2, num_blocks, splits,
-    HK: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    q, cache, scales, block_table, context_lens, query_start, out, partial, logsumexp, arrivals, scale_log2, num_blocks,
+    splits, HK: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, GROUP: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [B, HK * G, D]; partial [B * HK * splits, G, D], logsumexp [B * HK * splits, G] fp32 (log2 units);
-    arrivals [B * HK] int32, zero. WINDOW: tokens that are seen, the newest ones; 0: all.
+    """q, out [B * ROWS, HK * G, D]; query_start [B + 1] (not read if ROWS is 1); USED = ROWS * G; partial [B * HK *
+    splits, USED, D], logsumexp [B * HK * splits, USED] fp32 (log2 units); arrivals [B * HK] int32, zero.
+    WINDOW: tokens that a row sees, the newest ones; 0: all.
     """
     pdl_start(PDL)
     program = tl.program_id(0)
@@ -69,7 +90,10 @@ def decode_kernel(
     sequence = program // (HK * splits)
     length = tl.load(context_lens + sequence)
     if WINDOW:  # a sequence begins at the first page that is seen
-        unseen = tl.maximum(length - WINDOW, 0) // PAGE
+        reach = length - WINDOW
+        if ROWS > 1:
+            reach -= tl.load(query_start + sequence + 1) - tl.load(query_start + sequence) - 1
+        unseen = tl.maximum(reach, 0) // PAGE
         length -= unseen * PAGE
     pages = (length + PAGE - 1) // PAGE
     chunk = pages
@@ -81,15 +105,16 @@ def decode_kernel(
     token = tl.arange(0, PAGE)
     dim = tl.arange(0, D)
     column = tl.arange(0, N)
-    row = sequence.to(tl.int64) * HK + head
-    out_rows = out + (row * G + column[None, :]) * D + dim[:, None]
-    is_head = (column < G)[None, :]
+    sequences = tl.num_programs(0) // (HK * splits)
+    place, seen = _columns(column, sequence, head, sequences, length, query_start, HK, G, ROWS)
+    out_rows = out + place[None, :] * D + dim[:, None]
+    is_head = (column < USED)[None, :]
     if first >= last:
         if split == 0:
             tl.store(out_rows, tl.zeros([D, N], tl.float32).to(out.dtype.element_ty), mask=is_head)
         return
 
-    q_transposed = tl.load(q + (row * G + column[None, :]) * D + dim[:, None], mask=is_head, other=0.0).to(OPERAND)
+    q_transposed = tl.load(q + place[None, :] * D + dim[:, None], mask=is_head, other=0.0).to(OPERAND)
     top = tl.full([N], LOWEST, tl.float32)
     total = tl.zeros([N], tl.float32)
     acc = tl.zeros([D, N], tl.float32)
@@ -106,10 +131,11 @@ def decode_kernel(
         scores = dot_ieee(k.to(OPERAND), q_transposed, tl.zeros([PAGE, N], tl.float32)) * scale_log2
         if QUANTIZED:
             scores *= tl.load(scales + page * (2 * PAGE) + token)[:, None]
-        seen = cached
+        at = (block * PAGE + token)[:, None]
+        is_seen = at < seen[None, :]
         if WINDOW:
-            seen = cached & (block * PAGE + token >= length - WINDOW)
-        scores = tl.where(seen[:, None], scores, -float("inf"))
+            is_seen = is_seen & (at >= seen[None, :] - WINDOW)
+        scores = tl.where(is_seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 0))
         keep = tl.exp2(top - new_top)
         p = tl.exp2(scores - new_top[None, :])
@@ -122,21 +148,23 @@ def decode_kernel(
         top = new_top
     if QUANTIZED:
         acc *= 1.0 / PROBABILITY_SCALE
+    total = tl.where(total > 0.0, total, 1.0)  # of several rows one may have seen nothing of a split
     acc /= total[None, :]
 
     if SPLIT:
         active = (pages + chunk - 1) // chunk
         if active > 1:
             slot = (sequence * HK + head) * splits
-            tl.store(partial + ((slot + split) * G + column[None, :]) * D + dim[:, None], acc, mask=is_head)
-            tl.store(logsumexp + (slot + split) * G + column, top + tl.log2(total), mask=column < G)
+            tl.store(partial + ((slot + split) * USED + column[None, :]) * D + dim[:, None], acc, mask=is_head)
+            tl.store(logsumexp + (slot + split) * USED + column, top + tl.log2(total), mask=column < USED)
             tl.debug_barrier()  # every thread's part is written before one of them counts the program in
             if tl.atomic_add(arrivals + sequence * HK + head, 1, sem="acq_rel") == active - 1:
                 tl.store(arrivals + sequence * HK + head, 0)
-                merged = merge_splits(partial, logsumexp, slot, active, G, GROUP, D, STEP)
+                merged = merge_splits(partial, logsumexp, slot, active, USED, GROUP, D, STEP)
                 group = tl.arange(0, GROUP)
-                rows = out + (row * G + group[:, None]) * D + dim[None, :]
-                tl.store(rows, merged.to(out.dtype.element_ty), mask=(group < G)[:, None])
+                at, _ = _columns(group, sequence, head, sequences, length, query_start, HK, G, ROWS)
+                rows = out + at[:, None] * D + dim[None, :]
+                tl.store(rows, merged.to(out.dtype.element_ty), mask=(group < USED)[:, None])
         else:
             tl.store(out_rows, acc.to(out.dtype.element_ty), mask=is_head)
     else:
@@ -150,6 +178,12 @@ def decode_splits(rows: int, num_blocks: int, device: torch.device) -> int:
     return max(1, min(2 * multiprocessors(device) // rows, num_blocks // MIN_SPLIT_PAGES.value, MAX_SPLITS))
 
 
+def takes_rows(q: torch.Tensor, kv_cache: torch.Tensor, rows: int) -> bool:
+    """Do these kernels take `rows` rows a sequence? Otherwise those for chunks do. More columns want more registers."""
+    columns = rows * q.shape[1] // kv_cache.shape[1]
+    return decode_gluon.fits(q, kv_cache, rows) or columns <= (16 if kv_cache.dtype == torch.float32 else MOST_COLUMNS)
+
+
 def launch(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -160,15 +194,19 @@ def launch(
     out: torch.Tensor,
     pdl: bool,
     window: int = 0,
+    query_start: Optional[torch.Tensor] = None,
+    rows: int = 1,
 ) -> None:
-    """Fill out [B, HQ * D] from q [B, HQ, D]; the rest as in `paged_attention`.
+    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. T is B * rows; with more than one row a
+    sequence, as far as `takes_rows`, there must be query_start.
 
     Takes the Gluon kernel where that one fits.
     """
-    if decode_gluon.fits(q, kv_cache):
-        decode_gluon.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
+    arguments = (q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
+    if decode_gluon.fits(q, kv_cache, rows):
+        decode_gluon.launch(*arguments, query_start=query_start, rows=rows)
     else:
-        launch_triton(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
+        launch_triton(*arguments, query_start, rows)
 
 
 def launch_triton(
@@ -181,20 +219,23 @@ def launch_triton(
     out: torch.Tensor,
     pdl: bool,
     window: int = 0,
+    query_start: Optional[torch.Tensor] = None,
+    rows: int = 1,
 ) -> None:
     """`launch`, always with the kernel of this file."""
-    sequences, heads, dim = q.shape
+    _, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
-    group = heads // kv_heads
-    rows, num_blocks = sequences * kv_heads, block_table.shape[1]
-    splits = decode_splits(rows, num_blocks, q.device)
-    partial, logsumexp, arrivals = split_workspace(q.device, rows, splits, group, dim)
+    group, pairs = heads // kv_heads, context_lens.shape[0] * kv_heads
+    num_blocks, used = block_table.shape[1], rows * group
+    splits = decode_splits(pairs, num_blocks, q.device)
+    partial, logsumexp, arrivals = split_workspace(q.device, pairs, splits, used, dim)
     pdl = pdl and not INTERPRETED
-    padded_group = next_power_of_2(group)
-    decode_kernel[rows * splits,](
-        q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, out, partial, logsumexp,
-        arrivals, softmax_scale * LOG2_E, num_blocks, splits, HK=kv_heads, G=group, GROUP=padded_group,
-        N=max(16, padded_group), D=dim, STEP=max(1, 32 // padded_group), OPERAND=operand_type(kv_cache.dtype),
-        QUANTIZED=kv_scales is not None, SPLIT=splits > 1, WINDOW=window, PAGE=PAGE_SIZE,
-        STAGES=1 if kv_cache.dtype == torch.float32 else 3, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    padded = next_power_of_2(used)
+    decode_kernel[pairs * splits,](
+        q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens,
+        context_lens if query_start is None else query_start, out, partial, logsumexp, arrivals, softmax_scale * LOG2_E,
+        num_blocks, splits, HK=kv_heads, G=group, ROWS=rows, USED=used, GROUP=padded, N=max(16, padded), D=dim,
+        STEP=max(1, 32 // padded), OPERAND=operand_type(kv_cache.dtype), QUANTIZED=kv_scales is not None,
+        SPLIT=splits > 1, WINDOW=window, PAGE=PAGE_SIZE, STAGES=1 if kv_cache.dtype == torch.float32 else 3, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

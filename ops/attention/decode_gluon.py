@@ -7,8 +7,14 @@ barrier is the one that frees a page's buffer. Warps are merged once, at the end
 of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in
 decode_gluon_pieces.
 
-Splits as in attention_decode; with a window, of the pages that it reaches. Under PDL every page but a sequence's newest
-is fetched before the wait, since earlier steps wrote it; lengths and block table are read before it as well.
+Steps with drafts have up to ROWS rows a sequence, each of which sees one token more than the one before. A program
+takes as many of them as its 8 or 16 columns hold, next to each other with their heads; TILES programs, one after the
+other in the grid, read the same pages. What a sequence lacks of ROWS it has of the rows of nobody after all sequences'
+own, so that each row is written once.
+
+Splits as in attention_decode; with a window, of the pages that it reaches. Under PDL every page but those of a
+sequence's newest tokens is fetched before the wait, since earlier steps wrote it; lengths and block table are read
+before it as well.
 
 H200, Llama-8B shape, e4m3, CUDA graphs, cold cache, us (fraction of 4.68 TB/s) with PDL: 64 sequences of 1024 tokens
 33.3 (89%), 64 x 4096 127.3 (93%), 256 x 512 67.4 (88%), 64 x 256 9.9 (75%); 64 x 1024 in bf16 62.4 (92%).
@@ -26,10 +32,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..core.device import multiprocessors
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, view_shared
 from ..core.kv_layout import PAGE_SIZE
-from ..core.triton_support import INTERPRETED, next_power_of_2
+from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
 from .decode_gluon_pieces import (
     LOWEST,
     attend,
+    column_range,
     expect_page,
     fetch_page,
     key_layout,
@@ -48,31 +55,42 @@ from .decode_gluon_pieces import (
 from .pieces import LOG2_E, split_workspace
 
 HEAD_DIM = 128
-HEADS = 8  # columns of S^T and O^T
+COLUMNS = (8, 16)  # of S^T and O^T: a row's heads, or those of several rows
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "splits"])
 def decode_kernel(
-    page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals, score_scale, num_blocks,
-    splits, out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr,
-    MIN_PAGES: gl.constexpr, WHOLE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    PADDED: gl.constexpr, WINDOW: gl.constexpr, PDL: gl.constexpr,
+    page_boxes, scale_boxes, q, block_table, context_lens, query_start, out, partial, logsumexp, arrivals, score_scale,
+    num_blocks, splits, out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    TILES: gl.constexpr, COLUMNS: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr,
+    WHOLE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr,
+    WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128]
     are TMA descriptors.
 
-    With PADDED, out is e4m3 or int8 and out_scale [HQ, PADDED] takes one scale a head and sequence (a head is a block
-    of `quantize_blocks`).
+    With PADDED, out is e4m3 or int8 and out_scale [HQ, PADDED] takes one scale a head and row (a head is a block of
+    `quantize_blocks`).
     """
-    program = gl.program_id(0)
+    USED: gl.constexpr = G * (ROWS // TILES)  # columns
+    tile = gl.program_id(0) % TILES
+    program = gl.program_id(0) // TILES
     head = program % HK
     split = (program // HK) % splits
     sequence = program // (HK * splits)
-    sequences = gl.num_programs(0) // (HK * splits)
+    sequences = gl.num_programs(0) // (TILES * HK * splits)
     length = gl.load(context_lens + sequence)
+    if ROWS > 1:
+        begin = gl.load(query_start + sequence)
+        queries = gl.load(query_start + sequence + 1) - begin
+        spare = gl.load(query_start + sequences) + sequence * ROWS - begin - queries
+        rows = (tile * (ROWS // TILES), queries, begin, spare)
+    else:
+        queries = 1
+        rows = (0, 1, 0, 0)
     block_table += sequence * num_blocks
     if WINDOW:  # a sequence begins at the first page that is seen
-        unseen = gl.maximum(length - WINDOW, 0) // 64
+        unseen = gl.maximum(length - (queries - 1) - WINDOW, 0) // 64
         length -= unseen * 64
         block_table += unseen
         num_blocks -= unseen
@@ -94,7 +112,7 @@ def decode_kernel(
     else:
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], scale_boxes.layout)
         flat_scales = view_shared(scales, gl.float32, [STAGES * 2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    states = gl.allocate_shared_memory(gl.float32, [2, WARPS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    states = gl.allocate_shared_memory(gl.float32, [2, WARPS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
@@ -102,8 +120,12 @@ def decode_kernel(
     count = gl.minimum(total_pages - first, chunk)
     if PDL:
         gdc_launch_dependents()
-    row = sequence * HK + head
-    out_rows = out + row * G * 128
+    if ROWS > 1:
+        count = gl.where(tile * (ROWS // TILES) < queries, count, 0)
+    row = (sequence * HK + head) * TILES + tile  # of what splits exchange
+    heads = head * (G * 128) if ROWS > 1 else row * G * 128
+    out_rows = out + heads
+    is_last = (sequence == sequences - 1) & (tile == 0)
     head_scales = out_scale
     if PADDED:
         head_scales = out_scale + head * (G * PADDED)
@@ -111,13 +133,19 @@ def decode_kernel(
         if split == 0:
             if PDL:
                 gdc_wait()
-            nothing = gl.zeros([8, 128], gl.float32, gl.SliceLayout(0, merge_layout(WARPS)))
-            store_result(out_rows, head_scales, sequence, sequences, nothing, G, 8, WARPS, PADDED, EMPTY=True)
+            nothing = gl.zeros([COLUMNS, 128], gl.float32, gl.SliceLayout(0, merge_layout(WARPS)))
+            store_result(
+                out_rows, head_scales, rows, sequence, sequences * ROWS, is_last, nothing, G, HK * G, ROWS, USED,
+                COLUMNS, WARPS, PADDED, EMPTY=True,
+            )  # fmt: skip
         return
 
     old = count  # pages that earlier steps wrote
     if PDL:
-        old = gl.minimum(count, total_pages - 1 - first)
+        if ROWS > 1:
+            old = gl.minimum(count, gl.maximum(gl.maximum(length - queries, 0) // 64 - first, 0))
+        else:
+            old = gl.minimum(count, total_pages - 1 - first)
     for i in gl.static_range(STAGES):
         expect_page(ready, i, BF16, i < count)
     for i in gl.static_range(STAGES):
@@ -128,13 +156,25 @@ def decode_kernel(
             fetch_page(
                 page_boxes, scale_boxes, pages, scales, ready, old, gl.load(block_table + old) * HK + head, BF16, True
             )
-    q_transposed = load_queries(q + row * G * 128, score_scale, G, WARPS, BF16)
+        if ROWS > 1:  # noqa: SIM102
+            if old + 1 < gl.minimum(count, STAGES):  # drafts may begin a page
+                new_id = gl.load(block_table + old + 1)
+                fetch_page(
+                    page_boxes, scale_boxes, pages, scales, ready, old + 1, new_id * HK + head, BF16, True
+                )  # fmt: skip
+    q_transposed = load_queries(q + heads, rows, score_scale, G, HK * G, ROWS, USED, COLUMNS, WARPS, BF16)
     PRODUCT: gl.constexpr = product_layout(WARPS)
-    acc = gl.zeros([WARPS, 128, 8], gl.float32, PRODUCT)
-    top = gl.full([WARPS, 8], LOWEST, gl.float32, gl.SliceLayout(1, PRODUCT))
-    total = gl.sum(gl.reshape(gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT), [WARPS, 8 // WARPS, 8, 8]), 1)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    acc = gl.zeros([WARPS, 128, COLUMNS], gl.float32, PRODUCT)
+    top = gl.full([WARPS, COLUMNS], LOWEST, gl.float32, BY_COLUMN)
+    no_scores = gl.zeros([WARPS, 64 // WARPS, COLUMNS], gl.float32, PRODUCT)
+    total = gl.sum(gl.reshape(no_scores, [WARPS, 8 // WARPS, 8, COLUMNS]), 1)
     token = per_token(gl.arange(0, 64, token_layout(WARPS)), WARPS)
     remaining = length - first * 64
+    if ROWS > 1:
+        column_row = rows[0] + gl.arange(0, COLUMNS, gl.SliceLayout(0, BY_COLUMN)) // G
+        seen_by = gl.where(column_row < queries, remaining - queries + 1 + column_row, 0)
+        seen_by = seen_by[None, :] + gl.zeros([WARPS, COLUMNS], gl.int32, BY_COLUMN)
     slot = 0
     phase = 0
     for i in range(count):
@@ -146,7 +186,7 @@ def decode_kernel(
         v = page.slice(64, 64).load(value_layout(WARPS, BF16))
         if BF16:
             scores = mma_v2(
-                key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT)
+                key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, COLUMNS], gl.float32, PRODUCT)
             )
             scores = scores * score_scale
             v_scale = token
@@ -154,52 +194,72 @@ def decode_kernel(
             k_scale = per_token(flat_scales.index(slot * 2).load(token_layout(WARPS)), WARPS)
             v_scale = per_token(flat_scales.index(slot * 2 + 1).load(token_layout(WARPS)), WARPS)
             scores = mma_v2(
-                key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, 8], gl.float32, PRODUCT)
+                key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, COLUMNS], gl.float32, PRODUCT)
             )
             scores = scores * k_scale[:, :, None]
         fence_async_shared()  # a load is not done when a barrier is passed
         cta_barrier()  # every warp has read the slot
         fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, next_id * HK + head, BF16, refill)
         next_id = gl.load(block_table + i + STAGES + 1, mask=i + STAGES + 1 < count, other=0)
-        seen = token < remaining - i * 64
+        if ROWS > 1:
+            end, at = (seen_by - i * 64)[:, None, :], token[:, :, None]
+        else:
+            end, at = remaining - i * 64, token[:, :, None]
+        seen = at < end
         if WINDOW:
-            seen = seen & (token >= remaining - WINDOW - i * 64)
-        top, total, acc = attend(scores, v, v_scale, top, total, acc, seen, WARPS, BF16)
+            seen = seen & (at >= end - WINDOW)
+        top, total, acc = attend(scores, v, v_scale, top, total, acc, seen, COLUMNS, WARPS, BF16)
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
 
     # the pages are used up
-    outputs = view_shared(pages, gl.float32, [WARPS, 8, 128], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
-    o, lse = merge_warps(acc, top, total, outputs, states, WARPS, BF16)
+    outputs = view_shared(pages, gl.float32, [WARPS, COLUMNS, 128], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
+    o, lse = merge_warps(acc, top, total, outputs, states, ROWS, COLUMNS, WARPS, BF16)
     if SPLIT:
         active = (total_pages + chunk - 1) // chunk
         if active > 1:
-            at = (row * splits + split) * G
-            by_head = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(0, merge_layout(WARPS))))
-            store_rows(partial + at * 128, o, G, 8, WARPS)
-            gl.store(logsumexp + at + by_head, lse, mask=by_head < G)
+            at = (row * splits + split) * USED
+            column = column_range(COLUMNS, WARPS)
+            store_rows(partial + at * 128, column, o, USED, COLUMNS, WARPS)
+            gl.store(logsumexp + at + column, lse, mask=column < USED)
             cta_barrier()  # every thread's part is written before one of them counts the program in
             if gl.atomic_add(arrivals + row, 1, sem="acq_rel") == active - 1:
                 gl.store(arrivals + row, 0)
-                merged = merge_splits(partial, logsumexp, row * splits, active, G, GROUP, WARPS, STEP)
-                store_result(out_rows, head_scales, sequence, sequences, merged, G, GROUP, WARPS, PADDED)
+                merged = merge_splits(partial, logsumexp, row * splits, active, USED, GROUP, WARPS, STEP)
+                store_result(
+                    out_rows, head_scales, rows, sequence, sequences * ROWS, is_last, merged, G, HK * G, ROWS, USED,
+                    GROUP, WARPS, PADDED,
+                )  # fmt: skip
         else:
-            store_result(out_rows, head_scales, sequence, sequences, o, G, 8, WARPS, PADDED)
+            store_result(
+                out_rows, head_scales, rows, sequence, sequences * ROWS, is_last, o, G, HK * G, ROWS, USED, COLUMNS,
+                WARPS, PADDED,
+            )  # fmt: skip
     else:
-        store_result(out_rows, head_scales, sequence, sequences, o, G, 8, WARPS, PADDED)
+        store_result(
+            out_rows, head_scales, rows, sequence, sequences * ROWS, is_last, o, G, HK * G, ROWS, USED, COLUMNS, WARPS,
+            PADDED,
+        )  # fmt: skip
 
 
-def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Does this kernel take these heads and this cache?"""
+def fits(q: torch.Tensor, kv_cache: torch.Tensor, rows: int = 1) -> bool:
+    """Does this kernel take these heads and this cache, with so many rows a sequence?"""
     heads, dim = q.shape[1:]
     return (
         not INTERPRETED
         and dim == HEAD_DIM
-        and heads // kv_cache.shape[1] <= HEADS
+        and heads // kv_cache.shape[1] <= COLUMNS[0]
         and kv_cache.dtype in (torch.float8_e4m3fn, torch.int8, torch.bfloat16)
+        and rows == next_power_of_2(rows)
     )
+
+
+def columns_of(group: int, rows: int) -> tuple[int, int]:
+    """(columns, rows of a program) for `rows` rows, a power of two, of `group` heads."""
+    columns = next(size for size in COLUMNS if size >= min(rows * group, COLUMNS[-1]))
+    return columns, min(rows, 1 << (columns // group).bit_length() - 1)
 
 
 class Tiling(NamedTuple):
@@ -214,8 +274,8 @@ class Tiling(NamedTuple):
     whole: int
 
 
-def tiling(rows: int, num_blocks: int, wide: bool, device: torch.device) -> Tiling:
-    """For `rows` (sequence, kv head) pairs whose lengths nobody knows yet.
+def tiling(rows: int, num_blocks: int, wide: bool, device: torch.device, columns: int = COLUMNS[0]) -> Tiling:
+    """For `rows` (sequence, kv head) pairs, or tiles of these, whose lengths nobody knows yet.
 
     Two warps and three buffers put four programs on an SM: enough to saturate memory, and under PDL no empty places are
     left on which the next kernel's programs would pile up. Splits fill those places when rows do not, which also evens
@@ -223,9 +283,13 @@ def tiling(rows: int, num_blocks: int, wide: bool, device: torch.device) -> Tili
     only a wide table says that some sequence may be long: then those of more than 16 pages are split, so that the
     longest ones do not end alone. Very few rows get larger programs, two an SM, or one where the cache is `wide`, in 16
     bits, and a program's buffers fill the SM; a sequence of up to four pages is not split there, since merging would
-    take longer.
+    take longer. With 16 columns two warps lack registers: there are four, three programs an SM.
     """
     processors = multiprocessors(device)
+    if columns > COLUMNS[0]:
+        few = 4 * rows <= processors
+        splits = min(num_blocks // (2 if few else 4), (1 if wide and few else 2 if few else 3) * processors // rows)
+        return Tiling(4, 6 if few else 3, max(1, splits), 2 if few else 4, 4)
     if rows > 8 * processors:
         return Tiling(2, 3, 1, 1, 1)
     if rows > 2 * processors:
@@ -246,22 +310,27 @@ def launch(
     pdl: bool,
     window: int = 0,
     out_scale: Optional[torch.Tensor] = None,
+    query_start: Optional[torch.Tensor] = None,
+    rows: int = 1,
 ) -> None:
     """As `attention_decode.launch`, where `fits` says so.
 
-    With `out_scale` [HQ, P] the result is quantized per head: out [B, HQ * 128] is e4m3 or int8.
+    With `out_scale` [HQ, P] the result is quantized per head: out [T, HQ * 128] is e4m3 or int8.
     """
-    sequences, heads, dim = q.shape
-    kv_heads, num_blocks = kv_cache.shape[1], block_table.shape[1]
-    group, rows = heads // kv_heads, sequences * kv_heads
-    warps, stages, splits, min_pages, whole = tiling(rows, num_blocks, kv_scales is None, q.device)
-    partial, logsumexp, arrivals = split_workspace(q.device, rows, splits, group, dim)
+    sequences, kv_heads, num_blocks = context_lens.shape[0], kv_cache.shape[1], block_table.shape[1]
+    group = q.shape[1] // kv_heads
+    columns, tile_rows = columns_of(group, rows)
+    tiles = cdiv(rows, tile_rows)
+    pairs, used = sequences * kv_heads * tiles, tile_rows * group
+    warps, stages, splits, min_pages, whole = tiling(pairs, num_blocks, kv_scales is None, q.device, columns)
+    partial, logsumexp, arrivals = split_workspace(q.device, pairs, splits, used, HEAD_DIM)
     page_boxes, scale_boxes = descriptors(kv_cache, kv_scales)
-    padded_group = next_power_of_2(group)
-    decode_kernel[rows * splits,](
-        page_boxes, scale_boxes, q, block_table, context_lens, out, partial, logsumexp, arrivals,
-        softmax_scale * LOG2_E, num_blocks, splits, out_scale, HK=kv_heads, G=group, GROUP=padded_group,
-        BF16=kv_scales is None, SPLIT=splits > 1, MIN_PAGES=min_pages, WHOLE=whole, STEP=8 * warps, STAGES=stages,
+    padded = next_power_of_2(used)
+    decode_kernel[pairs * splits,](
+        page_boxes, scale_boxes, q, block_table, context_lens, context_lens if query_start is None else query_start,
+        out, partial, logsumexp, arrivals, softmax_scale * LOG2_E, num_blocks, splits, out_scale, HK=kv_heads, G=group,
+        GROUP=padded, ROWS=rows, TILES=tiles, COLUMNS=columns, BF16=kv_scales is None, SPLIT=splits > 1,
+        MIN_PAGES=min_pages, WHOLE=whole, STEP=8 * warps if rows == 1 else max(8, 32 * warps // padded), STAGES=stages,
         WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], WINDOW=window, PDL=pdl, num_warps=warps,
         launch_pdl=pdl,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """The steps of decode_gluon's loop: register layouts, operands, the online softmax of one page, the merges.
 
-  S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile. K goes from
-          shared memory to registers 16 bytes a lane, two e4m3 values to fp16 by one instruction. What a lane then holds
-          is not what the tensor core wants in that place, but a reduction may run in any order: the reduction index is
-          permuted, in Q too (`load_queries`).
+  S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile; 16 columns
+          hold several rows of drafts, each with its heads. K goes from shared memory to registers 16 bytes a lane,
+          two e4m3 values to fp16 by one instruction. What a lane then holds is not what the tensor core wants in that
+          place, but a reduction may run in any order: the reduction index is permuted, in Q too (`load_queries`).
   O^T     = V^T P^T. V needs pairs of tokens in one register: one byte permutation for four values, then the same
           conversion (`value_operand`). The rows of O^T come out permuted and are put back in `merge_warps`.
   P       takes V's scale and 2^8 before it is rounded to 16 bits (see attention_pieces) and is transposed by movmatrix.
@@ -63,7 +63,7 @@ def token_layout(WARPS):
 
 @triton.constexpr_function
 def product_layout(WARPS):
-    """S^T [WARPS, tokens, 8] and O^T [WARPS, 128, 8]: mma.sync m16n8k16, one batch entry a warp."""
+    """S^T [WARPS, tokens, 8 or 16] and O^T [WARPS, 128, 8 or 16]: mma.sync m16n8k16, one batch entry a warp."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
 
 
@@ -86,21 +86,51 @@ def merge_layout(WARPS):
 
 
 @gluon.jit
-def load_queries(q, score_scale, G: gl.constexpr, WARPS: gl.constexpr, BF16: gl.constexpr):
-    """Q^T [WARPS, 128, 8], the same for every warp, its reduction index permuted like K's.
+def places(column, rows, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """Where columns' queries and results are, as (row of q, query head of the group): (0, column) where a sequence has
+    one row, whose pointer the caller has moved there.
+
+    `rows`: of a tile of drafts (its first row within the sequence, the rows of the sequence, where these begin, and
+    where those rows of nobody begin that the sequence has instead of its missing ones).
+    """
+    if ROWS == 1:
+        return gl.zeros_like(column), column
+    else:
+        first, count, begin, spare = rows
+        row = first + column // G
+        return gl.where(row < count, begin + row, spare + row) * HEADS, column % G
+
+
+@gluon.jit
+def load_queries(
+    q,
+    rows,
+    score_scale,
+    G: gl.constexpr,
+    HEADS: gl.constexpr,
+    ROWS: gl.constexpr,
+    USED: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    WARPS: gl.constexpr,
+    BF16: gl.constexpr,
+):
+    """Q^T [WARPS, 128, COLUMNS], the same for every warp, its reduction index permuted like K's.
 
     Scaled to log2 units, unless bf16 (exact).
     """
     OPERAND: gl.constexpr = narrow_operand(WARPS)
     k = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))
-    head = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
     lane = (k >> 1) & 3
     pair = ((k >> 3) & 1) * 2 + (k & 1)
     dim = (k >> 6) * 64 + lane * 16 + ((k >> 4) & 3) * 4 + pair if BF16 else lane * 32 + (k >> 4) * 4 + pair
-    x = gl.load(q + head[None, None, :] * 128 + dim[None, :, None], mask=(head < G)[None, None, :], other=0.0)
+    row, head = places(column, rows, G, HEADS, ROWS)
+    x = gl.load(
+        q + (row + head)[None, None, :] * 128 + dim[None, :, None], mask=(column < USED)[None, None, :], other=0.0
+    )
     x = x.to(gl.bfloat16) if BF16 else (x.to(gl.float32) * score_scale).to(gl.float16)
     if WARPS > 1:
-        x = x + gl.zeros([WARPS, 128, 8], x.dtype, OPERAND)
+        x = x + gl.zeros([WARPS, 128, COLUMNS], x.dtype, OPERAND)
     return x
 
 
@@ -201,14 +231,14 @@ def per_token(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def attend(scores, v, v_scale, top, total, acc, seen, WARPS: gl.constexpr, BF16: gl.constexpr):
+def attend(scores, v, v_scale, top, total, acc, seen, COLUMNS: gl.constexpr, WARPS: gl.constexpr, BF16: gl.constexpr):
     """One page of the online softmax, all of it inside the warp. `total` stays a sum per lane until the end."""
     TOKENS: gl.constexpr = 64 // WARPS
-    scores = gl.where(seen[:, :, None], scores, -float("inf"))
+    scores = gl.where(seen, scores, -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
     keep = gl.exp2(top - new_top)
     p = gl.exp2(scores - (new_top - PROBABILITY_SHIFT)[:, None, :])
-    lane_sum = gl.sum(gl.reshape(p, [WARPS, TOKENS // 8, 8, 8]), 1)
+    lane_sum = gl.sum(gl.reshape(p, [WARPS, TOKENS // 8, 8, COLUMNS]), 1)
     total = (
         total * gl.convert_layout(keep, gl.SliceLayout(1, lane_sum.type.layout), assert_trivial=True)[:, None, :]
         + lane_sum
@@ -218,7 +248,8 @@ def attend(scores, v, v_scale, top, total, acc, seen, WARPS: gl.constexpr, BF16:
     p = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2
     )
-    p = gl.reshape(gl.permute(gl.reshape(p, [WARPS, TOKENS // 8, 8, 8]), (0, 1, 3, 2)), [WARPS, TOKENS, 8])
+    p = gl.permute(gl.reshape(p, [WARPS, TOKENS // 8, 8, COLUMNS // 8, 8]), (0, 1, 4, 3, 2))
+    p = gl.reshape(p, [WARPS, TOKENS, COLUMNS])
     p = gl.convert_layout(p, narrow_operand(WARPS), assert_trivial=True)
     return new_top, total, mma_v2(value_operand(v, WARPS, BF16), p, acc * keep[:, None, :])
 
@@ -238,15 +269,27 @@ def fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, row, BF16: g
 
 
 @gluon.jit
-def merge_warps(acc, top, total, outputs, states, WARPS: gl.constexpr, BF16: gl.constexpr):
-    """The warps' (maximum, sum, O^T), through shared memory -> O [8, 128] divided by the sum, and log2-sum-exp [8]."""
+def merge_warps(
+    acc,
+    top,
+    total,
+    outputs,
+    states,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    WARPS: gl.constexpr,
+    BF16: gl.constexpr,
+):
+    """The warps' (maximum, sum, O^T), through shared memory -> O [COLUMNS, 128] divided by the sum, and log2-sum-exp
+    [COLUMNS]: zero and LOWEST for a row that has seen nothing.
+    """
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     BY_HEAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
     if BF16:
-        o = gl.permute(gl.reshape(acc, [WARPS, 2, 4, 2, 8, 8]), (0, 5, 1, 4, 2, 3))
+        o = gl.permute(gl.reshape(acc, [WARPS, 2, 4, 2, 8, COLUMNS]), (0, 5, 1, 4, 2, 3))
     else:
-        o = gl.permute(gl.reshape(acc, [WARPS, 8, 2, 8, 8]), (0, 4, 3, 1, 2))
-    outputs.store(gl.reshape(o, [WARPS, 8, 128]))
+        o = gl.permute(gl.reshape(acc, [WARPS, 8, 2, 8, COLUMNS]), (0, 4, 3, 1, 2))
+    outputs.store(gl.reshape(o, [WARPS, COLUMNS, 128]))
     states.index(0).store(top)
     states.index(1).store(gl.sum(total, 1))
     cta_barrier()
@@ -256,20 +299,27 @@ def merge_warps(acc, top, total, outputs, states, WARPS: gl.constexpr, BF16: gl.
     total = gl.convert_layout(
         gl.sum(states.index(1).load(gl.SliceLayout(2, LAYOUT)) * weight, 0), BY_HEAD, assert_trivial=True
     )
+    if ROWS > 1:  # of several rows one may have seen nothing of a split
+        total = gl.where(total > 0.0, total, 1.0)
     o = gl.sum(outputs.load(LAYOUT) * weight[:, :, None], 0) / total[:, None]
     return o, gl.convert_layout(new_top, BY_HEAD, assert_trivial=True) + gl.log2(total)
 
 
 @gluon.jit
-def store_rows(out, o, G: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """The first G of o's WIDTH rows, [.., 128], to `out`."""
+def column_range(WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """0..WIDTH, next to the rows of O."""
+    return gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, merge_layout(WARPS))))
+
+
+@gluon.jit
+def store_rows(out, place, o, USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """The first USED of o's WIDTH rows, [.., 128], to rows `place` of `out`."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
-    head = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     gl.store(
-        out + head[:, None] * 128 + dim[None, :],
+        out + place[:, None] * 128 + dim[None, :],
         o.to(out.dtype.element_ty),
-        mask=(head < G)[:, None] & (dim < 128)[None, :],
+        mask=(column_range(WIDTH, WARPS) < USED)[:, None] & (dim < 128)[None, :],
     )
 
 
@@ -277,50 +327,57 @@ def store_rows(out, o, G: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
 def store_result(
     out,
     head_scales,
+    rows,
     sequence,
-    sequences,
+    tokens,
+    is_last,
     o,
     G: gl.constexpr,
+    HEADS: gl.constexpr,
+    ROWS: gl.constexpr,
+    USED: gl.constexpr,
     WIDTH: gl.constexpr,
     WARPS: gl.constexpr,
     PADDED: gl.constexpr,
     EMPTY: gl.constexpr = False,
 ):
-    """`store_rows`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales [G, PADDED], zeros after those
-    of the last sequence.
+    """`store_rows` at the columns' `places`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales
+    [G, PADDED], zeros after those of all `tokens`, which the last program of a head writes.
 
     EMPTY: o is zero. Its bytes are then stored as integers: the ptxas of Triton 3.6 packs two conversions of one
     constant wrongly.
     """
+    column = column_range(WIDTH, WARPS)
+    row, head = places(column, rows, G, HEADS, ROWS)
+    place = row + head
     if PADDED:
         LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
-        head = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))
         o = o.to(gl.bfloat16).to(gl.float32)  # as an op that quantizes the 16-bit rows gets it
         WHOLE: gl.constexpr = out.dtype.element_ty == gl.int8
         step = gl.maximum(gl.max(gl.abs(o), 1), 1e-12) / (127.0 if WHOLE else 448.0)
-        gl.store(head_scales + head * PADDED + sequence, step, mask=head < G)
+        token = sequence if ROWS == 1 else row // HEADS
+        gl.store(head_scales + head * PADDED + token, step, mask=column < USED)
         if EMPTY:
-            store_rows(
-                out.to(gl.pointer_type(gl.int8), bitcast=True), gl.zeros([WIDTH, 128], gl.int8, LAYOUT), G, WIDTH, WARPS
-            )
+            nothing = gl.zeros([WIDTH, 128], gl.int8, LAYOUT)
+            store_rows(out.to(gl.pointer_type(gl.int8), bitcast=True), place, nothing, USED, WIDTH, WARPS)
         elif WHOLE:
             # to the nearest whole number
-            store_rows(out, (o / step[:, None] + 12582912.0) - 12582912.0, G, WIDTH, WARPS)
+            store_rows(out, place, (o / step[:, None] + 12582912.0) - 12582912.0, USED, WIDTH, WARPS)
         else:
-            store_rows(out, o / step[:, None], G, WIDTH, WARPS)
-        if sequence == sequences - 1:
-            place = gl.arange(0, PADDED, gl.BlockedLayout([1], [32], [WARPS], [0]))
+            store_rows(out, place, o / step[:, None], USED, WIDTH, WARPS)
+        if is_last:
+            after = gl.arange(0, PADDED, gl.BlockedLayout([1], [32], [WARPS], [0]))
             for i in gl.static_range(G):
-                gl.store(head_scales + i * PADDED + place, gl.zeros_like(place).to(gl.float32), mask=place >= sequences)
+                gl.store(head_scales + i * PADDED + after, gl.zeros_like(after).to(gl.float32), mask=after >= tokens)
     else:
-        store_rows(out, o, G, WIDTH, WARPS)
+        store_rows(out, place, o, USED, WIDTH, WARPS)
 
 
 @gluon.jit
 def merge_splits(
-    partial, logsumexp, row, active, G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, STEP: gl.constexpr
+    partial, logsumexp, row, active, USED: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, STEP: gl.constexpr
 ):
-    """Splits row..row + active, [G, 128] each, merged in ascending order, STEP at a time -> [GROUP, 128]."""
+    """Splits row..row + active, [USED, 128] each, merged in ascending order, STEP at a time -> [GROUP, 128]."""
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     BY_HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
@@ -331,8 +388,8 @@ def merge_splits(
     total = gl.zeros([GROUP], gl.float32, BY_HEAD)
     merged = gl.zeros([GROUP, 128], gl.float32, ROWS)
     for first in range(0, active, STEP):
-        at = (row + first + split)[:, None] * G + head[None, :]
-        there = (first + split < active)[:, None] & (head < G)[None, :]
+        at = (row + first + split)[:, None] * USED + head[None, :]
+        there = (first + split < active)[:, None] & (head < USED)[None, :]
         lse = gl.load(logsumexp + at, mask=there, other=-float("inf"), cache_modifier=".cg")
         part = gl.load(
             partial + at[:, :, None] * 128 + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"

@@ -1,9 +1,10 @@
-"""Causal attention over the paged KV cache: decode steps, prefill chunks with history, and batches of both.
+"""Causal attention over the paged KV cache: decode steps, with drafts too, prefill chunks with history, and batches of
+both.
 
 `paged_attention` gives the model's dtype; `paged_attention_quant` adds the rowwise e4m3 or int8 form that the o
 projection reads. This file holds the specification and picks a kernel:
   decode_gluon.py   decode, head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache
-  decode.py         every other decode
+  decode.py         every other decode; both also where sequences have a few rows each, at most `rows`
   prefill_gluon.py  chunks, head_dim 128, a power of two of query heads a KV head, at most 32, e4m3 or int8 cache
   prefill_wide_gluon.py  of these, what widen_kv has made fp16
   prefill.py        everything else
@@ -53,6 +54,15 @@ def check_arguments(
         raise ValueError(f"q has {heads} heads, which is no multiple of the cache's {kv_heads} kv heads")
     if (kv_cache.dtype in QUANTIZED_MAX) != (kv_scales is not None):
         raise ValueError(f"kv_scales must be given exactly when the cache is quantized; the cache is {kv_cache.dtype}")
+
+
+def check_rows(q: torch.Tensor, context_lens: torch.Tensor, rows: int) -> None:
+    """ValueError if there are other than `rows` rows of q for each sequence."""
+    if rows and q.shape[0] != rows * context_lens.shape[0]:
+        raise ValueError(
+            f"q has {q.shape[0]} rows, and rows={rows} for each of {context_lens.shape[0]} sequences make "
+            f"{rows * context_lens.shape[0]}"
+        )
 
 
 def check_widened(
@@ -124,6 +134,7 @@ def paged_attention_reference(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    rows: int = 0,
 ) -> torch.Tensor:
     """Attention of each sequence's newest tokens over all of its cached tokens, themselves included.
 
@@ -132,7 +143,8 @@ def paged_attention_reference(
     query_start[b]..query_start[b + 1] of q: the last tokens of its context_lens[b] cached ones (already appended), so a
     row sees the cache up to its own position, itself included: with a `window` (0: none) the last `window` tokens of
     that, so that position p sees the keys with p - window < position <= p, as transformers' sliding windows do; what
-    lies before is not read. `decode` promises one row a sequence (T == B). `quantize_q` rounds q to
+    lies before is not read. `decode` promises one row a sequence (T == B), and `rows` > 0 at most so many (T == B *
+    rows; the steps with drafts). `quantize_q` rounds q to
     e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere. `wide`, `plan`: what
     `widen_kv` and `widen_plan` make of the same cache and batch; the result is the same, and sooner there. Only where
     chunks are served by the Gluon kernels from an int8 cache.
@@ -140,7 +152,8 @@ def paged_attention_reference(
     Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence with context_len 0 are zero.
     """
     check_arguments(q, kv_cache, kv_scales, window)
-    check_widened(q, kv_cache, block_table, decode, wide, plan, window)
+    check_widened(q, kv_cache, block_table, decode or rows > 0, wide, plan, window)
+    check_rows(q, context_lens, rows)
     tokens, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
     if quantize_q and not decode and kv_cache.dtype == torch.float8_e4m3fn:
@@ -181,6 +194,7 @@ def paged_attention_fake(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    rows: int = 0,
 ) -> torch.Tensor:
     """An empty result."""
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -202,6 +216,7 @@ def paged_attention_quant_reference(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention`, then rowwise quantization of the rounded result.
 
@@ -221,6 +236,7 @@ def paged_attention_quant_reference(
         wide,
         plan,
         window,
+        rows,
     )
     quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
@@ -242,6 +258,7 @@ def paged_attention_quant_fake(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Empty results."""
     tokens, width = q.shape[0], q.shape[1] * q.shape[2]
@@ -261,6 +278,7 @@ def paged_attention_launch(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    rows: int = 0,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -272,15 +290,28 @@ def paged_attention_launch(
     With `pdl`, block_table, context_lens and query_start must be older than the kernel just before this one.
     """
     check_arguments(q, kv_cache, kv_scales, window)
-    check_widened(q, kv_cache, block_table, decode, wide, plan, window)
+    check_widened(q, kv_cache, block_table, decode or rows > 0, wide, plan, window)
+    check_rows(q, context_lens, rows)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
             f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
         )
     if q.shape[0] == 0:
         return
-    if decode:
-        attention_decode.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out[0], pdl, window)
+    if decode or (rows and not quantize_q and attention_decode.takes_rows(q, kv_cache, rows)):
+        attention_decode.launch(
+            q,
+            kv_cache,
+            kv_scales,
+            block_table,
+            context_lens,
+            softmax_scale,
+            out[0],
+            pdl,
+            window,
+            query_start,
+            1 if decode else rows,
+        )
     else:
         attention_prefill.launch(
             q,
@@ -315,6 +346,7 @@ def paged_attention_quant_launch(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    rows: int = 0,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -341,6 +373,7 @@ def paged_attention_quant_launch(
         wide,
         plan,
         window,
+        rows,
         out=(o,),
         pdl=pdl,
     )

@@ -113,7 +113,7 @@ class Buckets:
         tokens, sequences = plan.num_tokens, len(plan.logits_indices)
         lora = self.lora and plan.uses_lora
         if plan.verifies:
-            return self._pick_verify(plan.num_sequences, tokens, lora)
+            return self._pick_verify(plan.num_sequences, 1 + int(plan.drafts.max()), lora)
         if self.rounded:
             tokens = min(next_power_of_2(tokens), self.max_num_batched_tokens)
             most = self.max_num_seqs if sequences <= self.max_num_seqs else self.logit_rows
@@ -130,13 +130,13 @@ class Buckets:
             _at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, lora
         )
 
-    def _pick_verify(self, sequences: int, tokens: int, lora: bool) -> Bucket:
+    def _pick_verify(self, sequences: int, most: int, lora: bool) -> Bucket:
         size = (
             min(next_power_of_2(sequences), self.max_num_seqs)
             if self.rounded
             else _at_least(self.decode_sizes(), sequences)
         )
-        return self._make_verify(size, next(rows for rows in self._verify_rows() if size * rows >= tokens), lora)
+        return self._make_verify(size, next(rows for rows in self._verify_rows() if rows >= most), lora)
 
     def _make_verify(self, sequences: int, rows: int, lora: bool | None = None) -> Bucket:
         lora = self.lora if lora is None else lora

@@ -60,7 +60,9 @@ class ReadyPrograms(Generic[T]):
 
 
 def _holds(ready: Bucket, wanted: Bucket) -> bool:
-    """Whether a program runs another bucket's steps, padded."""
+    """Whether a program runs another bucket's steps, padded. On the CPU one for 2 rows a sequence also runs those of 8:
+    only kernels rely on how many there are.
+    """
     return (
         ready.decode == wanted.decode
         and ready.verifies == wanted.verifies

@@ -116,16 +116,19 @@ def test_every_step_has_a_bucket(max_num_seqs, more_tokens, rounded):
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 256), st.integers(1, 7), st.booleans())
 def test_every_step_with_drafts_has_a_bucket(max_num_seqs, most, rounded):
-    """One that has room for its tokens, and on a GPU a captured one; one bucket holds them all."""
+    """One that has room for its tokens and for each sequence's rows, on a GPU a captured one; one bucket holds all."""
     buckets = Buckets(max_num_seqs, 8192, 100, 8, True, rounded, most)
     captured, holds_all = set(buckets.captured_buckets()), buckets.largest_of_each_kind()[-1]
     assert buckets.sampled_rows >= max(max_num_seqs, holds_all.tokens)
     for sequences in {1, max_num_seqs // 3 + 1, max_num_seqs // 2 + 1, max_num_seqs}:
         drafts = min(most, drafts_within(sequences, 8192))
-        for tokens in {sequences + 1, sequences * (1 + drafts)} if drafts else ():
+        alone = [drafts] + [0] * (sequences - 1)  # one sequence has drafts, the others none
+        for each in (alone, [drafts] * sequences) if drafts else ():
+            tokens = sequences + sum(each)
             plan = FakePlan(tokens, sequences, False, range(tokens))
-            plan.verifies = True
+            plan.verifies, plan.drafts = True, np.array(each, np.int32)
             bucket = buckets.pick(plan)
+            assert bucket.rows >= 1 + drafts, "the kernels take no more rows of a sequence"
             assert bucket.verifies and bucket.lora and not bucket.decode and (rounded or bucket in captured)
             assert tokens <= bucket.tokens <= holds_all.tokens and sequences <= bucket.sequences <= holds_all.sequences
 
