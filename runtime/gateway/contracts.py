@@ -203,6 +203,7 @@ class UsageRecord:
     first_token_seconds, total_seconds   since it came; first_token_seconds is 0 when there was none
     engine_first_token_seconds, engine_total_seconds   the same by the engine's clock, since it reached the engine; 0
                      when the engine did not say
+    draft_tokens, accepted_tokens   drafts that the engine computed, and those of them that became output
     status           the HTTP status, 499 when the client went away; an error in the middle of a stream counts with the
                      status that it would have had before
     error            OpenAI's error code, "" for none

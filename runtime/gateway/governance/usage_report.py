@@ -29,6 +29,8 @@ SUMS = {
     "prompt_tokens": "SUM(prompt_tokens)",
     "cached_tokens": "SUM(cached_tokens)",
     "output_tokens": "SUM(output_tokens)",
+    "draft_tokens": "SUM(draft_tokens)",
+    "accepted_tokens": "SUM(accepted_tokens)",
     "mean_first_token_seconds": "ROUND(AVG(NULLIF(first_token_seconds, 0)), 6)",
     "mean_total_seconds": "ROUND(AVG(total_seconds), 6)",
 }

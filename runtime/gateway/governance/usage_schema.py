@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ..contracts import UsageRecord
 
-VERSION = 1
+VERSION = 2
+"""1 had no columns of drafts."""
 APPLICATION = 0x53535547  # "SSUG"
 BUSY_SECONDS = 5.0
 _CREATE = f"""
@@ -30,7 +31,9 @@ CREATE TABLE usage (
     first_token_seconds REAL NOT NULL,
     total_seconds REAL NOT NULL,
     status INTEGER NOT NULL,
-    error TEXT NOT NULL
+    error TEXT NOT NULL,
+    draft_tokens INTEGER NOT NULL DEFAULT 0,
+    accepted_tokens INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX usage_time ON usage (time);
 CREATE TABLE payloads (
@@ -45,7 +48,13 @@ PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 COMMIT;
 """
-_ADD_USAGE = f"INSERT INTO usage VALUES (NULL, {', '.join('?' * 15)})"
+_UPGRADE = (
+    "ALTER TABLE usage ADD COLUMN draft_tokens INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE usage ADD COLUMN accepted_tokens INTEGER NOT NULL DEFAULT 0",
+    f"PRAGMA user_version = {VERSION}",
+)
+_READ_OLD = "CREATE TEMP VIEW usage AS SELECT *, 0 AS draft_tokens, 0 AS accepted_tokens FROM main.usage"
+_ADD_USAGE = f"INSERT INTO usage VALUES (NULL, {', '.join('?' * 17)})"
 _ADD_PAYLOAD = "INSERT INTO payloads VALUES (NULL, ?, ?, ?, ?)"
 
 
@@ -71,7 +80,8 @@ class Payload:
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:
-    """The log, made with mode 0600 where there is none. Raises UsageLogError, or sqlite3.Error for a disk that is full.
+    """The log, made with mode 0600 where there is none; one of an older version gets the columns that it lacks, and
+    keeps its rows. Raises UsageLogError, or sqlite3.Error for a disk that is full.
 
     Several processes of one machine may write to one log. A record that was written survives the end of a process; a
     loss of power may take the last ones.
@@ -95,7 +105,8 @@ def open_to_write(path: Path) -> sqlite3.Connection:
                     connection.execute("ROLLBACK")
                 if _is_empty(connection):  # nobody else made it meanwhile
                     raise
-        check(connection, path)
+        if check(connection, path) < VERSION:
+            _upgrade(connection)
     except sqlite3.DatabaseError as error:
         connection.close()
         if isinstance(error, sqlite3.OperationalError):
@@ -108,30 +119,33 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """The log, also while gateways write to it. Raises UsageLogError."""
+    """The log, also while gateways write to it. One of an older version is not changed, and what its rows lack is 0.
+
+    Raises UsageLogError.
+    """
     if not path.is_file():
         raise UsageLogError(f"{path}: there is no such file; name the gateway's usage log")
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
     try:
-        check(connection, path)
+        if check(connection, path) < VERSION:
+            connection.execute(_READ_OLD)
     except (sqlite3.Error, UsageLogError) as error:
         connection.close()
         raise UsageLogError(str(error) if isinstance(error, UsageLogError) else f"{path}: {error}") from None
     return connection
 
 
-def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises UsageLogError for a database of something else, or of another version of this one."""
-    application, version = (
-        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-    )
+def check(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of the log. Raises UsageLogError for a database of something else, or of a version not known here."""
+    application, version = _pragma(connection, "application_id"), _pragma(connection, "user_version")
     if application != APPLICATION:
         raise UsageLogError(f"{path} is a database of something else; name another file for the usage log")
-    if version != VERSION:
+    if not 1 <= version <= VERSION:
         raise UsageLogError(
-            f"{path} is version {version} of the usage log, and this Sidestream knows version {VERSION}; name another "
-            "file"
+            f"{path} is version {version} of the usage log, and this Sidestream knows versions up to {VERSION}; name "
+            "another file"
         )
+    return version
 
 
 def write(connection: sqlite3.Connection, records: Iterable[UsageRecord | Payload]) -> None:
@@ -189,7 +203,28 @@ def _row(record: UsageRecord | Payload) -> tuple[str, tuple[object, ...]]:
         record.total_seconds,
         record.status,
         record.error,
+        record.draft_tokens,
+        record.accepted_tokens,
     )
+
+
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """All of it or nothing; once, also where several processes open the log at the same time."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if _pragma(connection, "user_version") < VERSION:
+            for statement in _UPGRADE:
+                connection.execute(statement)
+        connection.execute("COMMIT")
+    except sqlite3.Error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    found: int = connection.execute(f"PRAGMA {name}").fetchone()[0]
+    return found
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:

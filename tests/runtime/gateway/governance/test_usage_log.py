@@ -49,12 +49,13 @@ def test_every_record_is_written_with_all_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     with logging_to(path) as log:
         for index in range(3000):
-            log.put(replace(RECORD, request_id=str(index)))
+            log.put(replace(RECORD, request_id=str(index), draft_tokens=3, accepted_tokens=2))
     assert log.written == 3000 and log.dropped == 0
     found = rows(path)
     assert [row[2] for row in found] == [str(index) for index in range(3000)]
     assert found[0][1:] == (
-        NOON, "0", "/v1/completions", "search", "search-1", "llama", "sql", "aa" * 16, 10, 5, 4, 0.25, 1.5, 200, ""
+        NOON, "0", "/v1/completions", "search", "search-1", "llama", "sql", "aa" * 16, 10, 5, 4, 0.25, 1.5, 200, "",
+        3, 2,
     )  # fmt: skip
     assert path.stat().st_mode & 0o777 == 0o600
     with closing(sqlite3.connect(path)) as connection:
@@ -179,11 +180,11 @@ def test_what_is_no_usage_log_is_refused(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE usage (id)")
     UsageLog(newer).close()
     with closing(sqlite3.connect(newer)) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute("PRAGMA user_version = 3")
     for path, said in (
         (text, "is no usage log"),
         (other, "something else"),
-        (newer, "version 2"),
+        (newer, "version 3"),
         (tmp_path, "directory"),
         (tmp_path / "no" / "folder.db", "No such file"),
     ):
@@ -214,10 +215,10 @@ def test_the_report_says_who_used_which_version(filled: Path) -> None:
     found = report(filled, ["owner", "adapter"])
     assert found.columns[:5] == ["owner", "adapter", "adapter_content", "requests", "failed"]
     assert found.rows == [
-        ("chat", None, "", 1, 0, 10, 4, 1000, 0.25, 1.5),
-        ("search", "sql", "bb" * 16, 1, 0, 100, 4, 5, 0.25, 1.5),
-        ("search", "sql", "aa" * 16, 2, 0, 30, 8, 10, 0.5, 1.5),
-        ("chat", "sql", "aa" * 16, 1, 1, 10, 4, 5, None, 1.5),
+        ("chat", None, "", 1, 0, 10, 4, 1000, 0, 0, 0.25, 1.5),
+        ("search", "sql", "bb" * 16, 1, 0, 100, 4, 5, 0, 0, 0.25, 1.5),
+        ("search", "sql", "aa" * 16, 2, 0, 30, 8, 10, 0, 0, 0.5, 1.5),
+        ("chat", "sql", "aa" * 16, 1, 1, 10, 4, 5, 0, 0, None, 1.5),
     ]
     assert [row[:2] for row in report(filled, ["day"], since=NOON + 1).rows] == [("2030-03-19", 1), ("2030-03-18", 1)]
     assert report(filled, ["key"], until=NOON + 1).rows[0][:2] == ("c", 1)
