@@ -6,6 +6,7 @@ sharded_sampler  the same where each rank has a part of the vocabulary
 step_inputs      a bucket's static inputs
 staging          small arrays to the device in one copy
 programs         the programs that are ready, and who waits for others
+step_times       what programs take, measured at a start
 buckets          which sizes have a program
 model            from a directory to a model that runs: `load_model`
 weights          a program's weights from a checkpoint

@@ -303,6 +303,10 @@ def _build(
         # on a thread of its own, while graphs are captured
         stacks.fill(list(registry.numbers.values())[: engine.max_cpu_loras])
     seconds["programs_and_graphs"] = runner.warm_up(engine.show_progress)
+    step_times: tuple[tuple[int, int, float], ...] = ()
+    if engine.speculation == "auto":
+        with _timed(seconds, "step_times"):
+            step_times = runner.step_times()
     limits = SchedulerLimits(
         num_pages,
         sizes.max_model_len,
@@ -311,6 +315,7 @@ def _build(
         slots,
         engine.enable_prefix_caching,
         speculation=engine.speculation,
+        step_times=step_times,
     )
     return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds)
 

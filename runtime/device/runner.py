@@ -26,6 +26,7 @@ from .sampler import DeviceSamples, Sampler
 from .sharded_sampler import ShardedSampler
 from .staging import copy_stream
 from .step_inputs import StepInputs
+from .step_times import time_programs
 
 CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it
 
@@ -116,6 +117,20 @@ class ModelRunner:
         if self.stacks is not None:
             self.stacks.store.gently = True  # steps run from now on
         return time.perf_counter() - begin
+
+    def step_times(self) -> tuple[tuple[int, int, float], ...]:
+        """(sequences, rows a sequence, seconds) of every captured program of decode steps and of steps with drafts,
+        with LoRA where there is any; nothing where programs are not captured. To be called after `warm_up`, when no
+        step has run.
+
+        Their steps are padding only: nothing is stored, and no context is read. Ranks that share a model do this
+        together.
+        """
+        buckets = self.buckets.captured_buckets() if self.captures else []
+        return time_programs(
+            ((bucket, self._program(bucket).bound.replay) for bucket in buckets if bucket.lora == self.buckets.lora),
+            self.device,
+        )
 
     def build_aside(self) -> None:
         """CPU only: no step from now on waits until a program is built.

@@ -2,6 +2,8 @@
 
 scheduler        continuous batching: schedule, commit, abort
 choice           how many tokens of which sequences
+drafting         how many drafts a step has with speculation="auto"
+speculation      one sequence's drafts, and how likely they are to hold
 states           waiting, running, held, finished
 sequence         one sequence's state
 rows             tables of the running sequences, and a step's plan gathered from them

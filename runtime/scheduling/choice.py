@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 
 from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from ..steps.plan import drafts_within
+from .drafting import Drafting
 from .prompt_scores import tokens_within
 from .rows import Work
 from .sequence import Sequence, Status
@@ -24,6 +25,7 @@ class Choice:
 
     def __init__(self, states: States) -> None:
         self.states = states
+        self._drafting = Drafting(states.limits.step_times)
         self.suspects = Suspects()
         self.at: Sequence | None = None
         self.uses_priorities = False
@@ -88,13 +90,22 @@ class Choice:
         most = drafts_within(len(work), states.limits.max_num_batched_tokens)
         if not most or not all(sequence.followed for sequence, _ in work):
             return
-        for index, (sequence, _) in enumerate(work):
-            if sequence.speculation is None:
+        # the last token that the limit allows needs no row
+        entries = [
+            (
+                sequence.speculation,
+                min(sequence.speculation.most, most, sequence.limit - 1 - sequence.most_tokens)
+                if sequence.speculation is not None
+                else 0,
+            )
+            for sequence, _ in work
+        ]
+        chosen = self._drafting.choose(entries, most)
+        for index, (speculation, room) in enumerate(entries):
+            if speculation is None:
                 continue
-            self.at = sequence
-            # the last token that the limit allows needs no row
-            room = sequence.limit - 1 - sequence.most_tokens
-            count = min(sequence.speculation.wanted(), most, room)
+            self.at = sequence = work[index][0]
+            count = min(chosen, room) if speculation.adaptive else room
             if count <= 0:
                 continue
             missing = pages_for(sequence.most_tokens + count) - len(sequence.pages)

@@ -15,6 +15,7 @@ class SchedulerLimits:
     owner_patience: after so many steps a request that finds no row or pages has sequences put back of the owner that
     runs the most, if its own owner runs at least two fewer.
     speculation: drafts of a request that does not say: "off" (and none for any), "auto", or so many.
+    step_times: (sequences, rows a sequence, seconds) of the programs that were timed, which "auto" goes by.
     """
 
     num_pages: int
@@ -26,6 +27,7 @@ class SchedulerLimits:
     slot_patience: int = 128
     owner_patience: int = 32
     speculation: str | int = "off"
+    step_times: tuple[tuple[int, int, float], ...] = ()
 
     @property
     def follows(self) -> bool:

@@ -1,16 +1,14 @@
-"""How many drafts a sequence gets: as many as were asked for, or as many as pay."""
+"""One sequence's drafts: how many it may have, and how likely they are to hold."""
 
 from dataclasses import dataclass
 
 from ..steps.plan import DRAFT_SIZES
 
-FIRST_RATE = 1.0
+FIRST_ACCEPTANCE = 0.5
 MEMORY = 8
-"""Steps over which the moving average goes."""
-WORTH = ((2.5, DRAFT_SIZES[2]), (0.8, DRAFT_SIZES[1]), (0.25, DRAFT_SIZES[0]))
-"""Accepted drafts a step -> drafts of the next steps; with fewer than the last there are none."""
-PAUSE = 64
-"""Steps without drafts until one is tried again."""
+"""Steps over which the moving averages go."""
+FORGOTTEN = 0.25
+"""What is left of their weight when drafts are tried again."""
 
 
 @dataclass(slots=True)
@@ -18,7 +16,7 @@ class Speculation:
     """One sequence's.
 
     most      drafts a step, at most
-    adaptive  fewer, down to none, where few are accepted
+    adaptive  as many as pay for the step as a whole (see `drafting`), not as many as it may have
     drafted, accepted  drafts that were computed, and those of them that became output
     """
 
@@ -26,26 +24,25 @@ class Speculation:
     adaptive: bool = False
     drafted: int = 0
     accepted: int = 0
-    _rate: float = FIRST_RATE
-    _paused: int = 0
+    _held: float = FIRST_ACCEPTANCE
+    _tried: float = 1.0
 
-    def wanted(self) -> int:
-        """Drafts of the next step; to be called once for each."""
-        if not self.adaptive:
-            return self.most
-        for worth, drafts in WORTH:
-            if self._rate >= worth:
-                return min(drafts, self.most)
-        self._paused += 1
-        if self._paused >= PAUSE:
-            self._paused, self._rate = 0, WORTH[-1][0]
-        return 0
+    @property
+    def acceptance(self) -> float:
+        """How likely a draft is to hold if those before it do: moving averages over the steps that had drafts."""
+        return self._held / self._tried
 
     def note(self, drafts: int, accepted: int) -> None:
         """A step with drafts has come back."""
         self.drafted += drafts
         self.accepted += accepted
-        self._rate += (accepted - self._rate) / MEMORY
+        # what came after the first that failed was not tried
+        self._held += (accepted - self._held) / MEMORY
+        self._tried += (accepted + (accepted < drafts) - self._tried) / MEMORY
+
+    def doubt(self) -> None:
+        """Drafts were not tried for long: what they show now counts for more than what was known."""
+        self._held, self._tried = self.acceptance * FORGOTTEN, FORGOTTEN
 
 
 def most_drafts(option: str | int) -> int:

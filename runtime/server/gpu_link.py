@@ -55,6 +55,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     device: str = "cpu"
     prefix_caching: bool = True
     speculation: str | int = "off"
+    step_times: list[tuple[int, int, float]] = []
     seconds: dict[str, float] = {}
 
 

@@ -300,6 +300,7 @@ class ServedModel:
             seconds=dict(model.seconds),
             prefix_caching=limits.prefix_caching,
             speculation=limits.speculation,
+            step_times=list(limits.step_times),
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:

@@ -90,6 +90,7 @@ class Stepper:
             ready.num_slots,
             ready.prefix_caching,
             speculation=ready.speculation,
+            step_times=tuple(ready.step_times),
         )
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
         self._remote = RemoteRunner(link)

@@ -40,6 +40,7 @@ def make_engine(
     asynchronous=False,
     clock=None,
     speculation="off",
+    step_times=(),
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
@@ -47,7 +48,15 @@ def make_engine(
     """
     numbers = {f"adapter{index}": index for index in range(adapters)}
     limits = SchedulerLimits(
-        pages, max_model_len, max_num_seqs, budget, slots, prefix_caching, patience, speculation=speculation
+        pages,
+        max_model_len,
+        max_num_seqs,
+        budget,
+        slots,
+        prefix_caching,
+        patience,
+        speculation=speculation,
+        step_times=step_times,
     )
     scheduler = Scheduler(limits, numbers, hashes, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner

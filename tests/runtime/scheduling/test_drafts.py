@@ -9,7 +9,7 @@ import pytest
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduling.speculation import PAUSE, Speculation, speculation_of
+from sidestream.runtime.scheduling.speculation import speculation_of
 from sidestream.runtime.steps.plan import VERIFIED_ROWS, drafts_within
 from support.engines import VOCABULARY, Clock, ask, assert_idle, greedy, make_engine, prompt, random_prompt, run, tokens
 from support.fake_runner import continuation
@@ -143,17 +143,7 @@ def test_a_step_has_no_more_rows_than_pay():
     assert (60, 3) in sizes and all(batch * (1 + drafts) <= VERIFIED_ROWS for batch, drafts in sizes)
 
 
-def test_few_accepted_drafts_end_it_until_it_is_tried_again():
-    speculation = Speculation(7, adaptive=True)
-    counts = []
-    for _ in range(40 + PAUSE):
-        counts.append(speculation.wanted())
-        if counts[-1]:
-            speculation.note(counts[-1], 0)
-    assert counts[0] == 3 and set(counts) == {0, 1, 3} and counts[20:40] == [0] * 20
-    assert counts.count(0) >= PAUSE and 1 in counts[40:]
-    while speculation.wanted() < 7:
-        drafts = speculation.wanted()
-        if drafts:
-            speculation.note(drafts, drafts)
-    assert speculation_of(2, 7).wanted() == 2 and speculation_of("off", 7) is None and speculation_of(5, 0) is None
+def test_what_an_option_gives():
+    assert (speculation_of(2, 7).most, speculation_of(2, 7).adaptive) == (2, False)
+    assert (speculation_of("auto", 3).most, speculation_of("auto", 3).adaptive) == (3, True)
+    assert speculation_of("off", 7) is None and speculation_of(5, 0) is None

@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.requests.request import Request
@@ -55,6 +56,13 @@ def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[li
     assert stepper.in_flight == 0 and stepper.stats()["pages_in_use"] == 0
     names = [str(number) for number in range(len(prompts))]
     return [answers[name] for name in names], depths, [steps[name] for name in names]
+
+
+def test_the_scheduler_goes_by_the_times_that_the_gpu_process_has_measured() -> None:
+    told = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], speculation="auto", step_times=[(1, 1, 0.5), (1, 2, 0.75)])
+    ready = msgspec.convert(msgspec.to_builtins(told), Ready)
+    limits = Stepper(ready, Link(), None).scheduler.limits  # type: ignore[arg-type]
+    assert (limits.speculation, limits.step_times) == ("auto", ((1, 1, 0.5), (1, 2, 0.75)))
 
 
 def test_two_steps_ahead_of_short_ones() -> None:

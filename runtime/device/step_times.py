@@ -1,0 +1,40 @@
+"""What programs take, measured at a start, so that a scheduler knows what a step with drafts costs."""
+
+import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+import torch
+
+from ...compiler.program.program import Bucket
+
+REPLAYS = 5
+
+
+def time_programs(
+    programs: Iterable[tuple[Bucket, Callable[[], object]]], device: torch.device
+) -> tuple[tuple[int, int, float], ...]:
+    """(sequences, rows a sequence, seconds) of each program, given with what runs it once: the fastest of REPLAYS runs
+    after one that is not timed. What else the device does meanwhile, such as copies of adapters, makes runs slower.
+    """
+    return tuple((bucket.sequences, bucket.rows, _fastest_run(run, device)) for bucket, run in programs)
+
+
+def _fastest_run(run: Callable[[], object], device: torch.device) -> float:
+    run()
+    if device.type != "cuda":
+        return min(_seconds(run) for _ in range(REPLAYS))
+    with torch.cuda.device(device):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            run()
+            mark.record()
+        marks[-1].synchronize()
+        return min(begin.elapsed_time(end) for begin, end in pairwise(marks)) / 1e3
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
