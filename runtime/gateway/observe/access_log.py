@@ -3,6 +3,7 @@
 import logging
 import queue
 import sys
+import time
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
@@ -14,6 +15,8 @@ from .listener import Listener
 
 MAX_QUEUED = 16384
 MAX_PATH = 512
+CLOSING_SECONDS = 5.0
+"""For what is queued at the end. A pipe that nobody reads takes nothing, however long one waits."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -28,7 +31,7 @@ class AccessLog(Listener):
         target = _Target() if path is None else _FileTarget(path)
         self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_queued)
         self._target, self._handler = target, _Bounded(self._lines)
-        self._listener = QueueListener(self._lines, target)
+        self._listener = _Writer(self._lines, target)
         self._listener.start()
         self._records: dict[str, list[UsageRecord]] = {}
 
@@ -38,9 +41,11 @@ class AccessLog(Listener):
         return self._handler.dropped + self._target.failed
 
     def close(self) -> None:
-        """Write what is queued, and end."""
-        self._listener.stop()
-        self._target.close()
+        """Write what is queued, and end. What is not taken within CLOSING_SECONDS is dropped."""
+        if self._listener.ended_within(CLOSING_SECONDS):
+            self._target.close()
+        else:
+            self._handler.dropped += self._lines.qsize()
 
     def finished(self, exchange: Exchange, record: UsageRecord) -> None:
         """See `Observer`. The line comes when the answer is complete."""
@@ -87,6 +92,28 @@ class _Bounded(QueueHandler):
             self.queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
+
+
+class _Writer(QueueListener):
+    """The thread that takes lines from the queue. `stop` of its own raises where the queue is full."""
+
+    def ended_within(self, seconds: float) -> bool:
+        """Have it write all that is queued and end; False where it still writes after so long."""
+        deadline, thread = time.monotonic() + seconds, self._thread
+        while thread is not None:
+            try:
+                self.enqueue_sentinel()
+                break
+            except queue.Full:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.005)
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return False
+        self._thread = None
+        return True
 
 
 class _Target(logging.StreamHandler):

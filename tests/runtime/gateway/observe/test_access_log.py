@@ -1,5 +1,6 @@
 """The access log: one JSON object a line, never in the way of a request."""
 
+import contextlib
 import json
 import os
 import threading
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sidestream.runtime.gateway.contracts import Caller, Exchange, HttpAnswer, UsageRecord
+from sidestream.runtime.gateway.observe import access_log
 from sidestream.runtime.gateway.observe.access_log import AccessLog
 from sidestream.runtime.requests.sampling_params import SamplingParams
 
@@ -74,6 +76,49 @@ def test_a_stuck_pipe_drops_lines_and_holds_up_nobody(tmp_path: Path) -> None:
     drain = threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(reader, 65536), b"")])
     drain.start()
     log.close()
+    drain.join()
+    os.close(reader)
+
+
+def stuck(folder: Path) -> tuple[AccessLog, int, int]:
+    """(a log whose queue is full and whose pipe takes nothing, how many lines it was given, the pipe's reading end)."""
+    os.mkfifo(folder / "pipe")
+    reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    filler = os.open(folder / "pipe", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, b"0")
+    log = AccessLog(folder / "pipe", max_queued=10)
+    os.close(filler)
+    os.set_blocking(reader, True)
+    sent = 0
+    while log.dropped == 0:
+        log.answered(ANSWER)
+        sent += 1
+    return log, sent, reader
+
+
+def test_a_queue_that_is_full_at_the_end_is_written(tmp_path: Path) -> None:
+    log, sent, reader = stuck(tmp_path)
+    closing = threading.Thread(target=log.close)
+    closing.start()
+    read = b"".join(iter(lambda: os.read(reader, 65536), b""))
+    closing.join()
+    os.close(reader)
+    assert read.count(b"\n") == sent - 1 and log.dropped == 1
+
+
+def test_a_pipe_that_nobody_reads_keeps_no_gateway_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_log, "CLOSING_SECONDS", 0.05)
+    log, _sent, reader = stuck(tmp_path)
+    log.close()
+    assert log.dropped >= 10, "what is queued is not written"
+    monkeypatch.undo()
+    drain = threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(reader, 65536), b"")])
+    drain.start()
+    log.close()  # its thread ends before the test
     drain.join()
     os.close(reader)
 
