@@ -88,7 +88,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--jobs",
         type=positive,
         metavar="N",
-        help=f"arms at once, in processes dealt to the GPUs (default: {GPU_JOBS}, 1 on a CPU)",
+        help=f"arms at once, in processes dealt to the GPUs (default: {GPU_JOBS}, with --real 4, 1 on a CPU)",
     )
     group.add_argument("--list-arms", action="store_true", help="print the arms and stop")
     group = parser.add_argument_group("what is asked")

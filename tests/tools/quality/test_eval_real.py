@@ -17,7 +17,7 @@ from sidestream.tools.quality.real.texts import LENGTH, SHORTEST, natural_docume
 
 def test_arms_are_read_next_to_transformers_and_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / f"real.{name}" for name in ("json", "svg", "md")}
-    asked = ["--arms", "bf16,int8,peer-fp8", "--tokens", "300", "--device", "cpu"]
+    asked = ["--arms", "bf16,int8,peer-fp8", "--tokens", "300", "--device", "cpu", "--jobs", "2"]
     (tmp_path / "adapters").mkdir()
     for name in ("pirate", "yoda"):
         (tmp_path / "adapters" / name).symlink_to(DEMO_MODEL / "adapters" / name)

@@ -15,6 +15,7 @@ from .checkpoint import NEEDED, real_model
 
 CALIBRATION_TEXTS, CPU_CALIBRATION_TEXTS = 8, 2
 ROUNDING_TEXTS, CPU_ROUNDING_TEXTS = 32, 4
+GPU_JOBS = 4
 
 
 def add_options(group: Any, positive: Callable[[str], int]) -> None:
@@ -83,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
     if any(arm.calibrated for arm in arms):
         progress("calibration")
         calibration = calibrate_model(directory, adapters, texts[:count], options.device)
-    found = measure(directory, adapters, documents, arms, options.device, calibration, texts, progress)
+    jobs = options.jobs or (GPU_JOBS if on_gpu else 1)
+    found = measure(directory, adapters, documents, arms, options.device, calibration, texts, progress, jobs)
     base = [document for document in documents if document.adapter is None]
     findings = Findings(
         directory.name.rpartition("-")[0] or directory.name,

@@ -1,11 +1,15 @@
 """The arms of the real model, each read next to transformers in fp32."""
 
 import gc
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -87,10 +91,50 @@ def measure(
     calibration: Any,
     texts: Sequence[Sequence[int]],
     progress: Callable[[str], None],
+    jobs: int = 1,
 ) -> list[Measured]:
-    """One result for each arm; `texts`: what weights are rounded by. What goes wrong in one arm is noted, and the
-    others run.
+    """One result for each arm, in the order of `arms`; `texts`: what weights are rounded by; `jobs`: arms at once, in
+    processes of their own. What goes wrong in one arm is noted, and the others run.
     """
+    asked = Asked(directory, adapters, documents, device, calibration, texts)
+    if min(jobs, len(arms)) > 1:
+        return _at_once(asked, arms, min(jobs, len(arms)), progress)
+    return _in_turn(asked, arms, progress)
+
+
+class Asked(NamedTuple):
+    """What all arms share, as `measure` takes it."""
+
+    directory: Path
+    adapters: Mapping[str, Path]
+    documents: Sequence[Document]
+    device: str | None
+    calibration: Any
+    texts: Sequence[Sequence[int]]
+
+
+def _at_once(asked: Asked, arms: Sequence[Arm], jobs: int, progress: Callable[[str], None]) -> list[Measured]:
+    found: dict[str, Measured] = {}
+    threads = max((os.cpu_count() or 1) // jobs, 1)  # the processes share the cores
+    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+        running = {pool.submit(_named, asked, arm.name): arm for arm in arms}
+        for future in as_completed(running):
+            arm = running[future]
+            try:
+                found[arm.name] = future.result()
+            except BrokenProcessPool as problem:
+                found[arm.name] = Measured(arm.name, arm.about, [], problem=f"a process of the arms ended: {problem}")
+            progress(_said(found[arm.name]))
+    return [found[arm.name] for arm in arms]
+
+
+def _named(asked: Asked, name: str) -> Measured:
+    """One arm, by its name: an `Arm` holds what cannot be sent to a process."""
+    return _in_turn(asked, [BY_NAME[name]], lambda stage: None)[0]
+
+
+def _in_turn(asked: Asked, arms: Sequence[Arm], progress: Callable[[str], None]) -> list[Measured]:
+    directory, adapters, documents, device, calibration, texts = asked
     reference = Reference(directory, adapters, device)
     config = LlamaConfig.from_directory(directory)
     longest = max(len(document.tokens) for document in documents)
@@ -126,8 +170,12 @@ def measure(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        progress(f"{arm.name}: {result.problem or one_line(result.divergences)}")
+        progress(_said(result))
     return found
+
+
+def _said(result: Measured) -> str:
+    return f"{result.arm}: {result.problem or one_line(result.divergences)}"
 
 
 def one_line(found: Sequence[Divergence]) -> str:
