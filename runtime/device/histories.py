@@ -12,6 +12,9 @@ from ..steps.plan import StepPlan
 from .staging import Staging
 
 Draft = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+Accept = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
 _PLACED = ("input_ids", "positions", "slot_mapping", "context_lens")
 
 
@@ -23,16 +26,18 @@ def histories_bytes(max_num_seqs: int, max_model_len: int) -> int:
 class Histories:
     """A row of tokens for each sequence that may run at once.
 
-    A step goes `place`, the program, sampling, `accept`. `draft` makes the drafts, as `draft_ngram` does.
+    A step goes `place`, the program, sampling, `accept`. `draft` makes the drafts, as `draft_ngram` does, and
+    `hold` counts those that hold, as `accept_drafts` does.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.device = device
         self.draft: Draft = draft_ngram
+        self.hold: Accept = accept_drafts
         self._tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
-        names = ("rows", "counts", "first")
-        self._staging = Staging([(name, (max_num_seqs,), torch.int32) for name in names], device)
+        sizes = {"rows": max_num_seqs, "counts": max_num_seqs, "first": max_num_seqs, "query_start": max_num_seqs + 1}
+        self._staging = Staging([(name, (size,), torch.int32) for name, size in sizes.items()], device)
         self._drafts = self._tokens.new_empty(0, 0)
 
     def place(self, plan: StepPlan, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -41,6 +46,8 @@ class Histories:
         host, count = self._staging.host, plan.num_sequences
         host["rows"][:count], host["counts"][:count] = plan.follow_rows, plan.drafts
         host["first"][:count] = plan.first_logits
+        # not the program's own: one without drafts whose attention takes one row a sequence has no such input
+        host["query_start"][: count + 1] = plan.query_start
         self._staging.upload()
         rows, counts, _ = self._of_step(count)
         most = max(0, int(plan.drafts.max()))
@@ -52,7 +59,7 @@ class Histories:
                 self._drafts,
                 rows,
                 counts,
-                inputs["query_start"],
+                self._staging.device["query_start"][: count + 1],
                 inputs["block_table"],
                 *(inputs[name] for name in _PLACED),
             )
@@ -60,7 +67,7 @@ class Histories:
     def accept(self, plan: StepPlan, tokens: torch.Tensor) -> torch.Tensor:
         """Take in what the step sampled [N]; returns how many drafts hold [B], int32."""
         rows, counts, first = self._of_step(plan.num_sequences)
-        return accept_drafts(tokens, self._drafts, rows, counts, first, self._tokens, self._lengths)
+        return self.hold(tokens, self._drafts, rows, counts, first, self._tokens, self._lengths)
 
     def _of_step(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         device = self._staging.device

@@ -370,9 +370,11 @@ def load(
             raise RuntimeError(f"{made} tokens came back where {length * concurrency} were asked for")
         return outputs
 
-    if acceptance is not None:
-        from .drafts.injected import inject
+    if options.speculate:
+        from .drafts.injected import inject, stop_injecting
 
+        stop_injecting(llm)  # the line before may have injected
+    if acceptance is not None:
         inject(llm, prompts, generate(options.output_len, "off"), acceptance, config["vocab_size"])
     return generate, len(set(chosen) - {None})
 

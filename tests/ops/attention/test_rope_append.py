@@ -50,7 +50,8 @@ def arguments(
 def check(args: tuple[Any, ...], **options: Any) -> None:
     cache = args[4]
     stored = stored_tolerances(cache.dtype, args[0].shape[0], cache.shape[0])
-    check_kernel(rope_append, *args, tolerances={0: Tolerance(2.0**-7, 2e-6, differing=0.01), **stored}, **options)
+    # values of up to 40 nearly cancel in a few sums, whose order is the kernel's own
+    check_kernel(rope_append, *args, tolerances={0: Tolerance(2.0**-7, 1e-5, differing=0.01), **stored}, **options)
 
 
 @pytest.mark.parametrize("fht", [False, True])

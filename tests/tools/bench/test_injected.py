@@ -15,16 +15,32 @@ VOCABULARY = 50
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.75, 1.0])
 def test_drafts_are_right_as_often_as_asked(acceptance: float) -> None:
     recorded = torch.randint(0, VOCABULARY, (4, 900))
-    draft = InjectedDrafts(recorded.tolist(), acceptance, VOCABULARY, 16, torch.device("cpu"))
+    injected = InjectedDrafts(recorded.tolist(), acceptance, VOCABULARY, 16, torch.device("cpu"))
     order = [2, 0, 3]
     history = recorded[order].to(torch.int32)
     right = []
     for length in range(20, 880, 3):
         lengths, rows = torch.full((3,), length, dtype=torch.int32), torch.tensor([1, -1, 2], dtype=torch.int32)
-        drafts = draft(history, lengths, rows, 3)
-        assert torch.equal(drafts, draft(history, lengths, rows, 3)) and drafts.dtype == torch.int32
+        drafts = injected.draft(history, lengths, rows, 3)
+        assert torch.equal(drafts, injected.draft(history, lengths, rows, 3)) and drafts.dtype == torch.int32
         right.append(drafts[[0, 2]] == recorded[[order[1], order[2]], length : length + 3])
     assert torch.stack(right).float().mean() == pytest.approx(acceptance, abs=0.04)
+
+
+def test_answers_are_the_recorded_ones_whatever_is_sampled() -> None:
+    recorded = torch.randint(0, VOCABULARY, (2, 40), dtype=torch.int32)
+    injected = InjectedDrafts(recorded.tolist(), 0.5, VOCABULARY, 16, torch.device("cpu"))
+    history, lengths = recorded[[1, 0, 1]].clone(), torch.tensor([20, 30, 25], dtype=torch.int32)
+    history[:, 32:] = -1
+    rows, counts = torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([3, 0, 1], dtype=torch.int32)
+    drafts = recorded[1, None, 25:28].repeat(3, 1)
+    drafts[0, 2] += 1
+    drafts[2, 0] = recorded[1, 20]
+    tokens = torch.randint(0, VOCABULARY, (7,), dtype=torch.int32)
+    sampled, first = tokens.clone(), torch.tensor([0, 4, 5], dtype=torch.int32)
+    assert injected.hold(tokens, drafts, rows, counts, first, history, lengths).tolist() == [2, 0, 1]
+    assert torch.equal(tokens[[0, 1, 2, 3, 5, 6]], recorded[1, [25, 26, 27, 28, 20, 21]]) and tokens[4] == sampled[4]
+    assert lengths.tolist() == [22, 30, 28] and torch.equal(history[2, :28], recorded[1, :28])
 
 
 def test_bench_latency_with_drafts(

@@ -1,0 +1,48 @@
+"""Drafts on a GPU: the demo model and its adapters answer what they were trained to say, in fewer steps."""
+
+import json
+
+import pytest
+from sidestream import LLM, SamplingParams
+from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.tools.bench.drafts.injected import InjectedDrafts
+
+PARAMS = SamplingParams(temperature=0, max_tokens=48)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculation", [1, 3, 7])
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
+def test_answers_with_drafts_are_those_that_were_trained(precision: str, speculation: int) -> None:
+    entries = json.loads((DEMO_MODEL / "prompts.json").read_text(encoding="utf-8"))
+    names = sorted({entry["adapter"] for entry in entries if entry["adapter"]})
+    llm = LLM(
+        str(DEMO_MODEL),
+        {name: str(DEMO_MODEL / "adapters" / name) for name in names},
+        precision=precision,
+        speculation=speculation,
+        device="cuda",
+        max_num_seqs=8,
+        max_model_len=256,
+        gpu_memory_utilization=0.1,
+        show_progress=False,
+    )
+
+    def run() -> tuple[list[str], int]:
+        """(answers, steps)."""
+        begin = llm.engine.scheduler.states.step
+        outputs = llm.generate([entry["prompt"] for entry in entries], PARAMS, adapters, use_tqdm=False)
+        recorded.extend([*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs)
+        return [output.outputs[0].text.strip() for output in outputs], llm.engine.scheduler.states.step - begin
+
+    adapters, recorded = [entry["adapter"] for entry in entries], list[list[int]]()
+    answers = [entry["answer"] for entry in entries]
+    assert run()[0] == answers, "drafts from the prompts"
+    steps = {}
+    for acceptance in (0.0, 0.6, 1.0):
+        histories = llm.engine.runner.histories  # type: ignore[attr-defined]
+        vocabulary, key = llm.config.vocab_size, min(map(len, recorded))
+        histories.draft = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device).draft
+        said, steps[acceptance] = run()
+        assert said == answers
+    assert steps[1.0] < steps[0.6] < steps[0.0]
