@@ -21,7 +21,7 @@ from .excerpts import keep_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, PICTURE, REAL_PICTURE = DOCS / "quality.md", DOCS / "quality.svg", DOCS / "real_model.svg"
-REAL = ("real_model_h200.json", "real_model_cpu.json")  # the first that is there
+REAL = "real_model_h200.json"
 MODELS = """\
 `python -m sidestream.tools.quality.train` makes the models with its defaults (base `a443dc3361f6d6b4`,
 `measurements/eval_models_h200.txt`). It adds up in one order: runs on the same kind of GPU and with the same
@@ -35,8 +35,7 @@ coin tosses (with twice the steps and four times the scale top-1 agreement was 9
 def measured(_: str = "") -> str:
     """The page as the raw output has it."""
     about = _raw()
-    real = [section(found, REAL_PICTURE.name) for found in _real()]
-    return page(rounds_of(about), about, PICTURE, PAGE, MODELS, "".join(real))
+    return page(rounds_of(about), about, PICTURE, PAGE, MODELS, section(_real(), REAL_PICTURE.name))
 
 
 def picture(_: str = "") -> str:
@@ -46,13 +45,12 @@ def picture(_: str = "") -> str:
 
 def picture_of_the_real_model(_: str = "") -> str:
     """The same for the real model."""
-    return "".join(real_picture(found) for found in _real())
+    return real_picture(_real())
 
 
-def _real() -> list[Findings]:
-    """What was measured on the real model, or nothing."""
-    paths = [path for name in REAL if (path := DOCS / "measurements" / name).is_file()]
-    return [msgspec.json.decode(path.read_bytes(), type=Findings) for path in paths[:1]]
+def _real() -> Findings:
+    """What was measured on the real model."""
+    return msgspec.json.decode((DOCS / "measurements" / REAL).read_bytes(), type=Findings)
 
 
 def _raw() -> dict[str, Any]:
@@ -62,7 +60,7 @@ def _raw() -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    pages = {PAGE: measured, PICTURE: picture, **({REAL_PICTURE: picture_of_the_real_model} if _real() else {})}
+    pages = {PAGE: measured, PICTURE: picture, REAL_PICTURE: picture_of_the_real_model}
     return keep_pages("python -m sidestream.tools.pages.quality", str(__doc__), pages, arguments)
 
 

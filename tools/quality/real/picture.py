@@ -8,7 +8,7 @@ from ..plot import STYLE
 from .measure import Findings
 from .report import BASE, MOST_MEAN_KL
 
-NAME, PANEL, ROW, HEAD, MARGIN = 170, 560, 28, 66, 16
+NAME, PANEL, ROW, HEAD, MARGIN = 236, 500, 28, 66, 16
 
 
 def picture(found: Findings) -> str:

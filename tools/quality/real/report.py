@@ -10,7 +10,8 @@ from ..report import Table
 from .measure import Findings, Measured
 
 MOST_MEAN_KL, LEAST_TOP_1, MOST_PERPLEXITY_RATIO = 0.004, 0.96, 1.003
-CALIBRATED = "int8-calibrated"
+CALIBRATED, ROUNDED = "int8-calibrated", "int8-calibrated-64-rounded-values"
+PEERS = ("peer-fp8", "peer-int8")
 BASE = "base"
 
 
@@ -20,16 +21,19 @@ def screen(found: Findings) -> str:
 
 
 def verdict(found: Findings) -> str:
-    """Sentences about the default and about bf16 itself, the base model's figures."""
+    """Sentences about bf16 itself, the default, what calibration makes of it, and eight bits as other engines have
+    them: the base model's figures.
+    """
     readers = f"the base model and each of {len(found.adapters)} adapters" if found.adapters else "the base model"
     said = [
         f"{found.model}, {found.tokens:,} tokens of natural text for {readers}, compared with transformers in fp32 on "
         f"{found.device}."
     ]
-    for arm in (REFERENCE, DEFAULT, CALIBRATED):
+    for arm in (REFERENCE, DEFAULT, CALIBRATED, ROUNDED, *PEERS):
         one = _base(found, arm)
         if one is not None:
-            said.append(f"{_title(arm)}: {_figures(one)}{_judged(one) if arm != REFERENCE else ''}.")
+            judged = "" if arm == REFERENCE or arm in PEERS else _judged(one)
+            said.append(f"{_title(arm)}: {_figures(one)}{judged}.")
     return " ".join(said)
 
 
@@ -74,6 +78,9 @@ def _title(arm: str) -> str:
         REFERENCE: "bf16 itself",
         DEFAULT: "int8, the default",
         CALIBRATED: "int8 with what `sidestream calibrate` wrote",
+        ROUNDED: "int8 with what `sidestream calibrate --round` wrote",
+        "peer-fp8": "fp8 as other engines serve it",
+        "peer-int8": "int8 as other engines serve it",
     }[arm]
 
 
