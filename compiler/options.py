@@ -118,7 +118,7 @@ class CompileOptions:
     rotate_values: Layers = option(
         False,
         "where V is rotated by its weights",
-        unset="off",
+        unset="as the rounded weights have them, else off",
         more="by a Walsh-Hadamard transform of each head that is folded into W_v, W_o and the adapters",
     )
     rotate_activations: bool = option(

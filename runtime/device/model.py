@@ -188,7 +188,7 @@ def load_model(
         options.smooth_channels,
     )
     rounding, compiler_options = find_rounding(
-        engine.rounded_weights, config, weights, compiler_options, calibration, options.norm_rotation
+        engine.rounded_weights, config, weights, compiler_options, calibration, options.as_rounded
     )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)

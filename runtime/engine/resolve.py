@@ -10,6 +10,7 @@ from ...compiler.options import DEFAULT_PRECISION, LAYERED, CompileOptions, Opti
 from ...compiler.pipeline import PASSES, Pass, check_disabled
 from ...ops.core.kv_layout import pages_for
 from .options import MAX_NUM_SEQS, EngineOptions, read_keywords
+from .rounding import ROUNDING_DECIDES
 
 DEFAULT_MAX_MODEL_LEN = 8192
 MAX_BATCHED_TOKENS = 8192
@@ -77,7 +78,7 @@ class LoadOptions:
     """How a model is loaded, checked as far as that goes without the model: what `LLM`'s keywords come to.
 
     hadamard, center_keys, smooth_channels  whether the calibration decides this field of `compiler`
-    norm_rotation  whether the rounded weights decide this one
+    as_rounded  the fields of `compiler` that rounded weights decide
     """
 
     engine: EngineOptions
@@ -87,7 +88,7 @@ class LoadOptions:
     hadamard: bool
     center_keys: bool
     smooth_channels: bool
-    norm_rotation: bool
+    as_rounded: tuple[str, ...]
 
     @property
     def dummy(self) -> bool:
@@ -109,8 +110,9 @@ def load_options(**keywords: Any) -> LoadOptions:
     compiler = replace(compiler, gather_logits=compiler.tensor_parallel == 1)
     passes = PASSES if engine.passes is None else engine.passes
     check_disabled(compiler, passes)
-    undecided = (name not in given for name in ("hadamard", "center_keys", "smooth_channels", "norm_rotation"))
-    return LoadOptions(engine, compiler, device, passes, *undecided)
+    undecided = (name not in given for name in ("hadamard", "center_keys", "smooth_channels"))
+    as_rounded = tuple(name for name in ROUNDING_DECIDES if name not in given)
+    return LoadOptions(engine, compiler, device, passes, *undecided, as_rounded)
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -30,6 +30,8 @@ KEY = "sidestream_rounding"
 VERSION = 1
 OFF = "off"
 HOLDS_FOR = ("precision", "norm_rotation", "rotate_activations", "smooth_channels", "rotate_values", "tensor_parallel")
+ROUNDING_DECIDES = ("norm_rotation", "rotate_values")
+"""Options that are those of the file where they are not given."""
 VALUES = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}
 SAMPLED_ROWS = 4
 _MAX_METADATA = 16 << 20
@@ -188,13 +190,13 @@ def find_rounding(
     directory: Path | None,
     options: CompileOptions,
     calibration: Calibration | None,
-    norm_rotation: bool,
+    as_rounded: Collection[str] = (),
 ) -> tuple[Rounding | None, CompileOptions]:
     """The rounded weights in use and the options with them: the file that was `given`, else the one for this precision
     next to the checkpoint; None where there is none, where nothing is quantized, for "off", and for weights that are
     stored in eight bits already.
 
-    `norm_rotation`: whether the file decides this option. Raises RoundingError for a file that is damaged, of another
+    `as_rounded`: the options that the file decides. Raises RoundingError for a file that is damaged, of another
     checkpoint, or holds for other options.
     """
     if given is not None and not isinstance(given, (str, Path)):
@@ -215,8 +217,8 @@ def find_rounding(
             f"{path} holds weights for one process; give rounded_weights={OFF!r}, or use tensor_parallel_size=1"
         )
     found = open_rounding(path)
-    if norm_rotation and found.origin.options["precision"] == options.precision:
-        options = _as_rounded(options, found)
+    if as_rounded and found.origin.options["precision"] == options.precision:
+        options = _as_rounded(options, found, as_rounded)
     _check_options(found, options, directory)
     if found.origin.checkpoint != checkpoint_digest(Checkpoint(directory, config)):
         raise RoundingError(
@@ -231,9 +233,11 @@ def find_rounding(
     return found, replace(options, rounded_weights=True)
 
 
-def _as_rounded(options: CompileOptions, found: Rounding) -> CompileOptions:
+def _as_rounded(options: CompileOptions, found: Rounding, names: Collection[str]) -> CompileOptions:
+    held = {name: found.origin.options[name] for name in names}
+    layers = {name: tuple(value) for name, value in held.items() if isinstance(value, list)}  # JSON has no tuples
     try:
-        return replace(options, norm_rotation=found.origin.options["norm_rotation"])
+        return replace(options, **held | layers)
     except OptionError as problem:
         raise _unreadable(found.path, problem) from None
 

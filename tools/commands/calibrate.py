@@ -40,18 +40,25 @@ error is far smaller), and where keys are transformed and centred; as sidestream
 directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard.
 --round also writes the weights in eight bits, rounded so that their products with this text change least (GPTQ):
 sidestream_rounded_PRECISION.safetensors next to the calibration. They hold for this checkpoint, this calibration and
-these options; in the model's directory they are found without being named (--rounded-weights names or leaves them)."""
+these options; in the model's directory they are found without being named (--rounded-weights names or leaves them).
+For int8 they are also rotated more: norms by 64 columns, and the heads of V. Who serves them need not say so."""
 
 EXAMPLES = """\
 examples:
   sidestream calibrate                                                      the demo model and its adapters
   sidestream calibrate models/llama --lora-modules sql=adapters/sql -o models/llama/sidestream_calibration.safetensors
   sidestream calibrate models/llama --prompts corpus.txt --tokens 16384
-  sidestream calibrate models/llama --round --norm-rotation 64 -o models/llama/sidestream_calibration.safetensors
+  sidestream calibrate models/llama --round -o models/llama/sidestream_calibration.safetensors
   sidestream serve models/llama --calibration sidestream_calibration.safetensors"""
 
 DEFAULT_TOKENS, DEFAULT_LENGTH = 4096, 512
 CPU_TOKENS, CPU_LENGTH = 1024, 256
+ROUND_TOKENS = 16384
+"""With --round: sums over few tokens fit those tokens alone."""
+ROUNDED_FOR: dict[str, Any] = {"norm_rotation": 64, "rotate_values": True}
+"""What --round rounds for in int8 mode unless it is told otherwise: the arm `int8-calibrated-64-rounded-values` of
+`sidestream eval --real`.
+"""
 ADAPTER_DOCUMENTS = 2
 CHARACTERS_A_TOKEN = 8
 STANDARD_LIBRARY = (
@@ -94,8 +101,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--tokens",
         type=positive,
         metavar="N",
-        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {DEFAULT_TOKENS}, on a CPU "
-        f"{CPU_TOKENS})",
+        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {DEFAULT_TOKENS}, "
+        f"{ROUND_TOKENS} with --round, on a CPU {CPU_TOKENS})",
     )
     parser.add_argument(
         "--length",
@@ -111,7 +118,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "of them (default: %(default)s)",
     )
     parser.add_argument("--round", action="store_true", help="also round the weights by what they are multiplied with")
-    add_option(parser, "norm_rotation", type=int, choices=NORM_ROTATIONS)
+    add_option(
+        parser,
+        "norm_rotation",
+        type=int,
+        choices=NORM_ROTATIONS,
+        help="with --round for int8: columns of a rotated block of what a norm makes (default: "
+        f"{ROUNDED_FOR['norm_rotation']})",
+    )
+    add_option(
+        parser,
+        "rotate_values",
+        help="with --round for int8: where V is rotated by its weights: on, off, or layers such as 0,3-7 (default: on)",
+    )
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_lora_options(parser)
     parser.set_defaults(run=run)
@@ -122,8 +141,10 @@ def run(options: argparse.Namespace) -> int:
     directory = model_directory(options)
     names = list(adapters_of(options))
     check_output("--output", options.output)
-    if options.norm_rotation is not None and not (options.round and options.precision == "int8"):
-        raise ValueError("--norm-rotation says how --round rounds for int8; add --round, or leave it out")
+    for name in given(options, *ROUNDED_FOR):
+        if not (options.round and options.precision == "int8"):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} says how --round rounds for int8; add --round, or leave it out")
     if options.prompts is not None and not options.prompts.is_file():
         raise ValueError(f"--prompts {options.prompts} is no file; name a text file")
     if options.max_loras is not None and options.max_loras < len(names):
@@ -141,7 +162,9 @@ def run(options: argparse.Namespace) -> int:
     if tokenizer is None:
         raise ValueError(f"{directory} has no tokenizer; calibration runs text")
     model = load_model(options, directory, torch.bfloat16).to(device)
-    tokens, length = (CPU_TOKENS, CPU_LENGTH) if device.type == "cpu" else (DEFAULT_TOKENS, DEFAULT_LENGTH)
+    tokens, length = ROUND_TOKENS if options.round else DEFAULT_TOKENS, DEFAULT_LENGTH
+    if device.type == "cpu":
+        tokens, length = CPU_TOKENS, CPU_LENGTH
     tokens, length = options.tokens or tokens, options.length or length
     text = standard_text() if options.prompts is None else options.prompts.read_text(encoding="utf-8")
     ids = tokenizer.encode(text[: tokens * CHARACTERS_A_TOKEN])[:tokens]
@@ -183,7 +206,8 @@ def _round(
     names = [*adapters, None]  # slot -1 is the base model
     output = options.output.absolute().parent / file_name(options.precision)
     chosen = {"precision": options.precision, "calibration": calibration, "device": options.device}
-    chosen |= given(options, "norm_rotation")
+    if options.precision == "int8":
+        chosen |= ROUNDED_FOR | given(options, *ROUNDED_FOR)
     texts = [Document(ids, names[slot]) for ids, slot in jobs]
     round_weights(directory, adapters, texts, chosen, output, _bar if progress else lambda stage: None)
     return output

@@ -46,7 +46,7 @@ def written(base: TinyBase, adapter: Path, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("written")
     (folder / "text").write_text(TEXT)
     asked = ["calibrate", str(base.path), "--lora-modules", f"one={adapter}", "--prompts", str(folder / "text")]
-    asked += ["--tokens", "400", "--length", "100", "--round", "--norm-rotation", "64"]
+    asked += ["--tokens", "400", "--length", "100", "--round"]
     assert cli.main([*asked, "-o", str(folder / FILE_NAME)]) == 0
     return folder
 
@@ -64,7 +64,7 @@ def divergence(base: TinyBase, adapter: Path, **options: Any) -> dict[str | None
 
 def test_answers_come_closer_with_and_without_an_adapter(base: TinyBase, adapter: Path, written: Path) -> None:
     given = {"calibration": written / FILE_NAME}
-    nearest = divergence(base, adapter, **given, norm_rotation=64)
+    nearest = divergence(base, adapter, **given, norm_rotation=64, rotate_values=True)
     rounded = divergence(base, adapter, **given, rounded_weights=written / ROUNDED)
     assert all(rounded[name] < 0.9 * nearest[name] for name in (None, "one")), (rounded, nearest)
 
@@ -75,7 +75,7 @@ def test_the_file_is_found_next_to_the_model_and_says_so(base: TinyBase, adapter
     try:
         llm = LLM(base.path, {"one": adapter}, **ENGINE)
         used = llm.compiled.options
-        assert used.rounded_weights and used.norm_rotation == 64 and used.smooth_channels
+        assert used.rounded_weights and used.norm_rotation == 64 and used.rotate_values and used.smooth_channels
         taken = next(record for record in llm.compiled.records if record.name == "use_rounded_weights")
         assert taken.matches == 9 and "use_rounded_weights" in llm.compiled.report()
         held = load_file(written / ROUNDED)
@@ -97,7 +97,7 @@ def test_the_file_is_found_next_to_the_model_and_says_so(base: TinyBase, adapter
 
 def test_the_same_text_writes_the_same_bytes(base: TinyBase, adapter: Path, written: Path, tmp_path: Path) -> None:
     asked = ["calibrate", str(base.path), "--lora-modules", f"one={adapter}", "--prompts", str(written / "text")]
-    asked += ["--tokens", "400", "--length", "100", "--round", "--norm-rotation", "64"]
+    asked += ["--tokens", "400", "--length", "100", "--round"]
     assert cli.main([*asked, "-o", str(tmp_path / "c")]) == 0
     assert (tmp_path / ROUNDED).read_bytes() == (written / ROUNDED).read_bytes()
 
@@ -106,7 +106,7 @@ def test_the_same_text_writes_the_same_bytes(base: TinyBase, adapter: Path, writ
     ("options", "said"),
     [
         ({"norm_rotation": 8}, r"hold for norm_rotation=64, and these options have norm_rotation=8: start with norm_r"),
-        ({"rotate_values": True}, r"hold for rotate_values=False"),
+        ({"rotate_values": False}, r"hold for rotate_values=True"),
         ({"smooth_channels": False}, r"hold for smooth_channels=True.*rounded_weights='off'"),
         ({"precision": "fp8"}, r"hold for precision='int8'"),
         (
@@ -169,5 +169,6 @@ def test_a_file_that_is_not_whole_is_refused(base: TinyBase, written: Path, tmp_
 
 
 def test_flags(base: TinyBase, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["calibrate", str(base.path), "--norm-rotation", "64"]) == 2
-    assert "add --round" in capsys.readouterr().err
+    for flag, value in (("--norm-rotation", "64"), ("--rotate-values", "on")):
+        assert cli.main(["calibrate", str(base.path), flag, value]) == 2
+        assert f"{flag} says how --round" in capsys.readouterr().err
