@@ -17,9 +17,10 @@ from ..ops.core.kv_layout import kv_cache_shape
 from .config import LlamaConfig
 from .lora import LoRALinear, LoraShape
 from .rotary import apply_rotary, inverse_frequencies
-from .stored_weights import STORED_DTYPES
 
 INV_FREQ = "model.rotary_emb.inv_freq"
+STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Of projections in a checkpoint of each `weight_format`."""
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -1,16 +1,13 @@
 """`quantization_config`: checkpoints whose projections are stored in eight bits already, as llm-compressor writes them
 (compressed-tensors): W8A8 in int8, and FP8-dynamic. One scale for each output channel, activations quantized by token
-at run time; such weights are served as they are.
+at run time; such weights are served as they are. Needs no torch: a process without it reads configs.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .config_fields import ConfigError
 
-STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 FILE_DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors spells them
 _FORMATS = {"int-quantized": ("int8", "int"), "float-quantized": ("fp8", "float")}
 _REMEDY = "use the bf16 original, Sidestream quantizes it while loading"

@@ -89,7 +89,18 @@ def test_import_brings_the_standard_library_only() -> None:
     assert "sidestream" in brought and not brought - {"sidestream"} - sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("module", ["tools.cli", "runtime.server.batcher", "runtime.gateway.serving.process"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tools.cli",
+        "runtime.server.batcher",
+        "runtime.server.supervisor",
+        "runtime.gateway.serving.process",
+        "runtime.adapters.describe_worker",
+        "runtime.structured.trial_worker",
+        "runtime.text.chat_worker",
+    ],
+)
 def test_processes_that_compute_nothing_start_without_torch(module: str) -> None:
     code = f"import sys, sidestream.{module}; print(*sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
