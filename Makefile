@@ -15,16 +15,20 @@ TORCH_ON_CPU := torch==2.13.0
 # Each process takes half of the tests in order, so that a module's fixtures are made once; the first to finish takes half of what the other has left.
 TWO_PROCESSES := -n 2 --dist worksteal
 
-# mypy has one thread: lint runs next to the first tests, and what it said follows theirs. Each part runs to its end; the
-# last line names those that failed, and the whole fails with any of them. $(1), $(2): further options of the first and the second run.
+# Tests of servers wait for processes that start and end; what never waits, lint and the kernels in the interpreter, takes
+# those moments at a low priority. What it said follows. Each part runs to its end; the last line names those that failed,
+# and the whole fails with any of them. $(1), $(2): further options of the kernels' run and of the others'. Coverage of the
+# kernels' run lies in a file of its own, as both runs remove what is left of theirs. An interrupt ends all parts.
 define run_tests
-@said=$$(mktemp) && trap 'rm -f $$said' EXIT; failed=; \
-$(MAKE) --no-print-directory lint >$$said 2>&1 & lint=$$!; \
-printf '\033[1m== %s\033[0m\n' 'tests 1/2: kernels in Triton'\''s interpreter'; \
-TRITON_INTERPRET=1 $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) $(1) || failed='tests 1/2'; \
-wait $$lint || failed="lint $$failed"; cat $$said; \
-printf '\033[1m== %s\033[0m\n' 'tests 2/2: everything else'; \
-$(PY) -m pytest -m 'not interpret' $(TWO_PROCESSES) $(2) || failed="$$failed tests 2/2"; \
+@said=$$(mktemp -d) && trap 'kill $$lint $$kernels 2>/dev/null; rm -rf $$said' EXIT && trap 'exit 130' INT TERM; failed=; \
+nice $(MAKE) --no-print-directory lint >$$said/lint 2>&1 & lint=$$!; \
+TRITON_INTERPRET=1 COVERAGE_FILE=.coverage-kernels nice $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) $(1) \
+>$$said/kernels 2>&1 & kernels=$$!; \
+printf '\033[1m== %s\033[0m\n' 'tests 1/2: everything but kernels in Triton'\''s interpreter'; \
+$(PY) -m pytest -m 'not interpret' $(TWO_PROCESSES) $(2) || failed='tests 1/2'; \
+wait $$lint || failed="lint $$failed"; lint=; cat $$said/lint; \
+printf '\033[1m== %s\033[0m\n' 'tests 2/2: kernels in Triton'\''s interpreter'; \
+wait $$kernels || failed="$$failed tests 2/2"; kernels=; cat $$said/kernels; \
 test -z "$$failed" || { printf '\033[1m== failed: %s\033[0m\n' "$$failed"; exit 1; }
 endef
 
@@ -42,8 +46,10 @@ test: $(VENV)/.installed-test  ## ruff, mypy, then the tests, each kernel compil
 	$(call run_tests,,)
 
 test-all: $(VENV)/.installed-test  ## what runs before a release: every configuration and case, and a coverage report
-	@rm -f .coverage .coverage.*
-	$(call run_tests,--exhaustive --cov --cov-report=,--exhaustive --cov --cov-append --cov-report=term:skip-covered)
+	@rm -f .coverage .coverage.* .coverage-*
+	$(call run_tests,--exhaustive --cov --cov-report=,--exhaustive --cov --cov-report=)
+	@$(PY) -m coverage combine --quiet --append .coverage-kernels
+	@$(PY) -m coverage report --skip-covered
 
 wheel: $(VENV)/.installed-test  ## build dist/*.whl from what git tracks
 	$(SAY) 'wheel'
@@ -70,7 +76,7 @@ docs: $(VENV)/.installed-test  ## build the site of docs/ into site/, links chec
 setup: $(VENV)/.installed-test  ## only set .venv up
 
 clean:  ## remove caches, builds and the demo's dump (.venv stays)
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov sidestream_dump
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* .coverage-* htmlcov sidestream_dump
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(PY):

@@ -14,6 +14,7 @@ from sidestream.runtime.wire.protocol import Sampling
 from support.live_server import Served, serving
 from support.serving import GREEDY, Wire
 
+pytestmark = pytest.mark.first
 GUARD = 300.0
 """Seconds after which a test gives up; nothing is measured against them."""
 LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=200)
