@@ -110,9 +110,16 @@ def load_options(**keywords: Any) -> LoadOptions:
     compiler = replace(compiler, gather_logits=compiler.tensor_parallel == 1)
     passes = PASSES if engine.passes is None else engine.passes
     check_disabled(compiler, passes)
-    undecided = (name not in given for name in ("hadamard", "center_keys", "smooth_channels"))
-    as_rounded = tuple(name for name in ROUNDING_DECIDES if name not in given)
-    return LoadOptions(engine, compiler, device, passes, *undecided, as_rounded)
+    return LoadOptions(
+        engine,
+        compiler,
+        device,
+        passes,
+        hadamard="hadamard" not in given,
+        center_keys="center_keys" not in given,
+        smooth_channels="smooth_channels" not in given,
+        as_rounded=tuple(name for name in ROUNDING_DECIDES if name not in given),
+    )
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
