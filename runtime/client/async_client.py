@@ -154,13 +154,16 @@ class AsyncClient:
         when_accepted: Callable[[int, str], None] | None = None,
         owner: str = "",
         adapter_content: str = "",
+        direct: Callable[[Chunk], bool] | None = None,
     ) -> AsyncGenerator[list[Chunk], None]:
         """As `stream`, with the chunks that have arrived together as one list, which is never empty.
 
         `when_accepted` is called when the server has taken the request, with the number of the prompt's tokens and the
         version of the adapter that answers. `owner`: for whom the request is, where a client asks for several; the
         server's steps are shared fairly between them. `adapter_content`: the version that the adapter has to be;
-        another one is a RequestError with the code `adapter_changed`.
+        another one is a RequestError with the code `adapter_changed`. `direct` is called, within the loop, with each
+        chunk from the middle of the answer that arrives while the next list is awaited: one for which it returns True
+        is in no list, and no task is woken for it. What it raises ends the stream.
         """
         message = submission(
             request_id or f"r{next(self._requests_made)}",
@@ -176,7 +179,7 @@ class AsyncClient:
         )
         for attempt in range(2):
             await self.connect()
-            request = self._connection.submit(message, when_accepted)
+            request = self._connection.submit(message, when_accepted, direct)
             try:
                 while True:
                     chunks = await request.take(timeout)

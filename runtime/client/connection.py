@@ -78,11 +78,17 @@ class Connection:
                 self._send(protocol.Abort(request_ids=list(self._open)[: protocol.MAX_OPEN_REQUESTS]))
         self._lose(EngineDeadError("the client was closed", "engine_dead"), linger=True)
 
-    def submit(self, message: protocol.Submit, when_accepted: Callable[[int, str], None] | None = None) -> OpenRequest:
-        """Send a request. Raises RequestError if its id is open or it is too long."""
+    def submit(
+        self,
+        message: protocol.Submit,
+        when_accepted: Callable[[int, str], None] | None = None,
+        direct: Callable[[protocol.Chunk], bool] | None = None,
+    ) -> OpenRequest:
+        """Send a request; see OpenRequest. Raises RequestError if its id is open or it is too long."""
         if message.request_id in self._open:
             raise RequestError(f"request_id={message.request_id!r} is in use; choose another")
-        request = self._open[message.request_id] = OpenRequest(message.request_id, message.continues, when_accepted)
+        request = OpenRequest(message.request_id, message.continues, when_accepted, direct)
+        self._open[message.request_id] = request
         try:
             self._send(message)
         except BaseException:

@@ -77,9 +77,16 @@ def exception_of(error: Error) -> Exception:
     return kind(error.message, error.code, error.retry_after)
 
 
+def is_plain(chunk: Chunk) -> bool:
+    """Whether a chunk is from the middle of a completion: nothing begins or ends with it."""
+    return chunk.finish_reason is None and chunk.usage is None and chunk.prompt_logprobs is None and chunk.first > 0
+
+
 class OpenRequest:
-    """What has arrived for one request and was not taken yet. `when_accepted` is told the prompt's tokens and the
-    adapter's version.
+    """What has arrived for one request and was not taken yet.
+
+    when_accepted  is told the prompt's tokens and the adapter's version
+    direct         is offered a plain chunk at once while a task waits in `take`; one that it takes is not in any list
     """
 
     def __init__(
@@ -87,9 +94,10 @@ class OpenRequest:
         request_id: str,
         continues: Sequence[Continued] = (),
         when_accepted: Callable[[int, str], None] | None = None,
+        direct: Callable[[Chunk], bool] | None = None,
     ) -> None:
         self.request_id = request_id
-        self._when_accepted = when_accepted
+        self._when_accepted, self._direct = when_accepted, direct
         self.accepted = False
         self.ended = False
         self._received = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
@@ -115,9 +123,20 @@ class OpenRequest:
             return
         self.accepted = True
         self._received[chunk.index] = known + len(chunk.token_ids)
+        try:
+            if self._direct is not None and self._is_idle and is_plain(chunk) and self._direct(chunk):
+                return
+        except Exception as problem:  # raised where the chunks are taken, as if it had happened there
+            self.fail(problem)
+            return
         self.ended = chunk.usage is not None
         self._arrived.append(chunk)
         self.wake()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether a task waits in `take`: it has dealt with all that arrived before."""
+        return self._waiter is not None and not self._waiter.done()
 
     def fail(self, problem: Exception) -> None:
         """The request ended with an error."""

@@ -106,6 +106,8 @@ class EngineRequest:
     owner           a tag of whose it is
     when_accepted   called when an engine has taken the request, and again when another one goes on with it: with the
                     number of the prompt's tokens, and the hash of the adapter's content ("" for the base)
+    direct          is offered chunks from the middle of the answer as they arrive, while the stream's next list is
+                    awaited. One for which it returns True is in no list: no task is woken for it
     """
 
     request_id: str
@@ -118,6 +120,7 @@ class EngineRequest:
     stream: bool = True
     when_accepted: Callable[[int, str], None] | None = None
     add_special_tokens: bool = True
+    direct: Callable[[Chunk], bool] | None = None
 
 
 class Engines(Protocol):

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from sidestream.runtime.client.requests import is_plain
 from sidestream.runtime.gateway.contracts import (
     AdapterCard,
     Admission,
@@ -42,12 +43,14 @@ class FakeEngines:
     """Answers "a b c d " ... token by token; a request's tokens are 0, 1, 2, ...
 
     `problem` (of the request) is raised before the first token, `late` after the second. `gate`: no token comes before
-    it is set. `asked`, `left`: requests, and the ids of those that were left before their end.
+    it is set. `asked`, `left`: requests, and the ids of those that were left before their end. `direct`: what is from
+    the middle of an answer is offered to the request's `direct`; `taken` counts what it took.
     """
 
     def __init__(self) -> None:
         self.asked: list[EngineRequest] = []
         self.left: list[str] = []
+        self.direct, self.taken = True, 0
         self.problem: Callable[[EngineRequest], Exception | None] = lambda request: None
         self.late: Exception | None = None
         self.gate = asyncio.Event()
@@ -83,11 +86,18 @@ class FakeEngines:
                     ended = True
                     raise self.late
                 ended = last
-                yield [self._chunk(request, index, token, last, last and index == n - 1) for index in range(n)]
+                chunks = [self._chunk(request, index, token, last, last and index == n - 1) for index in range(n)]
+                left = [chunk for chunk in chunks if not self._taken(request, chunk)]
+                self.taken += len(chunks) - len(left)
+                if left:
+                    yield left
                 await asyncio.sleep(0)
         finally:
             if not ended:
                 self.left.append(request.request_id)
+
+    def _taken(self, request: EngineRequest, chunk: Chunk) -> bool:
+        return self.direct and is_plain(chunk) and request.direct is not None and request.direct(chunk)
 
     def _chunk(self, request: EngineRequest, index: int, token: int, last: bool, whole: bool) -> Chunk:
         params = request.params

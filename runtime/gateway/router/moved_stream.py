@@ -100,18 +100,29 @@ class MovedStream:
         if scored:
             chunks = [each for chunk in chunks if (each := self._with_new_scores(chunk)) is not None]
         for chunk in chunks:
-            if chunk.token_ids:
-                self._fruitless = 0
-                if self._first_token is None:
-                    self._first_token = self._clock()
-            completion = self._completions[chunk.index]
-            completion.token_ids += chunk.token_ids
-            completion.characters += len(chunk.text)
-            completion.finished = completion.finished or chunk.finish_reason is not None
+            self._keep(chunk)
         if self.request.stream:
             return chunks
         self._held += chunks
         return self._held if self.ended else []
+
+    def direct(self, chunk: Chunk) -> bool:
+        """Offer a chunk from the middle of the answer to the caller's `direct`."""
+        if self.request.direct is None or not self.request.direct(chunk):
+            return False
+        self._keep(chunk)
+        return True
+
+    def _keep(self, chunk: Chunk) -> None:
+        """The caller has it: the next engine is to know."""
+        if chunk.token_ids:
+            self._fruitless = 0
+            if self._first_token is None:
+                self._first_token = self._clock()
+        completion = self._completions[chunk.index]
+        completion.token_ids += chunk.token_ids
+        completion.characters += len(chunk.text)
+        completion.finished = completion.finished or chunk.finish_reason is not None
 
     def _with_new_scores(self, chunk: Chunk) -> Chunk | None:
         """A chunk without the prompt's log-probabilities that a former engine has sent; None if nothing is left."""

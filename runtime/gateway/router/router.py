@@ -145,6 +145,7 @@ class Router:
                     when_accepted=moved.accepted,
                     owner=request.owner,
                     adapter_content=moved.content,
+                    direct=None if request.direct is None else moved.direct,
                 )
                 async with contextlib.aclosing(lists):
                     async for chunks in lists:

@@ -4,7 +4,8 @@ desk          what all handlers share: engines, admission, observer; who asks, a
 bodies        a request's body: bounded, in time, decoded
 errors        whatever goes wrong, as OpenAI spells it
 answering     one request for tokens from admission to its usage record
-sse           streams of events
+event_stream  an answer as a stream of events
+sse           how an event is spelled
 completions   /v1/completions
 echo          prompts that their answers begin with
 chat          /v1/chat/completions, and conversations as prompts

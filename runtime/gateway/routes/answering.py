@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -100,22 +100,25 @@ class Answering:
         self._started = time.monotonic()
         self._recorded = False
         self._pieces: Pieces | None = None
+        self._heard = [self._started] * len(exchange.prompts)  # when the last chunk of each answer arrived
 
     @property
     def complete(self) -> bool:
         """Whether all that there is of the answers has arrived."""
         return self.counts.ended == len(self._exchange.prompts)
 
-    def pieces(self) -> Pieces:
-        """What arrives. Raises GatewayError, for whatever goes wrong at an engine."""
-        self._pieces = self._arrivals()
+    def pieces(self, direct: Callable[[Chunk], bool] | None = None) -> Pieces:
+        """What arrives. Raises GatewayError, for whatever goes wrong at an engine.
+
+        `direct` is offered chunks from the middle of the answer to a single prompt, see `EngineRequest`: those that it
+        takes are counted here and are in no piece.
+        """
+        self._pieces = self._arrivals(direct if len(self._exchange.prompts) == 1 else None)
         return self._pieces
 
-    async def _arrivals(self) -> Pieces:
+    async def _arrivals(self, direct: Callable[[Chunk], bool] | None) -> Pieces:
         counts, status, error = self.counts, CLIENT_GONE, "client_gone"
-        before = [self._started] * len(self._exchange.prompts)
-        observer = self._desk.observer
-        streams = [self._desk.engines.stream(request) for request in self._requests()]
+        streams = [self._desk.engines.stream(request) for request in self._requests(direct)]
         arriving: AsyncGenerator[Any, None] = streams[0] if len(streams) == 1 else _merged(streams)
         try:
             async with aclosing(arriving):
@@ -123,9 +126,7 @@ class Answering:
                     place, chunks = (0, arrived) if len(streams) == 1 else arrived
                     if not counts.first_token_seconds and any(chunk.token_ids for chunk in chunks):
                         self._first(chunks)
-                    now = time.monotonic()
-                    observer.arrived(self._exchange, place, chunks, now - before[place])
-                    before[place] = now
+                    self._observe(place, chunks)
                     if counts.add(place, chunks):
                         raise GatewayError(
                             503, "the engine was stopped", "server_error", "engine_stopped", retry_after=1.0
@@ -150,7 +151,20 @@ class Answering:
             await self._pieces.aclose()
         self._record(CLIENT_GONE, "client_gone")
 
-    def _requests(self) -> list[EngineRequest]:
+    def _observe(self, place: int, chunks: list[Chunk]) -> None:
+        now = time.monotonic()
+        self._desk.observer.arrived(self._exchange, place, chunks, now - self._heard[place])
+        self._heard[place] = now
+
+    def _counted(self, direct: Callable[[Chunk], bool], chunk: Chunk) -> bool:
+        """Offer a chunk to `direct`, and count it if it was taken."""
+        if not direct(chunk):
+            return False
+        self._observe(0, [chunk])
+        self.counts.output_tokens += len(chunk.token_ids)
+        return True
+
+    def _requests(self, direct: Callable[[Chunk], bool] | None) -> list[EngineRequest]:
         exchange = self._exchange
         number = next(self._desk.numbers)  # several clients may have chosen one id
         owner = _owner_tag(exchange.caller, exchange.client_host)
@@ -166,6 +180,7 @@ class Answering:
                 exchange.stream,
                 functools.partial(self.counts.accepted, place),
                 exchange.add_special_tokens,
+                None if direct is None else functools.partial(self._counted, direct),
             )
             for place, prompt in enumerate(exchange.prompts)
         ]

@@ -1,25 +1,27 @@
 """/v1/chat/completions."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...wire.protocol import Chunk
 from ..contracts import GatewayError
 from ..shapes.chat import ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatRequest
 from ..shapes.logprobs import chat_logprobs, prompt_logprobs
 from ..shapes.tools import for_template
 from ..tools.formats import format_of
-from .answering import Answering, admit
+from .answering import Counts, admit
 from .bodies import read_body, while_connected
 from .completions import whole
 from .desk import Desk, caller_of, json_response, new_id
 from .errors import error_body
+from .event_stream import EventStream
 from .spoken import Spoken
-from .sse import EventStream, Frame, Write, error_event, joined
+from .sse import Frame, error_event
 
 
 class Chats:
@@ -56,8 +58,7 @@ class Chats:
         try:
             if stream:
                 frame = Frame("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
-                events = _events(answering, frame, top, spoken)
-                return EventStream(events, answering.headers, answering.close)
+                return EventStream(answering, _Events(frame, top, spoken))
             choices = await while_connected(request.receive, whole(answering, 1, params.n))
         except BaseException:
             await answering.close()
@@ -84,38 +85,42 @@ class Chats:
         return json_response(answer, answering.headers)
 
 
-async def _events(answering: Answering, frame: Frame, top: int, spoken: list[Spoken]) -> AsyncGenerator[Write, None]:
-    """One write for all that arrived together; the first has each answer's role. `top`: how many log-probabilities are
-    told of a token; `spoken`: one for each answer.
+class _Events:
+    """The events of one request's answers; the first tells each one's role. `top`: how many log-probabilities are told
+    of a token; `spoken`: one for each answer.
     """
-    begun = ChatDelta(role="assistant", content="")
-    parts = [frame.event(ChatChunkChoice(index=index, delta=begun)) for index in range(len(spoken))]
-    arrived = False
-    try:
-        async for _, chunks in answering.pieces():
-            arrived = True
-            for chunk in chunks:
-                logprobs = chat_logprobs(chunk.logprobs, top) if chunk.logprobs else None
-                delta = spoken[chunk.index].delta(chunk.text, chunk.finish_reason is not None)
-                if delta is None and logprobs is None and chunk.finish_reason is None:
-                    continue
-                choice = ChatChunkChoice(
-                    index=chunk.index,
-                    delta=delta or ChatDelta(),
-                    logprobs=logprobs,
-                    finish_reason=spoken[chunk.index].reason(chunk.finish_reason),
-                    stop_reason=UNSET if chunk.stop_reason is None else chunk.stop_reason,
-                )
-                parts.append(frame.event(choice))
-            if answering.complete:
-                parts.append(frame.end(answering.counts.usage()))
-            if parts:
-                yield joined(parts), answering.complete
-                parts = []
-    except GatewayError as problem:
-        if not arrived:
-            raise
-        yield error_event(error_body(problem)), True
+
+    def __init__(self, frame: Frame, top: int, spoken: list[Spoken]) -> None:
+        self._frame, self._top, self._spoken = frame, top, spoken
+        begun = ChatDelta(role="assistant", content="")
+        self._roles = [frame.event(ChatChunkChoice(index=index, delta=begun)) for index in range(len(spoken))]
+
+    def tell(self, place: int, chunks: Sequence[Chunk]) -> list[bytes]:
+        """See `Teller`."""
+        events, self._roles = self._roles, []
+        for chunk in chunks:
+            spoken = self._spoken[chunk.index]
+            logprobs = chat_logprobs(chunk.logprobs, self._top) if chunk.logprobs else None
+            delta = spoken.delta(chunk.text, chunk.finish_reason is not None)
+            if delta is None and logprobs is None and chunk.finish_reason is None:
+                continue
+            choice = ChatChunkChoice(
+                index=chunk.index,
+                delta=delta or ChatDelta(),
+                logprobs=logprobs,
+                finish_reason=spoken.reason(chunk.finish_reason),
+                stop_reason=UNSET if chunk.stop_reason is None else chunk.stop_reason,
+            )
+            events.append(self._frame.event(choice))
+        return events
+
+    def end(self, counts: Counts) -> list[bytes]:
+        """See `Teller`."""
+        return [self._frame.end(counts.usage())]
+
+    def failed(self, problem: GatewayError) -> bytes:
+        """See `Teller`."""
+        return error_event(error_body(problem))
 
 
 def routes(desk: Desk) -> list[Route]:

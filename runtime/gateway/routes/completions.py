@@ -1,7 +1,7 @@
 """/v1/completions."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,13 @@ from ...wire.protocol import Chunk, TokenLogprob
 from ..contracts import GatewayError
 from ..shapes.completions import Completion, CompletionChoice, CompletionRequest
 from ..shapes.logprobs import characters, completion_logprobs, prompt_logprobs
-from .answering import Answering, admit
+from .answering import Answering, Counts, admit
 from .bodies import read_body, while_connected
 from .desk import Desk, caller_of, json_response, new_id
 from .echo import Echo, echo_of
 from .errors import error_body
-from .sse import EventStream, Frame, Write, error_event, joined
+from .event_stream import EventStream
+from .sse import Frame, error_event
 
 
 @dataclass
@@ -75,8 +76,7 @@ class Completions:
         try:
             if stream:
                 frame = Frame("text_completion", answer_id, created, target.name, body.stream_options)
-                events = _events(answering, frame, body.logprobs, echoes, params.n)
-                return EventStream(events, answering.headers, answering.close)
+                return EventStream(answering, _Events(frame, body.logprobs, echoes, params.n))
             choices = await while_connected(request.receive, whole(answering, len(prompts), params.n))
             for echo, scored in zip(echoes, choices[:: params.n], strict=False):
                 echo.score(scored.prompt_places)
@@ -109,43 +109,48 @@ class Completions:
         return json_response(answer, answering.headers)
 
 
-async def _events(
-    answering: Answering, frame: Frame, top: int | None, echoes: list[Echo], n: int
-) -> AsyncGenerator[Write, None]:
-    """One write for all that arrived together. `top`: how many log-probabilities are told of a token."""
-    offsets: dict[int, int] = {}
-    unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n)}
-    begun = False
-    try:
-        async for place, chunks in answering.pieces():
-            begun, parts = True, []
-            for chunk in echoes[place].take(chunks) if echoes else chunks:
-                index = place * n + chunk.index
-                echo = unsaid.pop(index, None)
-                text = chunk.text if echo is None else echo.text + chunk.text
-                logprobs = None
-                if top is not None and (chunk.logprobs or echo is not None):
-                    places, offset = chunk.logprobs or [], offsets.get(index, 0)
-                    logprobs = completion_logprobs(places, top, offset) if echo is None else echo.logprobs(places, top)
-                    offsets[index] = characters(places) + (offset if echo is None else echo.characters)
-                elif not text and chunk.finish_reason is None:
-                    continue
-                choice = CompletionChoice(
-                    index=index,
-                    text=text,
-                    logprobs=logprobs,
-                    finish_reason=chunk.finish_reason,  # type: ignore[arg-type]  # no abort: that is an error
-                    stop_reason=chunk.stop_reason,
-                )
-                parts.append(frame.event(choice))
-            if answering.complete:
-                parts.append(frame.end(answering.counts.usage()))
-            if parts:
-                yield joined(parts), answering.complete
-    except GatewayError as problem:
-        if not begun:
-            raise
-        yield error_event(error_body(problem)), True
+class _Events:
+    """The events of one request's completions, `n` of each prompt. `top`: how many log-probabilities are told of a
+    token.
+    """
+
+    def __init__(self, frame: Frame, top: int | None, echoes: list[Echo], n: int) -> None:
+        self._frame, self._top, self._echoes, self._n = frame, top, echoes, n
+        self._offsets: dict[int, int] = {}
+        self._unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n)}
+
+    def tell(self, place: int, chunks: Sequence[Chunk]) -> list[bytes]:
+        """See `Teller`."""
+        if self._echoes:
+            chunks = self._echoes[place].take(chunks)
+        return [event for chunk in chunks if (event := self._event(place * self._n + chunk.index, chunk)) is not None]
+
+    def end(self, counts: Counts) -> list[bytes]:
+        """See `Teller`."""
+        return [self._frame.end(counts.usage())]
+
+    def failed(self, problem: GatewayError) -> bytes:
+        """See `Teller`."""
+        return error_event(error_body(problem))
+
+    def _event(self, index: int, chunk: Chunk) -> bytes | None:
+        echo = self._unsaid.pop(index, None)
+        text = chunk.text if echo is None else echo.text + chunk.text
+        logprobs, top = None, self._top
+        if top is not None and (chunk.logprobs or echo is not None):
+            places, offset = chunk.logprobs or [], self._offsets.get(index, 0)
+            logprobs = completion_logprobs(places, top, offset) if echo is None else echo.logprobs(places, top)
+            self._offsets[index] = characters(places) + (offset if echo is None else echo.characters)
+        elif not text and chunk.finish_reason is None:
+            return None
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=chunk.finish_reason,  # type: ignore[arg-type]  # no abort: that is an error
+            stop_reason=chunk.stop_reason,
+        )
+        return self._frame.event(choice)
 
 
 def routes(desk: Desk) -> list[Route]:

@@ -29,7 +29,7 @@ class Echo:
         """Log-probabilities of more of its tokens."""
         self._places += places
 
-    def take(self, chunks: list[Chunk]) -> list[Chunk]:
+    def take(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Chunks of its answers in, those that may be told now out: none before the whole prompt is scored."""
         for chunk in chunks:
             self.score(chunk.prompt_logprobs or ())

@@ -1,7 +1,7 @@
 """/v1/responses: whole, or as the sequence of events that OpenAI's clients know."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from ...wire.protocol import Chunk
 from ..contracts import GatewayError
 from ..shapes.logprobs import ChatLogprob, chat_logprobs
 from ..shapes.responses import (
@@ -26,11 +27,12 @@ from ..shapes.responses import (
     ResponseUsage,
     TextEvent,
 )
-from .answering import Answering, Counts, admit
+from .answering import Counts, admit
 from .bodies import read_body, while_connected
 from .completions import Choice, whole
 from .desk import Desk, caller_of, json_response, new_id
-from .sse import EventStream, Write, joined, named_event
+from .event_stream import EventStream
+from .sse import named_event
 
 
 class Responses:
@@ -64,7 +66,7 @@ class Responses:
         )
         try:
             if stream:
-                return EventStream(_Events(begun, top).of(answering), answering.headers, answering.close)
+                return EventStream(answering, _Events(begun, top))
             (choice,) = await while_connected(request.receive, whole(answering, 1, 1))
         except BaseException:
             await answering.close()
@@ -100,6 +102,7 @@ class _Events:
         self._begun, self._top = begun, top
         self._message_id = new_id("msg")
         self._number = -1
+        self._choice, self._unsaid = Choice(), self._beginning()
 
     @property
     def _next(self) -> int:
@@ -141,29 +144,24 @@ class _Events:
     def _delta(self, text: str, logprobs: list[ChatLogprob]) -> bytes:
         return _event(DeltaEvent(sequence_number=self._next, item_id=self._message_id, delta=text, logprobs=logprobs))
 
-    async def of(self, answering: Answering) -> AsyncGenerator[Write, None]:
-        """One write for all that arrived together."""
-        choice, parts, arrived = Choice(), self._beginning(), False
-        try:
-            async for _, chunks in answering.pieces():
-                arrived = True
-                for chunk in chunks:
-                    choice.take(chunk)
-                    logprobs = chat_logprobs(chunk.logprobs or [], self._top).content
-                    if chunk.text or logprobs:
-                        parts.append(self._delta(chunk.text, logprobs))
-                if answering.complete:
-                    done = _complete(self._begun, self._message_id, choice, answering.counts, self._top)
-                    parts += self._ending(done)
-                if parts:
-                    yield joined(parts), answering.complete
-                    parts = []
-        except GatewayError as problem:
-            if not arrived:
-                raise
-            error = ResponseError(code=problem.code or "server_error", message=problem.message)
-            failed = replace(self._begun, status="failed", error=error)
-            yield self._response("failed", failed), True
+    def tell(self, place: int, chunks: Sequence[Chunk]) -> list[bytes]:
+        """See `Teller`."""
+        events, self._unsaid = self._unsaid, []
+        for chunk in chunks:
+            self._choice.take(chunk)
+            logprobs = chat_logprobs(chunk.logprobs or [], self._top).content
+            if chunk.text or logprobs:
+                events.append(self._delta(chunk.text, logprobs))
+        return events
+
+    def end(self, counts: Counts) -> list[bytes]:
+        """See `Teller`."""
+        return self._ending(_complete(self._begun, self._message_id, self._choice, counts, self._top))
+
+    def failed(self, problem: GatewayError) -> bytes:
+        """See `Teller`."""
+        error = ResponseError(code=problem.code or "server_error", message=problem.message)
+        return self._response("failed", replace(self._begun, status="failed", error=error))
 
 
 def _event(body: Any) -> bytes:

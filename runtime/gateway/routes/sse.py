@@ -1,21 +1,11 @@
-"""Streams of events, as server-sent events: what arrived together leaves in one write."""
-
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+"""Server-sent events: how one is spelled."""
 
 import msgspec
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from ..shapes.common import StreamOptions, Usage
-from .bodies import while_connected
 
 encode = msgspec.json.Encoder().encode
-Write = tuple[bytes, bool]
-"""Events that leave together, and whether they are a stream's last."""
 DONE = b"data: [DONE]\n\n"
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Frame:
@@ -45,44 +35,3 @@ def named_event(name: str, body: object) -> bytes:
 def error_event(body: bytes) -> bytes:
     """The event that ends a stream in which something went wrong."""
     return b"data: " + body + b"\n\n"
-
-
-class EventStream(Response):
-    """Sends what `events` yields, a write for each. What is raised before the first is answered with its own status.
-
-    `close` is awaited in the end, also when the client goes away, even before the first event.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, events: AsyncGenerator[Write, None], headers: dict[str, str], close: Callable[[], Awaitable[None]]
-    ) -> None:
-        self.status_code, self.background = 200, None
-        self.init_headers(_HEADERS | headers)
-        self._events, self._close, self._begun = events, close, False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
-        try:
-            async with aclosing(self._events):
-                await while_connected(receive, self._send_all(send))
-        except ClientDisconnect:
-            if not self._begun:
-                raise
-        finally:
-            await self._close()
-
-    async def _send_all(self, send: Send) -> None:
-        async for data, last in self._events:
-            if not self._begun:
-                self._begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": data, "more_body": not last})
-            if last:  # nothing is awaited between the end of the answer and the end of the watch over the client
-                return
-
-
-def joined(parts: Sequence[bytes]) -> bytes:
-    """Several events as one write."""
-    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -75,14 +75,15 @@ def bounded(base: type[Any], count: ConnectionCount) -> type[Any]:
                 transport.close()
                 return
             count.of[self._host] += 1
-            joined = JoinedWrites(transport)
-            self.app = joined.joining(self.app)
-            super().connection_made(joined)
+            self._joined = JoinedWrites(transport)
+            self.app = self._joined.joining(self.app)
+            super().connection_made(self._joined)
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._refused:
                 return
+            self._joined.writable = False
             count.of[self._host] -= 1
             if not count.of[self._host]:
                 del count.of[self._host]
@@ -113,6 +114,7 @@ def bounded(base: type[Any], count: ConnectionCount) -> type[Any]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
+            self._joined.writable = False
             if self._write_timer is None:
                 loop = asyncio.get_running_loop()
                 self._write_timer = loop.call_later(WRITE_SECONDS, self._bounded_transport.abort)
@@ -122,6 +124,7 @@ def bounded(base: type[Any], count: ConnectionCount) -> type[Any]:
                 self._write_timer.cancel()
                 self._write_timer = None
             super().resume_writing()
+            self._joined.writable = not self._joined.is_closing()
 
         def _watch(self) -> None:
             """No request is being answered: what comes has to become one in time."""

@@ -9,6 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..contracts import Admission, GatewayError, HttpAnswer, Observer
 from ..routes.errors import CLIENT_GONE, answer_to
+from ..routes.event_stream import DIRECT_BODY
 from ..settings import MAX_HEADER_BYTES
 
 OPEN = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
@@ -54,6 +55,7 @@ class Guard:
         client = scope.get("client")
         host = client[0] if client else ""
         owner = ""
+        body = scope.get(DIRECT_BODY)
         try:
             if header_bytes > MAX_HEADER_BYTES:
                 raise GatewayError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
@@ -76,7 +78,7 @@ class Guard:
                     path=scope["path"],
                     status=status if whole else CLIENT_GONE,
                     seconds=time.monotonic() - began,
-                    body_bytes=sent,
+                    body_bytes=sent + (body.sent if body is not None else 0),
                     client_host=host,
                     owner=owner,
                 )

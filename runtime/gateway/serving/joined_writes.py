@@ -7,19 +7,27 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..routes.event_stream import DIRECT_BODY
+from .direct_body import DirectBody
+
 
 class JoinedWrites(asyncio.Transport):
-    """Another transport, whose writes can be held."""
+    """Another transport, whose writes can be held. `writable`: it is open, and its buffer is not full."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
         self._transport = transport
         self._held: list[bytes] | None = None
+        self.writable = True
 
     def joining(self, app: ASGIApp) -> ASGIApp:
-        """`app`, for requests of this connection: what it sends at a time is written at a time."""
+        """`app`, for requests of this connection: what it sends at a time is written at a time. It finds the answer's
+        `DirectBody` in its scope.
+        """
 
         async def joined(scope: Scope, receive: Receive, send: Send) -> None:
+            body = scope[DIRECT_BODY] = DirectBody(self)
+
             async def send_joined(message: Message) -> None:
                 if self._held is None:
                     self._held = []
@@ -27,6 +35,8 @@ class JoinedWrites(asyncio.Transport):
                 try:
                     await send(message)
                     begins = message["type"] == "http.response.start"
+                    if begins:
+                        body.begin(b"".join(self._held))
                 finally:
                     if not begins:
                         self._release()
@@ -50,10 +60,12 @@ class JoinedWrites(asyncio.Transport):
     def close(self) -> None:
         """Write what is held, and close."""
         self._release()
+        self.writable = False
         self._transport.close()
 
     def abort(self) -> None:
         """Close at once."""
+        self.writable = False
         self._transport.abort()
 
     def is_closing(self) -> bool:

@@ -1,0 +1,41 @@
+"""The middle of an answer that is sent in chunks, as HTTP 1.1 spells them: written to the connection at once, where
+uvicorn has a coroutine for each part.
+"""
+
+from typing import Protocol
+
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+
+
+class Connection(Protocol):
+    """What is written to. `writable`: it is open, and what was written before has left."""
+
+    writable: bool
+
+    def write(self, data: bytes) -> None:
+        """Write."""
+
+
+class DirectBody:
+    """One answer's body on a connection, see `routes.event_stream.DirectBody`. `sent`: bytes of parts that were
+    written here.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._chunked = False
+        self.sent = 0
+
+    def begin(self, head: bytes) -> None:
+        """The answer's head, as uvicorn worded it. Its body is written here only if it is sent in chunks."""
+        self._chunked = _CHUNKED in head.lower()
+
+    @property
+    def ready(self) -> bool:
+        """See `routes.event_stream.DirectBody`."""
+        return self._chunked and self._connection.writable
+
+    def write(self, part: bytes) -> None:
+        """See `routes.event_stream.DirectBody`. An empty part would be the end."""
+        self.sent += len(part)
+        self._connection.write(b"%x\r\n%b\r\n" % (len(part), part))
