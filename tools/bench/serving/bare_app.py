@@ -1,7 +1,8 @@
-"""The limit that `sidestream bench gateway` compares with: a starlette application that streams bytes and does nothing
+"""The limits that `sidestream bench gateway` compares with: a starlette application that streams bytes and does nothing
 else, under the same uvicorn.
 
-`python -m sidestream.tools.bench.serving.bare_app EVENT` prints its address, and streams EVENT until its input ends.
+`python -m sidestream.tools.bench.serving.bare_app EVENT STEP_SECONDS` prints its address, and streams EVENT until its
+input ends: to each client at every step, or as fast as it takes it where STEP_SECONDS is 0.
 """
 
 import asyncio
@@ -19,13 +20,45 @@ from ....runtime.gateway.serving.process import listen, server_config, url_of
 from ....runtime.gateway.settings import GatewaySettings
 
 
-def bare_app(event: bytes) -> Starlette:
-    """Every POST is answered with the event, again and again, as fast as the client takes it."""
+class Steps:
+    """All streams wait for one timer, as they wait for an engine's steps. Nothing is read from anywhere."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._waiting: list[asyncio.Future[None]] = []
+        self._next: float | None = None
+
+    async def end(self) -> None:
+        """The present step's end."""
+        loop = asyncio.get_running_loop()
+        if self._next is None:
+            self._next = loop.time() + self._seconds
+            loop.call_at(self._next, self._tick)
+        ended = loop.create_future()
+        self._waiting.append(ended)
+        await ended
+
+    def _tick(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for ended in waiting:
+            if not ended.done():  # its client has not gone meanwhile
+                ended.set_result(None)
+        loop = asyncio.get_running_loop()
+        assert self._next is not None  # the first stream has set it
+        self._next = max(loop.time(), self._next + self._seconds)
+        loop.call_at(self._next, self._tick)
+
+
+def bare_app(event: bytes, step_seconds: float) -> Starlette:
+    """Every POST is answered with the event, again and again: every `step_seconds`, or if that is 0 as fast as the
+    client takes it.
+    """
+    steps = Steps(step_seconds)
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield event
-            await asyncio.sleep(0)
+            await (steps.end() if step_seconds else asyncio.sleep(0))
 
     async def answer(request: Request) -> StreamingResponse:
         await request.body()
@@ -37,7 +70,8 @@ def bare_app(event: bytes) -> Starlette:
 def main() -> None:
     """Serves until standard input ends."""
     settings = GatewaySettings(port=0)
-    server = uvicorn.Server(server_config(bare_app(sys.argv[1].encode() + b"\n\n"), settings, 0.0))
+    app = bare_app(sys.argv[1].encode() + b"\n\n", float(sys.argv[2]))
+    server = uvicorn.Server(server_config(app, settings, 0.0))
 
     def stop() -> None:
         sys.stdin.read()

@@ -24,7 +24,9 @@ from .batcher import compare as engine_figures
 
 DESCRIPTION = """\
 Stream completions through one gateway process from an engine with a simulated GPU, and count the events that arrive.
-The same bytes from a bare starlette application under the same uvicorn are the limit.
+The same bytes from a bare starlette application under the same uvicorn are the limit, twice: unpaced, as fast as the
+client takes them, and paced, an event to each stream at every step. Unpaced, many events are under way at once, and
+one look at the sockets serves all that are ready; paced, it is woken as often as the gateway.
 
 Events per second of the process's own CPU time tell what one process can do, whatever else the machine does. The same
 streams without the gateway, over ZeroMQ, tell what it costs the engine: each round has both, and they are compared
@@ -150,10 +152,10 @@ def first_event(url: str, body: bytes) -> str:
 
 
 class Bare:
-    """The bare application in a process of its own."""
+    """The bare application in a process of its own; `step_seconds`: 0 for unpaced."""
 
-    def __init__(self, event: str) -> None:
-        command = [sys.executable, "-m", "sidestream.tools.bench.serving.bare_app", event]
+    def __init__(self, event: str, step_seconds: float) -> None:
+        command = [sys.executable, "-m", "sidestream.tools.bench.serving.bare_app", event, str(step_seconds)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None  # a pipe was asked for
         self.url, self.process = self._process.stdout.readline().strip(), self._process.pid
@@ -165,31 +167,36 @@ class Bare:
 
 
 def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.Namespace) -> None:
-    """All three in turn: the share of the limit that the gateway reaches, and what it costs the engine."""
+    """All in turn: the shares of the limits that the gateway reaches, and what it costs the engine."""
     asked = {"prompt": PROMPT, "max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0, "stream": True}
     body = json.dumps(asked).encode()
-    bare = Bare(first_event(url, body))
+    event = first_event(url, body)
+    bare = {name: Bare(event, seconds) for name, seconds in (("unpaced", 0.0), ("paced", options.step_ms / 1000))}
 
     def one(target: Streams, process: int) -> Figures:
         return measure(target, process, options.streams, options.seconds, stats)
 
     try:
-        shares, pairs = [], []
+        shares: dict[str, list[float]] = {name: [] for name in bare}
+        pairs = []
         for round_ in range(options.rounds):
             through = one(over_http(url, body), gateway)
             alone = one(over_zeromq(address), os.getpid())
-            limit = one(over_http(bare.url, body), bare.process)
-            shares.append((through.events / through.cpu_seconds) / (limit.events / limit.cpu_seconds))
+            print(f"round {round_ + 1}\n  gateway       {through}")
+            for name, limit in bare.items():
+                found = one(over_http(limit.url, body), limit.process)
+                shares[name].append((through.events / through.cpu_seconds) / (found.events / found.cpu_seconds))
+                print(f"  bare, {name:8}{found}   the gateway has {100 * shares[name][-1]:.1f}%, by CPU time")
             pairs.append((through.engine, alone.engine))
-            print(f"round {round_ + 1}\n  gateway        {through}\n  bare starlette {limit}")
-            print(f"  share of the limit, by CPU time: {100 * shares[-1]:.1f}%")
             for name, figures in (("with", through.engine), ("without", alone.engine)):
                 print(f"  engine {name + ' gateway':16} {engine_line(figures)}", flush=True)
-        print(f"median share of the limit: {100 * median(shares):.1f}%")
+        for name, each in shares.items():
+            print(f"median share of the bare application's events per CPU second, {name}: {100 * median(each):.1f}%")
         for line in engine_summary(pairs):
             print(line)
     finally:
-        bare.close()
+        for limit in bare.values():
+            limit.close()
 
 
 def engine_line(figures: dict[str, float]) -> str:
