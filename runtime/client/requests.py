@@ -123,8 +123,11 @@ class OpenRequest:
             return
         self.accepted = True
         self._received[chunk.index] = known + len(chunk.token_ids)
+        waiter = self._waiter
         try:
-            if self._direct is not None and self._is_idle and is_plain(chunk) and self._direct(chunk):
+            # a task that waits has dealt with all that arrived before
+            waits = waiter is not None and not waiter.done()
+            if waits and self._direct is not None and is_plain(chunk) and self._direct(chunk):
                 return
         except Exception as problem:  # raised where the chunks are taken, as if it had happened there
             self.fail(problem)
@@ -132,11 +135,6 @@ class OpenRequest:
         self.ended = chunk.usage is not None
         self._arrived.append(chunk)
         self.wake()
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether a task waits in `take`: it has dealt with all that arrived before."""
-        return self._waiter is not None and not self._waiter.done()
 
     def fail(self, problem: Exception) -> None:
         """The request ended with an error."""

@@ -3,6 +3,7 @@
 watch          several listeners as one observer
 listener       hears of requests, and does nothing: what the others begin with
 metrics        Prometheus metrics of the gateway
+quick_histogram a histogram for what is observed thousands of times a second
 engine_numbers the engines' own counters and gauges as metrics
 vllm_names     the same numbers under vLLM's names
 labels         label values of bounded number

@@ -14,6 +14,7 @@ from ..contracts import Engines, Exchange, HttpAnswer, UsageRecord
 from . import engine_numbers, vllm_names
 from .labels import OTHER, Labels, Series
 from .listener import Listener
+from .quick_histogram import QuickHistogram
 
 MAX_MODELS = 512
 MAX_OWNERS = 1024
@@ -64,7 +65,9 @@ class Metrics(Listener):
         self.first_token_seconds = histogram(
             "first_token_seconds", "From a request to its first token.", FIRST_TOKEN_SECONDS
         )
-        self.inter_token_seconds = histogram("inter_token_seconds", "From tokens to the next ones.", TOKEN_SECONDS)
+        self.inter_token_seconds = QuickHistogram(
+            "sidestream_inter_token_seconds", "From tokens to the next ones.", TOKEN_SECONDS, self._registry
+        )
         self.request_token_seconds = histogram(
             "request_token_seconds", "A request's mean time for each token after the first.", TOKEN_SECONDS
         )
@@ -132,7 +135,7 @@ class Metrics(Listener):
             words = f"The gateway's {name.removesuffix('_total').replace('_', ' ')}."
             yield kind(f"sidestream_{name.removesuffix('_total')}", words, value)
         if self._vllm:
-            own = {
+            own: dict[str, Collector] = {
                 "time_to_first_token_seconds": self.first_token_seconds,
                 "inter_token_latency_seconds": self.inter_token_seconds,
                 "time_per_output_token_seconds": self.inter_token_seconds,

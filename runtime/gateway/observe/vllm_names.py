@@ -7,8 +7,9 @@ A gauge has a series for each engine. Latencies and token counts are the gateway
 import time
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ..contracts import ModelInfo
 from .engine_numbers import Snapshot
@@ -29,7 +30,7 @@ _COUNTERS = {
 
 
 def families(
-    seen: Snapshot, histograms: Mapping[str, Histogram], counters: Mapping[str, Counter], reasons: Counter
+    seen: Snapshot, histograms: Mapping[str, Collector], counters: Mapping[str, Counter], reasons: Counter
 ) -> Iterator[Metric]:
     """`vllm:*`; nothing while no engine has said which model it serves.
 
@@ -87,7 +88,7 @@ def _by_engine(
     return family
 
 
-def _renamed(name: str, histogram: Histogram, labels: dict[str, str]) -> Metric:
+def _renamed(name: str, histogram: Collector, labels: dict[str, str]) -> Metric:
     (found,) = histogram.collect()
     family = Metric(name, found.documentation, found.type)
     for sample in found.samples:

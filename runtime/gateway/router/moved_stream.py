@@ -31,6 +31,7 @@ class MovedStream:
 
     def __init__(self, request: EngineRequest, clock: Callable[[], float] = time.monotonic) -> None:
         self.request = request
+        self._direct = request.direct
         self.moves = 0
         self._clock = clock
         self._started = clock()
@@ -108,7 +109,7 @@ class MovedStream:
 
     def direct(self, chunk: Chunk) -> bool:
         """Offer a chunk from the middle of the answer to the caller's `direct`."""
-        if self.request.direct is None or not self.request.direct(chunk):
+        if self._direct is None or not self._direct(chunk):
             return False
         self._keep(chunk)
         return True

@@ -21,7 +21,7 @@ from .desk import Desk, caller_of, json_response, new_id
 from .errors import error_body
 from .event_stream import EventStream
 from .spoken import Spoken
-from .sse import Frame, error_event
+from .sse import Frame, PlainEvents, error_event
 
 
 class Chats:
@@ -94,12 +94,16 @@ class _Events:
         self._frame, self._top, self._spoken = frame, top, spoken
         begun = ChatDelta(role="assistant", content="")
         self._roles = [frame.event(ChatChunkChoice(index=index, delta=begun)) for index in range(len(spoken))]
+        self._plain = [_plain(frame, index) if each.is_text else None for index, each in enumerate(spoken)]
 
     def tell(self, place: int, chunks: Sequence[Chunk]) -> list[bytes]:
         """See `Teller`."""
         events, self._roles = self._roles, []
         for chunk in chunks:
-            spoken = self._spoken[chunk.index]
+            spoken, plain = self._spoken[chunk.index], self._plain[chunk.index]
+            if plain is not None and chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+                events.append(plain.event(chunk.text))
+                continue
             logprobs = chat_logprobs(chunk.logprobs, self._top) if chunk.logprobs else None
             delta = spoken.delta(chunk.text, chunk.finish_reason is not None)
             if delta is None and logprobs is None and chunk.finish_reason is None:
@@ -121,6 +125,10 @@ class _Events:
     def failed(self, problem: GatewayError) -> bytes:
         """See `Teller`."""
         return error_event(error_body(problem))
+
+
+def _plain(frame: Frame, index: int) -> PlainEvents:
+    return PlainEvents(frame, lambda text: ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
 
 
 def routes(desk: Desk) -> list[Route]:

@@ -20,7 +20,7 @@ from .desk import Desk, caller_of, json_response, new_id
 from .echo import Echo, echo_of
 from .errors import error_body
 from .event_stream import EventStream
-from .sse import Frame, error_event
+from .sse import Frame, PlainEvents, error_event
 
 
 @dataclass
@@ -118,6 +118,7 @@ class _Events:
         self._frame, self._top, self._echoes, self._n = frame, top, echoes, n
         self._offsets: dict[int, int] = {}
         self._unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n)}
+        self._plain: dict[int, PlainEvents] = {}
 
     def tell(self, place: int, chunks: Sequence[Chunk]) -> list[bytes]:
         """See `Teller`."""
@@ -134,6 +135,12 @@ class _Events:
         return error_event(error_body(problem))
 
     def _event(self, index: int, chunk: Chunk) -> bytes | None:
+        if chunk.text and chunk.finish_reason is None and self._top is None and not self._unsaid:
+            plain = self._plain.get(index)
+            if plain is None:
+                plain = PlainEvents(self._frame, lambda text: CompletionChoice(index=index, text=text))
+                self._plain[index] = plain
+            return plain.event(chunk.text)
         echo = self._unsaid.pop(index, None)
         text = chunk.text if echo is None else echo.text + chunk.text
         logprobs, top = None, self._top

@@ -18,6 +18,11 @@ class Spoken:
     def __init__(self, form: ToolFormat | None, names: Iterable[str]) -> None:
         self._parser = None if form is None else ToolParser(form, names)
 
+    @property
+    def is_text(self) -> bool:
+        """Whether all that the model says is content."""
+        return self._parser is None
+
     def message(self, text: str) -> AnswerMessage:
         """A whole answer."""
         if self._parser is None:

@@ -1,11 +1,15 @@
 """Server-sent events: how one is spelled."""
 
+import secrets
+from collections.abc import Callable
+
 import msgspec
 
 from ..shapes.common import StreamOptions, Usage
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+_MARK = secrets.token_hex(16)  # a text that no name and no id contains
 
 
 class Frame:
@@ -25,6 +29,19 @@ class Frame:
         """The last events: the usage, if it was asked for, and the end."""
         told = self._head + b'[],"usage":' + encode(usage) + b"}\n\n" if self.wants_usage else b""
         return told + DONE
+
+
+class PlainEvents:
+    """Events of one choice that differ in their text only: all around it is encoded once. `choice` makes the choice
+    with a text.
+    """
+
+    def __init__(self, frame: Frame, choice: Callable[[str], object]) -> None:
+        self._before, self._after = frame.event(choice(_MARK)).split(encode(_MARK))
+
+    def event(self, text: str) -> bytes:
+        """The event of this text."""
+        return self._before + encode(text) + self._after
 
 
 def named_event(name: str, body: object) -> bytes:

@@ -2,18 +2,16 @@
 uvicorn has a coroutine for each part.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 
 class Connection(Protocol):
-    """What is written to. `writable`: it is open, and what was written before has left."""
+    """`writable`: it is open, and its buffer is not full."""
 
     writable: bool
-
-    def write(self, data: bytes) -> None:
-        """Write."""
 
 
 class DirectBody:
@@ -21,8 +19,8 @@ class DirectBody:
     written here.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, write: Callable[[bytes], None]) -> None:
+        self._connection, self._write = connection, write
         self._chunked = False
         self.sent = 0
 
@@ -38,4 +36,4 @@ class DirectBody:
     def write(self, part: bytes) -> None:
         """See `routes.event_stream.DirectBody`. An empty part would be the end."""
         self.sent += len(part)
-        self._connection.write(b"%x\r\n%b\r\n" % (len(part), part))
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))

@@ -26,7 +26,7 @@ class JoinedWrites(asyncio.Transport):
         """
 
         async def joined(scope: Scope, receive: Receive, send: Send) -> None:
-            body = scope[DIRECT_BODY] = DirectBody(self)
+            body = scope[DIRECT_BODY] = DirectBody(self, self._transport.write)
 
             async def send_joined(message: Message) -> None:
                 if self._held is None:
