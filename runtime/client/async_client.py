@@ -163,7 +163,7 @@ class AsyncClient:
         server's steps are shared fairly between them. `adapter_content`: the version that the adapter has to be;
         another one is a RequestError with the code `adapter_changed`. `direct` is called, within the loop, with each
         chunk from the middle of the answer that arrives while the next list is awaited: one for which it returns True
-        is in no list, and no task is woken for it. What it raises ends the stream.
+        is in no list, and no task is woken for it; `timeout` counts between lists. What it raises ends the stream.
         """
         message = submission(
             request_id or f"r{next(self._requests_made)}",
