@@ -106,6 +106,20 @@ def test_the_next_engine_is_told_what_the_caller_has():
     assert stream.continues() == (Continuation([5, 6, 8], 3), Continuation([7], 1, True))
 
 
+def test_what_the_caller_took_directly_it_has_and_what_it_refused_it_has_not():
+    taken = []
+
+    def direct(chunk):
+        taken.append(chunk)
+        return len(taken) == 1
+
+    stream = stream_of(direct=direct)
+    stream.take([Chunk("r", 0, 0, "a", [5])])
+    assert stream.direct(Chunk("r", 0, 1, "b", [6])) and not stream.direct(Chunk("r", 0, 2, "c", [7]))
+    assert stream.continues() == (Continuation([5, 6], 2),)
+    assert not stream_of().direct(Chunk("r", 0, 1, "b", [6])), "nobody takes chunks directly"
+
+
 def test_usage_counts_from_the_beginning():
     clock = Clock()
     stream = stream_of(clock)
