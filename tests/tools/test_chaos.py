@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sidestream.runtime.requests.outputs import CompletionOutput
@@ -19,7 +20,7 @@ from sidestream.tools.chaos import caches, frames
 from sidestream.tools.chaos.attacks import ATTACKS
 from sidestream.tools.chaos.ending import Ended, Ending
 from sidestream.tools.chaos.lives import Life, Lives, grown
-from sidestream.tools.chaos.questions import Question, too_many_strays
+from sidestream.tools.chaos.questions import Question, too_many_strays, undisturbed_strays
 from sidestream.tools.chaos.report import Line, table
 from sidestream.tools.chaos.run import main, order
 from sidestream.tools.chaos.served import Holdings
@@ -139,6 +140,23 @@ def test_a_measured_answer_may_only_be_left_where_two_tokens_are_as_likely() -> 
     assert judge(5, 6, 9) == "tied", "what follows a tie is another text"
     assert judge(5, 7, 5) == judge(8, 5, 5) == "strayed"
     assert judge(5, 5) == judge(5, 5, 5, 5) == "wrong"
+
+
+@pytest.mark.parametrize("bad", [1, 8, 20])
+def test_strays_are_measured_at_every_load(bad: int) -> None:
+    """A server whose first answer of a batch strays when it has `bad` of them."""
+    questions = [Question((number,), "a", tokens=(5, 5), likeliest=({5: -1.0},) * 2) for number in range(40)]
+
+    class Server:
+        def generate(self, prompts: list[list[int]], params: object, adapters: list[str]) -> list[SimpleNamespace]:
+            first = 9 if len(prompts) == bad else 5
+            outputs = [CompletionOutput(0, token_ids=[5, 5]) for _ in prompts]
+            outputs[0] = CompletionOutput(0, token_ids=[first, 5])
+            return [SimpleNamespace(outputs=[output]) for output in outputs]
+
+    server: Any = Server()
+    assert undisturbed_strays(server, questions, 20, random.Random(0)) == 1 / bad
+    assert undisturbed_strays(server, [Question("hello", None, text="hi")], 20, random.Random(0)) == 0.0
 
 
 def test_answers_may_stray_as_often_as_they_did_before_the_attacks() -> None:

@@ -23,6 +23,8 @@ TIE = 0.25
 LIKELIEST = 20
 MORE_STRAYS = 0.1
 """Of all answers: what chance may add to the share of those that stray."""
+FEW = 8
+"""Requests that share a step, between one and all."""
 ENOUGH = 100
 """Answers from which a share can be told."""
 
@@ -93,16 +95,21 @@ def measured(client: Client, adapters: Sequence[str | None], source: random.Rand
     ]
 
 
-def undisturbed_strays(client: Client, questions: Sequence[Question]) -> float:
-    """The share of measured answers that stray although nothing attacks the server, when each is asked for alone.
-    Raises what the client raises.
+def undisturbed_strays(client: Client, questions: Sequence[Question], clients: int, source: random.Random) -> float:
+    """The share of measured answers that stray although nothing attacks the server: the largest one of those when each
+    is asked for alone, a few share the steps, and as many as there are `clients`. Raises what the client raises.
     """
     asked = [question for question in questions if question.tokens]
-    said = [
-        question.judge(client.generate([question.asked], question.params, question.adapter)[0].outputs[0])
-        for question in asked
-    ]
-    return said.count("strayed") / len(said) if said else 0.0
+
+    def share(size: int) -> float:
+        mixed, strayed = source.sample(asked, len(asked)), 0
+        for group in (mixed[first : first + size] for first in range(0, len(mixed), size)):
+            said = client.generate([each.asked for each in group], group[0].params, [each.adapter for each in group])
+            judged = [each.judge(output.outputs[0]) for each, output in zip(group, said, strict=True)]
+            strayed += judged.count("strayed")
+        return strayed / len(asked)
+
+    return max(share(size) for size in {1, min(FEW, clients), clients}) if asked else 0.0
 
 
 def too_many_strays(seen: Mapping[str, int], usual: float) -> str | None:

@@ -149,7 +149,7 @@ def attack_on(run: Run, options: argparse.Namespace, arguments: list[str], folde
     run.starts.began(served, seconds)
     with Client(served.address) as client:
         questions = subject.questions(client, source)
-        run.usual_strays = undisturbed_strays(client, questions)
+        run.usual_strays = undisturbed_strays(client, questions, options.clients, source)
     answers = {question.tokens or question.text for question in questions}
     print(
         f"{len(questions)} questions with {len(answers)} different answers; strayed: {run.usual_strays:.1%}", flush=True
