@@ -5,7 +5,7 @@ here every warp works for itself. It owns 64 / WARPS tokens of each page (the la
 and keeps its own running maximum, sum and output (mma.sync with the warps as a batch dimension); the loop's only
 barrier is the one that frees a page's buffer. Warps are merged once, at the end. One TMA box of 128 rows brings K and V
 of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in
-decode_gluon_pieces.
+decode_gluon_pieces, what follows it in decode_gluon_merge.
 
 Steps with drafts have up to ROWS rows a sequence, each of which sees one token more than the one before. A program
 takes as many of them as its 8 or 16 columns hold, next to each other with their heads; TILES programs, one after the
@@ -33,22 +33,18 @@ from ..core.device import multiprocessors
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, view_shared
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
+from .decode_gluon_merge import column_range, merge_splits, merge_warps, store_result, store_rows
 from .decode_gluon_pieces import (
     LOWEST,
     attend,
-    column_range,
     expect_page,
     fetch_page,
     key_layout,
     key_operand,
     load_queries,
     merge_layout,
-    merge_splits,
-    merge_warps,
     per_token,
     product_layout,
-    store_result,
-    store_rows,
     token_layout,
     value_layout,
 )

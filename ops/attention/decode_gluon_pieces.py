@@ -1,4 +1,4 @@
-"""The steps of decode_gluon's loop: register layouts, operands, the online softmax of one page, the merges.
+"""The steps of decode_gluon's loop: register layouts, operands, the online softmax of one page.
 
   S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile; 16 columns
           hold several rows of drafts, each with its heads. K goes from shared memory to registers 16 bytes a lane,
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..core.gluon_support import cta_barrier, tma_load
+from ..core.gluon_support import tma_load
 
 PROBABILITY_SHIFT = gl.constexpr(8.0)  # log2 of attention_pieces.PROBABILITY_SCALE
 LOWEST = gl.constexpr(-1.0e30)
@@ -266,140 +266,3 @@ def fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, row, BF16: g
     tma_load(page_boxes, [row * 128, 0], ready.index(slot), pages.index(slot), wanted)
     if not BF16:
         tma_load(scale_boxes, [row, 0], ready.index(slot), scales.index(slot), wanted)
-
-
-@gluon.jit
-def merge_warps(
-    acc,
-    top,
-    total,
-    outputs,
-    states,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    WARPS: gl.constexpr,
-    BF16: gl.constexpr,
-):
-    """The warps' (maximum, sum, O^T), through shared memory -> O [COLUMNS, 128] divided by the sum, and log2-sum-exp
-    [COLUMNS]: zero and LOWEST for a row that has seen nothing.
-    """
-    LAYOUT: gl.constexpr = merge_layout(WARPS)
-    BY_HEAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
-    if BF16:
-        o = gl.permute(gl.reshape(acc, [WARPS, 2, 4, 2, 8, COLUMNS]), (0, 5, 1, 4, 2, 3))
-    else:
-        o = gl.permute(gl.reshape(acc, [WARPS, 8, 2, 8, COLUMNS]), (0, 4, 3, 1, 2))
-    outputs.store(gl.reshape(o, [WARPS, COLUMNS, 128]))
-    states.index(0).store(top)
-    states.index(1).store(gl.sum(total, 1))
-    cta_barrier()
-    tops = states.index(0).load(gl.SliceLayout(2, LAYOUT))
-    new_top = gl.max(tops, 0)
-    weight = gl.exp2(tops - new_top[None, :])
-    total = gl.convert_layout(
-        gl.sum(states.index(1).load(gl.SliceLayout(2, LAYOUT)) * weight, 0), BY_HEAD, assert_trivial=True
-    )
-    if ROWS > 1:  # of several rows one may have seen nothing of a split
-        total = gl.where(total > 0.0, total, 1.0)
-    o = gl.sum(outputs.load(LAYOUT) * weight[:, :, None], 0) / total[:, None]
-    return o, gl.convert_layout(new_top, BY_HEAD, assert_trivial=True) + gl.log2(total)
-
-
-@gluon.jit
-def column_range(WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """0..WIDTH, next to the rows of O."""
-    return gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, merge_layout(WARPS))))
-
-
-@gluon.jit
-def store_rows(out, place, o, USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """The first USED of o's WIDTH rows, [.., 128], to rows `place` of `out`."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
-    dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    gl.store(
-        out + place[:, None] * 128 + dim[None, :],
-        o.to(out.dtype.element_ty),
-        mask=(column_range(WIDTH, WARPS) < USED)[:, None] & (dim < 128)[None, :],
-    )
-
-
-@gluon.jit
-def store_result(
-    out,
-    head_scales,
-    rows,
-    sequence,
-    tokens,
-    is_last,
-    o,
-    G: gl.constexpr,
-    HEADS: gl.constexpr,
-    ROWS: gl.constexpr,
-    USED: gl.constexpr,
-    WIDTH: gl.constexpr,
-    WARPS: gl.constexpr,
-    PADDED: gl.constexpr,
-    EMPTY: gl.constexpr = False,
-):
-    """`store_rows` at the columns' `places`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales
-    [G, PADDED], zeros after those of all `tokens`, which the last program of a head writes.
-
-    EMPTY: o is zero. Its bytes are then stored as integers: the ptxas of Triton 3.6 packs two conversions of one
-    constant wrongly.
-    """
-    column = column_range(WIDTH, WARPS)
-    row, head = places(column, rows, G, HEADS, ROWS)
-    place = row + head
-    if PADDED:
-        LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
-        o = o.to(gl.bfloat16).to(gl.float32)  # as an op that quantizes the 16-bit rows gets it
-        WHOLE: gl.constexpr = out.dtype.element_ty == gl.int8
-        step = gl.maximum(gl.max(gl.abs(o), 1), 1e-12) / (127.0 if WHOLE else 448.0)
-        token = sequence if ROWS == 1 else row // HEADS
-        gl.store(head_scales + head * PADDED + token, step, mask=column < USED)
-        if EMPTY:
-            nothing = gl.zeros([WIDTH, 128], gl.int8, LAYOUT)
-            store_rows(out.to(gl.pointer_type(gl.int8), bitcast=True), place, nothing, USED, WIDTH, WARPS)
-        elif WHOLE:
-            # to the nearest whole number
-            store_rows(out, place, (o / step[:, None] + 12582912.0) - 12582912.0, USED, WIDTH, WARPS)
-        else:
-            store_rows(out, place, o / step[:, None], USED, WIDTH, WARPS)
-        if is_last:
-            after = gl.arange(0, PADDED, gl.BlockedLayout([1], [32], [WARPS], [0]))
-            for i in gl.static_range(G):
-                gl.store(head_scales + i * PADDED + after, gl.zeros_like(after).to(gl.float32), mask=after >= tokens)
-    else:
-        store_rows(out, place, o, USED, WIDTH, WARPS)
-
-
-@gluon.jit
-def merge_splits(
-    partial, logsumexp, row, active, USED: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, STEP: gl.constexpr
-):
-    """Splits row..row + active, [USED, 128] each, merged in ascending order, STEP at a time -> [GROUP, 128]."""
-    LAYOUT: gl.constexpr = merge_layout(WARPS)
-    ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    BY_HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
-    head = gl.arange(0, GROUP, BY_HEAD)
-    dim = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    split = gl.arange(0, STEP, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    top = gl.full([GROUP], LOWEST, gl.float32, BY_HEAD)
-    total = gl.zeros([GROUP], gl.float32, BY_HEAD)
-    merged = gl.zeros([GROUP, 128], gl.float32, ROWS)
-    for first in range(0, active, STEP):
-        at = (row + first + split)[:, None] * USED + head[None, :]
-        there = (first + split < active)[:, None] & (head < USED)[None, :]
-        lse = gl.load(logsumexp + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        part = gl.load(
-            partial + at[:, :, None] * 128 + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"
-        )
-        new_top = gl.maximum(top, gl.max(lse, 0))
-        keep = gl.exp2(top - new_top)
-        weight = gl.exp2(lse - new_top[None, :])
-        total = total * keep + gl.sum(weight, 0)
-        merged = merged * gl.convert_layout(keep, gl.SliceLayout(1, ROWS), assert_trivial=True)[:, None] + gl.sum(
-            part * weight[:, :, None], 0
-        )
-        top = new_top
-    return merged / gl.convert_layout(total, gl.SliceLayout(1, ROWS), assert_trivial=True)[:, None]
