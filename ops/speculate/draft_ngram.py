@@ -3,7 +3,8 @@
 Of all earlier places whose tokens agree with the sequence's end, the one with the longest agreement is taken (at most
 `LONGEST` tokens count), and among equals the latest. What followed there is the draft; where the end is reached, it
 goes on from the place again, so that a run of one token or a short cycle drafts itself. A sequence without any such
-place drafts its last token once more. The same history always gives the same drafts.
+place drafts its last token once more. The same history always gives the same drafts. How many tokens agreed is told
+too, since another source may agree with more (`draft_recalled`).
 """
 
 import torch
@@ -19,14 +20,17 @@ WINDOW = 8192
 BLOCK = 1024
 
 
-def reference(history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+def reference(
+    history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft `count` tokens for each sequence.
 
     history  [R, H] int32: tokens of each row
     lengths  [R] int32: how many there are, at least 1
     rows     [B] int32: the row of each sequence; -1: none, and its drafts are 0
-    returns  [B, count] int32
+    returns  drafts [B, count] int32, and how many tokens agreed [B] int32
     """
+    longest = torch.zeros_like(rows)
     drafts = torch.zeros(len(rows), count, dtype=torch.int32, device=history.device)
     steps = torch.arange(count, device=history.device)
     for index, row in enumerate(rows.tolist()):
@@ -40,19 +44,22 @@ def reference(history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, 
             agrees &= (places >= back) & (tokens[(places - back).clamp_min(0)] == tokens[length - 1 - back])
             agreed += agrees
         place = length - 2 if length < 2 else int(places[(agreed * length + places).argmax()])
+        longest[index] = agreed.max() if len(agreed) else 0
         drafts[index] = tokens[place + 1 + steps % (length - 1 - place)]
-    return drafts
+    return drafts, longest
 
 
-def fake(history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+def fake(
+    history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of `reference`, not filled."""
-    return history.new_empty(rows.shape[0], count)
+    return history.new_empty(rows.shape[0], count), torch.empty_like(rows)
 
 
 @triton.jit(do_not_specialize=["width", "count"])
 def _draft_kernel(
-    history, lengths, rows, drafts, width, count, LONGEST: tl.constexpr, WINDOW: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    history, lengths, rows, drafts, longest, width, count, LONGEST: tl.constexpr, WINDOW: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program looks at all places of one sequence."""
     pdl_start(PDL)
@@ -62,6 +69,7 @@ def _draft_kernel(
     out = drafts + index * count + step
     if row < 0:
         tl.store(out, tl.zeros([COUNT], tl.int32), mask=step < count)
+        tl.store(longest + index, 0)
         return
     tokens = history + row.to(tl.int64) * width
     length = tl.load(lengths + row)
@@ -80,6 +88,7 @@ def _draft_kernel(
         best = tl.maximum(best, key)
     found = tl.max(best, axis=0)
     place = tl.where(found < 0, length - 2, (found % width).to(tl.int32))
+    tl.store(longest + index, tl.where(found < 0, 0, (found // width).to(tl.int32)))
     source = place + 1 + step % (length - 1 - place)
     tl.store(out, tl.load(tokens + source, mask=step < count, other=0), mask=step < count)
 
@@ -97,9 +106,10 @@ def launch(
     """One program a sequence; it reads LONGEST tokens a place, from L2. Too short to heed `sm_budget`."""
     require_contiguous("draft_ngram", history=history, lengths=lengths, rows=rows)
     if len(rows) == 0 or count == 0:
+        out[1].zero_()
         return
     _draft_kernel[(len(rows),)](
-        history, lengths, rows, out[0], history.shape[1], count, LONGEST=LONGEST, WINDOW=WINDOW,
+        history, lengths, rows, out[0], out[1], history.shape[1], count, LONGEST=LONGEST, WINDOW=WINDOW,
         COUNT=next_power_of_2(count), BLOCK=BLOCK, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 

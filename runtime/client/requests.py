@@ -206,6 +206,8 @@ class Assembly:
             self.output.finished, self.output.num_cached_tokens = True, chunk.usage.cached_tokens
             self.output.num_draft_tokens = chunk.usage.draft_tokens
             self.output.num_accepted_tokens = chunk.usage.accepted_tokens
+            self.output.num_history_draft_tokens = chunk.usage.history_draft_tokens
+            self.output.num_history_accepted_tokens = chunk.usage.history_accepted_tokens
             self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)
 
 

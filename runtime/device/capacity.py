@@ -124,7 +124,7 @@ def num_kv_pages(
         return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
     activations = program.arena_bytes + sampling_bytes(sampled_rows, config.vocab_size)
     if options.speculation != "off":
-        activations += histories_bytes(sizes.max_num_seqs, sizes.max_model_len)
+        activations += histories_bytes(sizes.max_num_seqs, sizes.max_model_len, options.speculation_history)
     stacks = specs_of(program, "adapter")
     slots = next((shape[0] for shape, _ in stacks.values()), 1)
     # one slot more: `slot_copy`'s buffer

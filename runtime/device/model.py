@@ -286,7 +286,7 @@ def _build(
     )
     tensors.update(stack_tensors)
     tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
-    follows = engine.speculation != "off"
+    follows, ring_tokens = engine.speculation != "off", engine.speculation_history
     runner = ModelRunner(
         compiled,
         tensors,
@@ -296,7 +296,7 @@ def _build(
         vocabulary=config.vocab_size,
         enforce_eager=engine.enforce_eager,
         arena_bytes=largest.arena_bytes,
-        histories=Histories(sizes.max_num_seqs, sizes.max_model_len, device) if follows else None,
+        histories=Histories(sizes.max_num_seqs, sizes.max_model_len, device, ring_tokens) if follows else None,
     )
     if stacks is not None:
         registry.lora = lora
@@ -316,6 +316,7 @@ def _build(
         engine.enable_prefix_caching,
         speculation=engine.speculation,
         step_times=step_times,
+        speculation_history=ring_tokens,
     )
     return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds)
 

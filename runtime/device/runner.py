@@ -201,7 +201,8 @@ class ModelRunner:
     ) -> None:
         samples = self._sampler(logits, plan, masks, positions)
         if plan.follows and self.histories is not None:
-            samples = replace(samples, accepted=self.histories.accept(plan, samples.tokens))
+            accepted = self.histories.accept(plan, samples.tokens)
+            samples = replace(samples, accepted=accepted, recalled=self.histories.recalled)
         else:
             # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
             fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens

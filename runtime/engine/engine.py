@@ -350,4 +350,6 @@ def _output(live: _Live) -> RequestOutput:
         metrics,
         num_draft_tokens=sum(each.drafted for each in speculations),
         num_accepted_tokens=sum(each.accepted for each in speculations),
+        num_history_draft_tokens=sum(each.history_drafted for each in speculations),
+        num_history_accepted_tokens=sum(each.history_accepted for each in speculations),
     )

@@ -80,8 +80,15 @@ class EngineOptions:
     enable_prefix_caching: bool = option(True, "keep the keys and values of prompts for later requests")
     speculation: Any = option(
         "off",
-        "drafts of tokens, made from a request's own ones, that one step verifies together: off, auto or 1 to 7",
+        "drafts of tokens, made from a request's own ones and former answers, that one step verifies together: off, "
+        "auto or 1 to 7",
         more="the same tokens, in fewer steps; auto: as many as pay, request by request",
+    )
+    speculation_history: int = option(
+        8192,
+        "with speculation: tokens of former answers that are kept for each adapter, to draft from; 0: none",
+        more="shared by all requests for the same adapter",
+        range=(0, 1 << 16),
     )
     enable_sleep_mode: bool = option(
         False, "let `sleep` give the device's memory back for a while", more="weights and KV cache keep their addresses"

@@ -207,6 +207,8 @@ class UsageRecord:
     engine_first_token_seconds, engine_total_seconds   the same by the engine's clock, since it reached the engine; 0
                      when the engine did not say
     draft_tokens, accepted_tokens   drafts that the engine computed, and those of them that became output
+    history_draft_tokens, history_accepted_tokens   of both those that came from former answers; the log has no column
+                     of them
     status           the HTTP status, 499 when the client went away; an error in the middle of a stream counts with the
                      status that it would have had before
     error            OpenAI's error code, "" for none
@@ -231,6 +233,8 @@ class UsageRecord:
     engine_total_seconds: float = 0.0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    history_draft_tokens: int = 0
+    history_accepted_tokens: int = 0
 
 
 class Ticket(Protocol):

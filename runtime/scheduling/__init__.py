@@ -12,6 +12,7 @@ prompt_scores    which rows of logits a prompt's log-probabilities need
 forbidden        which tokens would complete a bad word
 limits           what a scheduler is told of its engine, and tells about itself
 pages            which KV pages are free, shared or known
+rings            what adapters have answered last: which ring of tokens on the device is whose
 prefix_cache     keys of prompts that begin alike
 waiting          who is admitted next
 suspects         what a failed step takes with it, and whose fault it was

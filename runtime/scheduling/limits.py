@@ -15,6 +15,7 @@ class SchedulerLimits:
     owner_patience: after so many steps a request that finds no row or pages has sequences put back of the owner that
     runs the most, if its own owner runs at least two fewer.
     speculation: drafts of a request that does not say: "off" (and none for any), "auto", or so many.
+    speculation_history: tokens of former answers that the device keeps for each adapter's content, to draft from.
     step_times: (sequences, rows a sequence, seconds) of the programs that were timed, which "auto" goes by.
     """
 
@@ -28,11 +29,17 @@ class SchedulerLimits:
     owner_patience: int = 32
     speculation: str | int = "off"
     step_times: tuple[tuple[int, int, float], ...] = ()
+    speculation_history: int = 0
 
     @property
     def follows(self) -> bool:
         """Whether the device keeps the sequences' tokens."""
         return self.speculation != "off"
+
+    @property
+    def remembered(self) -> int:
+        """Tokens of a ring of former answers; 0: there are none."""
+        return self.speculation_history if self.follows else 0
 
     @property
     def extra_logits(self) -> int:
@@ -56,7 +63,7 @@ class SchedulerLimits:
 class SchedulerStats:
     """Where things stand now, and (from `preemptions` on) counts since the start; prefix_* count prompt tokens,
     cached ones are those found in the cache; `drafted`: drafts that were computed, `accepted`: those that became
-    output.
+    output, `history_*`: of both those that came from former answers.
     """
 
     running: int
@@ -77,3 +84,5 @@ class SchedulerStats:
     adapter_failures: int
     drafted: int
     accepted: int
+    history_drafted: int
+    history_accepted: int

@@ -76,17 +76,18 @@ class PrefixCache:
         self.pages.forget_idle()
         return True
 
-    def _extend_keys(self, sequence: Sequence, count: int) -> None:
-        keys = sequence.page_keys
-        if len(keys) >= count:
-            return
-        key = keys[-1] if keys else root_key(self._content(sequence.number))
-        for index in range(len(keys), count):
-            key = next_key(key, sequence.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
-            keys.append(key)
-
-    def _content(self, number: int) -> str:
+    def content_of(self, number: int) -> str:
+        """What names an adapter's content ('': the base model); requests share by it, here and in rings of answers."""
         if number < 0:
             return ""
         known = self._hashes.get(number)
         return f"number {number}" if known is None else f"content {known}"
+
+    def _extend_keys(self, sequence: Sequence, count: int) -> None:
+        keys = sequence.page_keys
+        if len(keys) >= count:
+            return
+        key = keys[-1] if keys else root_key(self.content_of(sequence.number))
+        for index in range(len(keys), count):
+            key = next_key(key, sequence.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
+            keys.append(key)

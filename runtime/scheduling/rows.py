@@ -8,6 +8,7 @@ from ...ops.core.kv_layout import PAGE_SIZE
 from ..steps.plan import Int32, Int64, SamplingPlan, StepPlan
 from .logit_edits import LogitEdits
 from .prompt_scores import rows_to_score
+from .rings import AnswerRings
 from .sequence import Sequence
 
 Work = list[tuple[Sequence, int]]  # a sequence, and how many of its tokens the step computes
@@ -40,17 +41,20 @@ class RowTable:
         self.num_logprobs = np.full(num_rows, -1, np.int32)
         self.penalties = np.zeros((num_rows, 3), np.float32)
         self.edited = np.zeros(num_rows, np.bool_)
+        self.ring = np.full(num_rows, -1, np.int32)
 
     @property
     def num_free(self) -> int:
         """Rows that nobody holds."""
         return len(self._free)
 
-    def claim(self, sequence: Sequence, slot: int) -> None:
-        """Give `sequence` a row and fill it; its pages are entered by `set_pages`."""
+    def claim(self, sequence: Sequence, slot: int, ring: int = -1) -> None:
+        """Give `sequence` a row and fill it; its pages are entered by `set_pages`. `ring`: of its adapter's former
+        answers.
+        """
         row, params = self._free.pop(), sequence.params
         sequence.row = row
-        self.adapter_slot[row] = slot
+        self.adapter_slot[row], self.ring[row] = slot, ring
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
@@ -112,10 +116,11 @@ class RowTable:
 
 
 def build_plan(
-    step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]], follows: bool = False
+    step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]], rings: AnswerRings | None = None
 ) -> StepPlan:
     """The plan of `work`, which counts as computed from now on; sequences whose last token it computes get a token in
-    flight. More tokens than a sequence has are drafts. `follows`: the device keeps the sequences' tokens.
+    flight. More tokens than a sequence has are drafts. `rings`: the device keeps the sequences' tokens, and former
+    answers here; None: it does not.
 
     Raises SequenceFault, and then has changed nothing.
     """
@@ -162,7 +167,7 @@ def build_plan(
     longest = max(len(sequence.pages) for sequence in sequences)
     token_rows = row_of if decode else row_of[of_token]
     output_tokens = np.array(steps, np.int64)
-    followed = _followed(work, sample_rows, drafts) if follows else {}
+    followed = {} if rings is None else _followed(work, sample_rows, drafts) | rings.of_plan(rows.ring[row_of])
     if any(drafts):  # every token's row is sampled
         logits_indices = np.arange(len(input_ids), dtype=np.int32)
         logits_rows, sampled_logits, first = token_rows, logits_indices, query_start[:-1]
@@ -170,7 +175,7 @@ def build_plan(
         logits_indices = np.concatenate((last_rows, np.array(scores.extra, np.int32))) if scores.extra else last_rows
         logits_rows, sampled_logits, first = row_of, sample_rows, np.arange(count, dtype=np.int32)
     edits = rows.edits(row_of, sequences, sample_rows, first, output_tokens)
-    noise_steps = 1 - rows.prompt_length[logits_rows] if follows else output_tokens
+    noise_steps = 1 - rows.prompt_length[logits_rows] if followed else output_tokens
     plan = StepPlan(
         step=step,
         decode=decode,
@@ -192,13 +197,15 @@ def build_plan(
         sampling=rows.sampling(logits_rows, sampled_logits, noise_steps, edits, scores.most),
         **followed,
     )
+    if rings is not None:
+        rings.told()
     for index, (sequence, tokens) in enumerate(work):
         sequence.computed += tokens - drafts[index]
     for index in sampled:
         sequence = sequences[index]
         sequence.in_flight += 1
         sequence.drafted += drafts[index]
-        sequence.followed = follows
+        sequence.followed = bool(followed)
         sequence.sampled_at = (step, index)
     return plan
 

@@ -79,7 +79,7 @@ class Scheduler:
         self.choice = Choice(self.states)
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.clock = clock
-        self.timeouts = self.drafted = self.accepted = 0
+        self.timeouts = self.drafted = self.accepted = self.history_drafted = self.history_accepted = 0
         self._issued: dict[int, Issued] = {}
         self._masked = -1  # the last step whose masks were made
         self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
@@ -175,6 +175,8 @@ class Scheduler:
             adapter_failures=states.residency.failures,
             drafted=self.drafted,
             accepted=self.accepted,
+            history_drafted=self.history_drafted,
+            history_accepted=self.history_accepted,
         )
 
     # -- adapters --------------------------------------------------------------------------------------------------
@@ -209,16 +211,21 @@ class Scheduler:
         """
         self.states.prefix_cache.reset()
         self.states.residency.forget_resident()
+        self.states.rings.empty_all()
 
     def forget_adapter(self, number: int) -> None:
         """No request will use this adapter any more (it was removed, or its name has a new content); those that are
         here finish on it.
         """
+        self.states.rings.empty(number)
         self.states.residency.retire(number)
 
     def take_retired(self) -> list[int]:
         """Forgotten adapters that nobody uses any more, since the last call: the runner can drop them."""
-        return self.states.residency.take_retired()
+        retired = self.states.residency.take_retired()
+        for number in retired:
+            self.states.rings.empty(number, for_ever=True)
+        return retired
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -239,7 +246,8 @@ class Scheduler:
                 if not self.choice.fill(work, idle=not self._issued):
                     return None
                 self._loads += states.residency.loads_of_plan()
-                plan = build_plan(states.step, work, states.rows, self._loads, self.limits.follows)
+                rings = states.rings if self.limits.follows else None
+                plan = build_plan(states.step, work, states.rows, self._loads, rings)
             except Exception as error:
                 culprit = error.sequence if isinstance(error, SequenceFault) else self.choice.at
                 if culprit is None or culprit.finished:
@@ -353,6 +361,7 @@ class Scheduler:
         if result.accepted is None:
             raise RuntimeError(f"step {plan.step} had drafts, and its result does not say how many hold")
         first, drafts, accepted = plan.first_logits.tolist(), plan.drafts.tolist(), result.accepted.tolist()
+        recalled = [0] * len(drafts) if result.recalled is None else result.recalled.tolist()
         for index in plan.sample_rows.tolist():
             sequence = sequences[index]
             if sequence.finished or sequence in void:
@@ -373,8 +382,11 @@ class Scheduler:
             held = min(accepted[index], len(taken))
             self.drafted += drafts[index]
             self.accepted += held
+            if recalled[index]:
+                self.history_drafted += drafts[index]
+                self.history_accepted += held
             if drafts[index] and sequence.speculation is not None:
-                sequence.speculation.note(drafts[index], held)
+                sequence.speculation.note(drafts[index], held, bool(recalled[index]))
             progress += (
                 Sampled(sequence, token, first[index] + place, len(taken) - 1 - place)
                 for place, token in enumerate(taken)
@@ -403,6 +415,7 @@ class Scheduler:
         failed = self._issued.pop(step)
         void = self._void.pop(step, set())
         self.states.residency.committed = step
+        self.states.rings.empty_all()
         lost, pages = what_is_lost(failed, list(self._issued.values()), self.states.running)
         self.states.pages.unpublish(pages)
         for later, (_, sequences) in self._issued.items():

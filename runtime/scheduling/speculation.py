@@ -18,12 +18,15 @@ class Speculation:
     most      drafts a step, at most
     adaptive  as many as pay for the step as a whole (see `drafting`), not as many as it may have
     drafted, accepted  drafts that were computed, and those of them that became output
+    history_drafted, history_accepted  of both those that came from former answers
     """
 
     most: int
     adaptive: bool = False
     drafted: int = 0
     accepted: int = 0
+    history_drafted: int = 0
+    history_accepted: int = 0
     _held: float = FIRST_ACCEPTANCE
     _tried: float = 1.0
 
@@ -32,10 +35,13 @@ class Speculation:
         """How likely a draft is to hold if those before it do: moving averages over the steps that had drafts."""
         return self._held / self._tried
 
-    def note(self, drafts: int, accepted: int) -> None:
-        """A step with drafts has come back."""
+    def note(self, drafts: int, accepted: int, recalled: bool = False) -> None:
+        """A step with drafts has come back; `recalled`: they came from former answers."""
         self.drafted += drafts
         self.accepted += accepted
+        if recalled:
+            self.history_drafted += drafts
+            self.history_accepted += accepted
         # what came after the first that failed was not tried
         self._held += (accepted - self._held) / MEMORY
         self._tried += (accepted + (accepted < drafts) - self._tried) / MEMORY

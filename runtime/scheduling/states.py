@@ -8,13 +8,14 @@ from .limits import SchedulerLimits
 from .pages import PageAllocator
 from .prefix_cache import PrefixCache
 from .residency import Residency
+from .rings import AnswerRings
 from .rows import RowTable
 from .sequence import Sequence, Status
 from .waiting import WaitingQueues
 
 
 class States:
-    """The sequences, and what they hold: KV pages, rows of the tables, adapter slots.
+    """The sequences, and what they hold: KV pages, rows of the tables, adapter slots, rings of former answers.
 
     running      those that compute, by priority, then arrival
     waiting      those that are to be admitted, by owner and adapter
@@ -30,6 +31,7 @@ class States:
         self.prefix_cache = PrefixCache(
             self.pages, {} if adapter_hashes is None else adapter_hashes, limits.prefix_caching
         )
+        self.rings = AnswerRings(limits.remembered, self.prefix_cache.content_of)
         self.rows = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len))
         self.waiting = WaitingQueues()
         self.residency = Residency(limits.num_slots, limits.slot_patience, asynchronous_loads, self.waiting)
@@ -44,6 +46,8 @@ class States:
             return
         waiting = sequence.status is Status.WAITING
         if sequence.status is Status.RUNNING:
+            if sequence.followed and reason != "error":
+                self.rings.keep(sequence, int(self.rows.ring[sequence.row]))
             self._withdraw(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -65,7 +69,7 @@ class States:
         self.waiting.charge(sequence, len(sequence.tokens) - sequence.computed)
         sequence.charged = len(sequence.tokens)
         self.prefix_cache.started(sequence)
-        self.rows.claim(sequence, slot)
+        self.rows.claim(sequence, slot, self.rings.acquire(sequence))
         self.rows.set_pages(sequence, 0)
         insort(self.running, sequence, key=lambda other: other.order)
 
@@ -100,6 +104,7 @@ class States:
         self.pages.free(sequence.pages)
         sequence.pages = []
         sequence.followed = False
+        self.rings.release(int(self.rows.ring[sequence.row]))
         self.rows.release(sequence)
         self._charge(sequence)
         if sequence.number >= 0:

@@ -56,6 +56,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     prefix_caching: bool = True
     speculation: str | int = "off"
     step_times: list[tuple[int, int, float]] = []
+    speculation_history: int = 0
     seconds: dict[str, float] = {}
 
 

@@ -301,6 +301,7 @@ class ServedModel:
             prefix_caching=limits.prefix_caching,
             speculation=limits.speculation,
             step_times=list(limits.step_times),
+            speculation_history=limits.speculation_history,
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:

@@ -50,6 +50,8 @@ class OpenRequest:
             cached_tokens=output.num_cached_tokens,
             draft_tokens=output.num_draft_tokens,
             accepted_tokens=output.num_accepted_tokens,
+            history_draft_tokens=output.num_history_draft_tokens,
+            history_accepted_tokens=output.num_history_accepted_tokens,
         )
 
 

@@ -91,6 +91,7 @@ class Stepper:
             ready.prefix_caching,
             speculation=ready.speculation,
             step_times=tuple(ready.step_times),
+            speculation_history=ready.speculation_history,
         )
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
         self._remote = RemoteRunner(link)
@@ -233,6 +234,8 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "adapter_misses_total": counted["adapter_loads"],
         "draft_tokens_total": counted["drafted"],
         "accepted_tokens_total": counted["accepted"],
+        "history_draft_tokens_total": counted["history_drafted"],
+        "history_accepted_tokens_total": counted["history_accepted"],
     }
     values |= {name: counted[name] for name in ("pages_cached", "adapters_resident", "adapters_loading")}
     totals = (

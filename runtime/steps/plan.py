@@ -28,6 +28,10 @@ VERIFIED_ROWS = 256
 """Query rows of a step with drafts, at most: from there on rows cost as much as steps."""
 
 
+RINGS = 64
+"""Adapter contents whose last answers the device keeps at a time."""
+
+
 def drafts_within(sequences: int, budget: int) -> int:
     """The most drafts that each of so many sequences may have in a step of `budget` tokens."""
     rows = min(VERIFIED_ROWS, budget)
@@ -100,6 +104,10 @@ class StepPlan:
     drafts [B]          drafts that a sequence computes after its last token. Then input_ids, positions and slot_mapping
                         are the device's to fill in, and context_lens is the most that there may be; -1 = all is known
     told_rows, told_lengths [N], told_tokens   histories that begin: row, number of tokens, and all these tokens
+    rings [B]           ring of former answers that each sequence may be drafted from, -1 = none; ring_ends, ring_filled
+                        [B]: the place after the ring's newest token, and how many tokens up to there count
+    kept [N, 5]         answers that go into rings before anything else: row of the history, the first of its tokens
+                        that is kept, the one after the last, ring, place in the ring
     slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
                         while steps run
     """
@@ -127,6 +135,10 @@ class StepPlan:
     told_rows: Int32 = field(default_factory=no_rows)
     told_lengths: Int32 = field(default_factory=no_rows)
     told_tokens: Int32 = field(default_factory=no_rows)
+    rings: Int32 = field(default_factory=no_rows)
+    ring_ends: Int32 = field(default_factory=no_rows)
+    ring_filled: Int32 = field(default_factory=no_rows)
+    kept: Int32 = field(default_factory=lambda: no_rows().reshape(0, 5))
 
     @property
     def follows(self) -> bool:
@@ -180,7 +192,8 @@ class StepResult:
     tokens [B] (-1: the logits are no numbers; rows outside `sample_rows` are meaningless; [T] in a step with drafts, of
     which a sequence gets 1 + accepted [B] from its first one on); with logprobs: token ids and
     log-probabilities [B, 1 + k], the chosen token first, then the k likeliest, and the rank of the chosen one [B].
-    `prompt_*`: the same for the N prompt tokens that were scored.
+    `prompt_*`: the same for the N prompt tokens that were scored. `recalled` [B]: 1 where the drafts came from a ring
+    of former answers; None where no ring was looked at.
     """
 
     step: int
@@ -192,3 +205,4 @@ class StepResult:
     prompt_logprobs: Float32 | None = None
     prompt_ranks: Int32 | None = None
     accepted: Int32 | None = None
+    recalled: Int32 | None = None

@@ -50,8 +50,12 @@ _PLAN = (
     "told_rows",
     "told_lengths",
     "told_tokens",
+    "rings",
+    "ring_ends",
+    "ring_filled",
 )
-_FLAGS = 7  # step, decode, greedy, num_logprobs, num_prompt_logprobs, rows of the block table, rows of slot_loads
+# step, decode, greedy, num_logprobs, num_prompt_logprobs, rows of the block table, of slot_loads and of kept
+_FLAGS = 8
 _HEADER = _FLAGS + len(_LONG) + len(_SAMPLING_FLOATS) + len(_SAMPLING_INTS) + len(_PLAN) + 1
 
 
@@ -64,10 +68,11 @@ def pack_plan(plan: StepPlan) -> bytes:
     arrays += [getattr(plan, name) for name in _PLAN]
     table, loads = plan.block_table, plan.slot_loads
     flags = [plan.step, plan.decode, sampling.greedy, sampling.num_logprobs, sampling.num_prompt_logprobs]
-    flags += [len(table), len(loads)]
+    flags += [len(table), len(loads), len(plan.kept)]
     head = np.asarray(flags + [len(array) for array in arrays] + [table.shape[1]], np.int32)
     padding = b"" if _HEADER % 2 == 0 else bytes(4)
-    return b"".join([head.tobytes(), padding, *(array.tobytes() for array in arrays), loads.tobytes(), table.tobytes()])
+    parts = (*arrays, loads, plan.kept, table)
+    return b"".join([head.tobytes(), padding, *(array.tobytes() for array in parts)])
 
 
 def unpack_plan(frame: bytes | bytearray) -> StepPlan:
@@ -76,7 +81,7 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     Raises ValueError for a frame that is cut short.
     """
     head = np.frombuffer(frame, np.int32, _HEADER).tolist()
-    step, decode, greedy, num_logprobs, num_prompt_logprobs, rows, loads = head[:_FLAGS]
+    step, decode, greedy, num_logprobs, num_prompt_logprobs, rows, loads, kept_rows = head[:_FLAGS]
     at = (_HEADER + _HEADER % 2) * 4
     lengths = iter(head[_FLAGS:])
 
@@ -91,6 +96,7 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     ints = {name: take(np.int32, next(lengths)) for name in _SAMPLING_INTS}
     arrays = {name: take(np.int32, next(lengths)) for name in _PLAN}
     slot_loads = take(np.int32, 2 * loads).reshape(-1, 2)
+    kept = take(np.int32, 5 * kept_rows).reshape(-1, 5)
     columns = next(lengths)
     block_table = take(np.int32, rows * columns).reshape(rows, columns)
     sampling = SamplingPlan(
@@ -102,7 +108,13 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
         **ints,
     )
     return StepPlan(
-        step=step, decode=bool(decode), block_table=block_table, slot_loads=slot_loads, sampling=sampling, **arrays
+        step=step,
+        decode=bool(decode),
+        block_table=block_table,
+        slot_loads=slot_loads,
+        kept=kept,
+        sampling=sampling,
+        **arrays,
     )
 
 
@@ -127,9 +139,9 @@ def pack_result(result: StepResult) -> bytes:
         (result.ranks, result.logprob_tokens, result.logprobs),
         (result.prompt_ranks, result.prompt_tokens, result.prompt_logprobs),
     )
-    accepted = no_rows() if result.accepted is None else result.accepted
-    head = [result.step, len(result.tokens), len(accepted)]
-    parts = [each.astype(np.int32, copy=False) for each in (result.tokens, accepted)]
+    accepted, recalled = (no_rows() if each is None else each for each in (result.accepted, result.recalled))
+    head = [result.step, len(result.tokens), len(accepted), len(recalled)]
+    parts = [each.astype(np.int32, copy=False) for each in (result.tokens, accepted, recalled)]
     for ranks, tokens, logprobs in groups:
         if ranks is None or tokens is None or logprobs is None:
             head += [0, 0]
@@ -142,8 +154,8 @@ def pack_result(result: StepResult) -> bytes:
 
 def unpack_result(frame: bytes) -> StepResult:
     """The result in a frame of `pack_result`. Raises ValueError for a frame that is cut short."""
-    step, count, drafted, *shapes = np.frombuffer(frame, np.int32, 7).tolist()
-    at = 28
+    step, count, drafted, looked_up, *shapes = np.frombuffer(frame, np.int32, 8).tolist()
+    at = 32
 
     def take(dtype: type, *shape: int) -> np.ndarray:
         nonlocal at
@@ -152,7 +164,7 @@ def unpack_result(frame: bytes) -> StepResult:
         at += array.nbytes
         return array
 
-    tokens, accepted = take(np.int32, count), take(np.int32, drafted)
+    tokens, accepted, recalled = take(np.int32, count), take(np.int32, drafted), take(np.int32, looked_up)
     groups: list[np.ndarray | None] = []
     for rows, columns in (shapes[:2], shapes[2:]):
         if not columns:
@@ -160,5 +172,5 @@ def unpack_result(frame: bytes) -> StepResult:
             continue
         ranks, ids = take(np.int32, rows), take(np.int32, rows, columns)
         groups += [ids, take(np.float32, rows, columns), ranks]
-    groups.append(accepted if drafted else None)
+    groups += [accepted if drafted else None, recalled if looked_up else None]
     return StepResult(step, tokens, *groups)

@@ -270,7 +270,9 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Usage(Struct, frozen=True):
-    """What a request cost; seconds since arrival. `accepted_tokens`: drafts that became output."""
+    """What a request cost; seconds since arrival. `accepted_tokens`: drafts that became output, `history_*`: of both
+    those that came from former answers.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -279,6 +281,8 @@ class Usage(Struct, frozen=True):
     total_seconds: float = 0.0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    history_draft_tokens: int = 0
+    history_accepted_tokens: int = 0
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):

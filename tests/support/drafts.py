@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import torch
+from sidestream.ops.speculate.keep_answers import SEPARATOR
 
 WIDTH = 96
 
@@ -51,3 +52,36 @@ def steps_of_drafts(device: str = "cpu", most: int = 3) -> dict[str, tuple[Any, 
         "place_drafts": (history, lengths, drafts, rows, counts, query_start, table, *inputs, context_lens),
         "accept_drafts": (sampled, drafts, rows, counts, query_start[:5], history.clone(), lengths.clone()),
     }
+
+
+def answers_to_keep(device: str = "cpu", ring_width: int = 80) -> tuple[torch.Tensor, ...]:
+    """(history, kept, rings): stretches of three rows; one goes over the end of its ring, one fills all of another."""
+    history, _ = histories([90, 40, ring_width - 1], device, ring_width + 10)
+    kept = int32([0, 3, 60, 2, ring_width - 20], [1, 39, 40, 2, 37], [2, 0, ring_width - 1, 0, 11], device=device)
+    rings = torch.randint(2000, 3000, (4, ring_width), dtype=torch.int32, device=device)
+    return history, kept, rings
+
+
+def rings_of_answers(device: str = "cpu", most: int = 3, ring_width: int = 120) -> tuple[torch.Tensor, ...]:
+    """Arguments of `draft_recalled` for seven sequences: without a row, without a ring, with an empty one, with one of
+    rubbish, with own tokens that agree with all that counts, and two that their ring knows better: in one of them it
+    is full, and its newest token does not lie at its end.
+    """
+    source = random.Random(ring_width)
+    history, lengths = histories([70, 3, 64, 95, 33, 90, 50], device)
+    rings = torch.randint(3000, 4000, (4, ring_width), dtype=torch.int32)
+    ends = [30, 0, ring_width // 2, 40]
+    for ring, known in ((0, 30), (2, ring_width)):
+        stretches: list[int] = []
+        for row in (3, 4, 5, 6):
+            length = int(lengths[row])
+            stretches += [SEPARATOR, *history[row, length - 9 : length].tolist(), *with_repeats(source, 9)]
+        kept = int32(*stretches).repeat(-(-known // len(stretches)))[-known:]
+        rings[ring, (ends[ring] - known + torch.arange(known)) % ring_width] = kept
+    which = int32(0, -1, 1, 3, 2, 2, 0, device=device)
+    filled = int32(30, 0, 0, 40, ring_width, ring_width, 30, device=device)
+    rows = int32(-1, 2, 0, 3, 4, 5, 6, device=device)
+    agreed = int32(0, 0, 0, 1, 8, 2, 0, device=device)
+    drafts = torch.randint(0, 50, (7, most), dtype=torch.int32, device=device)
+    places = int32(*[ends[ring] for ring in which.tolist()], device=device)
+    return history, lengths, rows, agreed, rings.to(device), which, places, filled, drafts

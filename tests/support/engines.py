@@ -41,10 +41,12 @@ def make_engine(
     clock=None,
     speculation="off",
     step_times=(),
+    history=40,
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
-    (`loading`: see LoadingFakeRunner, and with `speculation` FollowingFakeRunner).
+    (`loading`: see LoadingFakeRunner, and with `speculation` FollowingFakeRunner). `history`: tokens of a ring of
+    answers.
     """
     numbers = {f"adapter{index}": index for index in range(adapters)}
     limits = SchedulerLimits(
@@ -57,11 +59,12 @@ def make_engine(
         patience,
         speculation=speculation,
         step_times=step_times,
+        speculation_history=history,
     )
     scheduler = Scheduler(limits, numbers, hashes, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner
     if speculation != "off":
-        runner = FollowingFakeRunner(pages, slots, VOCABULARY, **loading)
+        runner = FollowingFakeRunner(pages, slots, VOCABULARY, ring_tokens=history, **loading)
     else:
         runner = (LoadingFakeRunner if asynchronous else FakeRunner)(pages, slots, VOCABULARY, **loading)
     return Engine(scheduler, runner, None, eos, overlap=overlap)

@@ -13,13 +13,20 @@ from .fake_runner import EMPTY, LoadingFakeRunner, next_token
 
 
 class FollowingFakeRunner(LoadingFakeRunner):
-    """Its drafts are what the model says next, each with the probability `right`."""
+    """Its drafts are what the model says next, each with the probability `right`.
 
-    def __init__(self, *args: int, right: float = 0.7, seed: int = 0, **options) -> None:
+    What is kept of answers must be what the sequence's own adapter said, and what a ring is said to hold must have been
+    kept in it, all by the sequence's adapter. `recalls` counts the sequences of steps that had a ring with answers.
+    """
+
+    def __init__(self, *args: int, right: float = 0.7, seed: int = 0, ring_tokens: int = 0, **options) -> None:
         super().__init__(*args, **options)
         self.histories: dict[int, list[int]] = {}
-        self.right = right
-        self.drafted = self.accepted = 0
+        self.right, self.ring_tokens = right, ring_tokens
+        self.drafted = self.accepted = self.recalls = 0
+        self._adapters: dict[int, int] = {}  # of the sequence that holds a row
+        self.contents: dict[int, int] = {}  # adapter -> another one with the same content
+        self._rings: dict[tuple[int, int], int] = {}  # (ring, place) -> the adapter whose token it is
         self._dice = random.Random(seed)
 
     def submit(self, plan: StepPlan) -> StepResult:
@@ -39,6 +46,9 @@ class FollowingFakeRunner(LoadingFakeRunner):
     def _place(self, plan: StepPlan) -> StepPlan:
         """The plan with what only the device knows."""
         assert plan.follows and not len(plan.feed_positions)
+        self._keep(plan)
+        for slot, number in plan.slot_loads.tolist():
+            self.slots[slot] = number
         told = iter(plan.told_tokens.tolist())
         for row, length in zip(plan.told_rows.tolist(), plan.told_lengths.tolist(), strict=True):
             self.histories[row] = [next(told) for _ in range(length)]
@@ -47,6 +57,8 @@ class FollowingFakeRunner(LoadingFakeRunner):
         }
         for index, (row, drafts) in enumerate(zip(plan.follow_rows.tolist(), plan.drafts.tolist(), strict=True)):
             mine = slice(plan.query_start[index], plan.query_start[index + 1])
+            if row >= 0:
+                self._look_up(plan, index, row)
             if drafts < 0:
                 assert row < 0 or row in plan.told_rows
                 continue
@@ -64,6 +76,28 @@ class FollowingFakeRunner(LoadingFakeRunner):
             arrays["slot_mapping"][mine] = plan.block_table[index][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
             arrays["context_lens"][index] = len(tokens) + drafts
         return replace(plan, **arrays)
+
+    def _keep(self, plan: StepPlan) -> None:
+        written: set[tuple[int, int]] = set()
+        for row, first, end, ring, place in plan.kept.tolist():
+            tokens, adapter = self.histories[row][:end], self._adapters[row]
+            assert 0 <= first <= end == len(tokens) and 1 + end - first <= self.ring_tokens
+            if end - first:
+                assert tokens[-1] == next_token(tokens[:-1], adapter, self.vocabulary)
+            places = {(ring, (place + step) % self.ring_tokens) for step in range(1 + end - first)}
+            assert not places & written, "nothing is written twice in a step"
+            written |= places
+            self._rings |= dict.fromkeys(places, self.contents.get(adapter, adapter))
+
+    def _look_up(self, plan: StepPlan, index: int, row: int) -> None:
+        slot = int(plan.adapter_index[plan.query_start[index]])
+        adapter = self._adapters[row] = self.slots[slot] if slot >= 0 else -1
+        ring, end, filled = int(plan.rings[index]), int(plan.ring_ends[index]), int(plan.ring_filled[index])
+        assert 0 <= filled <= self.ring_tokens and (ring >= 0 or not filled)
+        places = [(ring, (end - filled + step) % self.ring_tokens) for step in range(filled)]
+        owners = {self._rings[place] for place in places}
+        assert owners <= {self.contents.get(adapter, adapter)}, "answers of another adapter"
+        self.recalls += filled > 0
 
     def _verify(self, plan: StepPlan, placed: StepPlan) -> StepResult:
         """Every row samples what the model says after the tokens up to it, as the store has them."""

@@ -15,7 +15,7 @@ from sidestream.ops.lora.rounded import lora_round_reference
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
 from sidestream.ops.rows.quantize_blocks import reference as quantize_blocks_reference
 
-from support.drafts import steps_of_drafts
+from support.drafts import answers_to_keep, rings_of_answers, steps_of_drafts
 from support.lora import LoraCase, lora_case
 
 SAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {}
@@ -472,3 +472,13 @@ def _place_drafts() -> list[tuple[Any, ...]]:
 @samples("accept_drafts")
 def _accept_drafts() -> list[tuple[Any, ...]]:
     return [steps_of_drafts(most=most)["accept_drafts"] for most in (3, 0)]
+
+
+@samples("draft_recalled")
+def _draft_recalled() -> list[tuple[Any, ...]]:
+    return [rings_of_answers(most=most) for most in (3, 1)]
+
+
+@samples("keep_answers")
+def _keep_answers() -> list[tuple[Any, ...]]:
+    return [answers_to_keep()]

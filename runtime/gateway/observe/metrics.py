@@ -59,6 +59,12 @@ class Metrics(Listener):
         self._output = counter("output_tokens", "Tokens of answers.", "model")
         self._drafts = counter("draft_tokens", "Drafts of tokens that were computed.", "model")
         self._accepted = counter("accepted_tokens", "Drafts that became tokens of answers.", "model")
+        self._history_drafts = counter(
+            "history_draft_tokens", "Those of the drafts that came from former answers.", "model"
+        )
+        self._history_accepted = counter(
+            "history_accepted_tokens", "Those of the accepted drafts that came from former answers.", "model"
+        )
         self._owner_requests = counter("owner_requests", "Requests for tokens that ended.", "owner")
         self._owner_tokens = counter("owner_tokens", "Tokens of prompts and answers.", "owner")
         self._owner_refused = counter("owner_refused", "Requests that a limit refused (429).", "owner")
@@ -106,6 +112,8 @@ class Metrics(Listener):
         self._output(model).inc(record.output_tokens)
         self._drafts(model).inc(record.draft_tokens)
         self._accepted(model).inc(record.accepted_tokens)
+        self._history_drafts(model).inc(record.history_draft_tokens)
+        self._history_accepted(model).inc(record.history_accepted_tokens)
         self._owner_requests(owner).inc()
         self._owner_tokens(owner).inc(record.prompt_tokens + record.output_tokens)
         self.request_seconds.observe(record.total_seconds)

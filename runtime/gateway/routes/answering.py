@@ -38,6 +38,8 @@ class Counts:
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    history_draft_tokens: int = 0
+    history_accepted_tokens: int = 0
     adapter_content: str = ""
     first_token_seconds: float = 0.0
     engine_first_token_seconds: float = 0.0
@@ -65,6 +67,8 @@ class Counts:
                 self.cached_tokens += chunk.usage.cached_tokens
                 self.draft_tokens += chunk.usage.draft_tokens
                 self.accepted_tokens += chunk.usage.accepted_tokens
+                self.history_draft_tokens += chunk.usage.history_draft_tokens
+                self.history_accepted_tokens += chunk.usage.history_accepted_tokens
                 self.engine_first_token_seconds = chunk.usage.first_token_seconds
                 self.engine_total_seconds = max(self.engine_total_seconds, chunk.usage.total_seconds)
         return aborted
@@ -218,6 +222,8 @@ class Answering:
             engine_total_seconds=counts.engine_total_seconds,
             draft_tokens=counts.draft_tokens,
             accepted_tokens=counts.accepted_tokens,
+            history_draft_tokens=counts.history_draft_tokens,
+            history_accepted_tokens=counts.history_accepted_tokens,
         )
         self._ticket.finish(record)
         self._desk.observer.finished(exchange, record)

@@ -279,6 +279,8 @@ def test_every_op_has_constants_of_its_own_kind() -> None:
         "best_of_part",
         "quantize_blocks",
         "draft_ngram",
+        "draft_recalled",
+        "keep_answers",
         "place_drafts",
         "accept_drafts",
     }

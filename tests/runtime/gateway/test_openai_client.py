@@ -53,7 +53,7 @@ def test_drafts_are_told_and_change_nothing(served: Any, client: OpenAI) -> None
     accepted = []
     for how in ({"temperature": 0}, {"temperature": 0.5, "seed": 3}):
         plain = client.completions.create(**asked, **how, extra_body={"speculation": "off", "ignore_eos": True})
-        before = accepted_drafts(served, "pirate")
+        before = counted(served, "accepted_tokens", "pirate")
         whole = client.completions.create(**asked, **how, extra_body={"ignore_eos": True})
         *parts, last = client.completions.create(
             **asked, **how, extra_body={"ignore_eos": True}, stream=True, stream_options={"include_usage": True}
@@ -63,16 +63,19 @@ def test_drafts_are_told_and_change_nothing(served: Any, client: OpenAI) -> None
         assert (usages[0].accepted_prediction_tokens, usages[0].rejected_prediction_tokens) == (0, 0)
         assert usages[1].accepted_prediction_tokens + usages[1].rejected_prediction_tokens > 0
         told = usages[1].accepted_prediction_tokens + usages[2].accepted_prediction_tokens
-        assert accepted_drafts(served, "pirate") - before == told
+        assert counted(served, "accepted_tokens", "pirate") - before == told
         accepted.append(told)
     assert accepted[0] > 0
+    recalled, all_of_them = (counted(served, f"{kind}accepted_tokens", "pirate") for kind in ("history_", ""))
+    assert 0 < recalled <= all_of_them, "the same was asked twice"
+    assert recalled <= counted(served, "history_draft_tokens", "pirate") <= counted(served, "draft_tokens", "pirate")
     with pytest.raises(openai.BadRequestError, match="speculation"):
         client.completions.create(**asked, extra_body={"speculation": 9})
 
 
-def accepted_drafts(served: Any, model: str) -> float:
+def counted(served: Any, name: str, model: str) -> float:
     text = httpx.get(f"{served.url}/metrics").text
-    found = re.search(rf'^sidestream_accepted_tokens_total{{model="{model}"}} (\S+)$', text, re.MULTILINE)
+    found = re.search(rf'^sidestream_{name}_total{{model="{model}"}} (\S+)$', text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 

@@ -34,6 +34,7 @@ def test_everything_at_once(seed):
         speculation=source.choice([1, 3, 7, 5, "auto"]),
         lag=2,
         right=source.choice([0.0, 0.5, 0.9, 1.0]),
+        history=source.choice([0, 15, 90, 400]),
         seed=seed,
     )
     engine._depth = source.randrange(3)

@@ -29,13 +29,14 @@ def random_plan(generator) -> StepPlan:
     plan = {
         field.name: some(generator, field.name, int(generator.integers(0, 9))) for field in dataclasses.fields(StepPlan)
     }
-    rows, columns, loads = generator.integers(0, 5, 3).tolist()
+    rows, columns, loads, kept = generator.integers(0, 5, 4).tolist()
     plan |= {
         "step": int(generator.integers(0, 1 << 31)),
         "decode": bool(generator.integers(2)),
         "sampling": SamplingPlan(**sampling),
         "block_table": some(generator, "block_table", rows * columns).reshape(rows, columns),
         "slot_loads": some(generator, "", 2 * loads).reshape(-1, 2),
+        "kept": some(generator, "", 5 * kept).reshape(-1, 5),
     }
     return StepPlan(**plan)
 
@@ -80,7 +81,8 @@ def test_results(rows, columns, prompts):
             some(generator, "", count),
         ]
 
-    result = StepResult(7, some(generator, "", rows), *reported(rows), *reported(prompts))
+    drafts = [some(generator, "", rows) if rows and columns > least else None for least in (0, 1)]
+    result = StepResult(7, some(generator, "", rows), *reported(rows), *reported(prompts), *drafts)
     frame = pack_result(result)
     assert same(result, unpack_result(frame))
     with pytest.raises(ValueError):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sidestream.ops.speculate.draft_ngram import LONGEST
 from sidestream.tools import cli
 from sidestream.tools.bench import latency
 from sidestream.tools.bench.drafts.injected import InjectedDrafts
@@ -21,8 +22,9 @@ def test_drafts_are_right_as_often_as_asked(acceptance: float) -> None:
     right = []
     for length in range(20, 880, 3):
         lengths, rows = torch.full((3,), length, dtype=torch.int32), torch.tensor([1, -1, 2], dtype=torch.int32)
-        drafts = injected.draft(history, lengths, rows, 3)
-        assert torch.equal(drafts, injected.draft(history, lengths, rows, 3)) and drafts.dtype == torch.int32
+        drafts, agreed = injected.draft(history, lengths, rows, 3)
+        assert torch.equal(drafts, injected.draft(history, lengths, rows, 3)[0]) and drafts.dtype == torch.int32
+        assert (agreed == LONGEST).all(), "former answers know no better"
         right.append(drafts[[0, 2]] == recorded[[order[1], order[2]], length : length + 3])
     assert torch.stack(right).float().mean() == pytest.approx(acceptance, abs=0.04)
 

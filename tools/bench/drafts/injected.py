@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ....ops.speculate.accept_drafts import accept_drafts
-from ....ops.speculate.draft_ngram import draft_ngram
+from ....ops.speculate.draft_ngram import LONGEST, draft_ngram
 
 KEY_TOKENS = 16
 """So many tokens of its prompt tell a sequence, or all of a shorter one."""
@@ -32,14 +32,16 @@ class InjectedDrafts:
         self._recorded = torch.tensor(rows, dtype=torch.int32, device=device)
         self._acceptance, self._vocabulary, self._key = acceptance, vocabulary, key
 
-    def draft(self, history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """See `draft_ngram`."""
+    def draft(
+        self, history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `draft_ngram`; all that counts agrees, so that former answers know no better."""
         which, places, tokens = self._following(history, lengths, rows, count)
         # a word for each sequence and place, the same at every run
         word = ((which * 0x1F123BB5 + places + 1) * 0x9E3779B1) & 0xFFFFFFFF
         word = ((word ^ (word >> 15)) * 0x85EBCA6B) & 0xFFFFFFFF
         right = (word ^ (word >> 13)) < self._acceptance * 2.0**32
-        return torch.where(right, tokens, (tokens + 1) % self._vocabulary)
+        return torch.where(right, tokens, (tokens + 1) % self._vocabulary), torch.full_like(rows, LONGEST)
 
     def hold(
         self,

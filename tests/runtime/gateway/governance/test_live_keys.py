@@ -82,7 +82,10 @@ def test_keys_limits_and_records_of_a_running_gateway(
     with pytest.raises(openai.RateLimitError) as refused:
         one.completions.create(model="pirate", **asked)
     assert refused.value.code == "rate_limit_exceeded" and 1 <= int(refused.value.response.headers["retry-after"]) <= 61
-    assert two.completions.create(model="pirate", **asked).usage == used[0], "others do not notice"
+    others = two.completions.create(model="pirate", **asked).usage
+    # but for drafts from former answers, which the keys share
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"):
+        assert getattr(others, name) == getattr(used[0], name), "others do not notice"
 
     with pytest.raises(openai.NotFoundError) as hidden:
         one.completions.create(model="arithmetic", **asked)
