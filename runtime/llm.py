@@ -14,7 +14,7 @@ from tqdm import tqdm
 from .adapters.lora_requests import adapter_names
 from .demo_model import DEMO_MODEL, demo_adapters
 from .device.model import find_model
-from .device.sleep import Sleeper
+from .device.sleep import Sleeps
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
 from .engine.options import keyword_docs, with_keywords
@@ -235,12 +235,13 @@ class LLM:
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called and weights or KV cache were not brought back since."""
         self._check_open()
-        return self.model.sleeper is not None and bool(self.model.sleeper.asleep)
+        return self.model.sleeper is not None and bool(self._sleeper().asleep)
 
-    def _sleeper(self) -> Sleeper:
-        if self.model.sleeper is None:
+    def _sleeper(self) -> Sleeps:
+        sleeper = self.model.sleeps
+        if sleeper is None:
             raise RequestError("this LLM cannot sleep; make it with enable_sleep_mode=True")
-        return self.model.sleeper
+        return sleeper
 
     def generate(
         self,

@@ -265,17 +265,40 @@ def rounded(values: Recipe, index: int) -> Recipe:
     """`item(values, index)` of a `quantize` recipe as another way to round has stored it (`sidestream calibrate
     --round`), instead of rounded to nearest while it is loaded; of weights packed one below the other each by itself.
 
-    The tensor is looked up by `rounded_name`. What it was rounded from stays the operand, and is not evaluated.
+    The tensor is looked up by `rounded_name`. What it was rounded from stays the operand, and is not evaluated. Of a
+    part of a weight, the whole is what was rounded, and its values are cut as the weight was; a part of its columns
+    keeps the scales of the whole rows.
     """
-    (whole,) = values.args
-    parts = whole.args if whole.op == "cat" and whole.attrs["dim"] == 0 else (whole,)
-    return cat(0, [Recipe("rounded", (Recipe("quantize", (part,), values.attrs),), {"index": index}) for part in parts])
+    (packed,) = values.args
+    parts = packed.args if packed.op == "cat" and packed.attrs["dim"] == 0 else (packed,)
+    return cat(0, [_rounded_part(part, values.attrs, index) for part in parts])
+
+
+def _rounded_part(part: Recipe, attrs: Mapping[str, Any], index: int) -> Recipe:
+    whole, cuts = _unsliced(part)
+    found = Recipe("rounded", (Recipe("quantize", (whole,), attrs),), {"index": index})
+    for cut in cuts:
+        if index == 0 or cut["dim"] == 0:
+            found = Recipe("slice", (found,), cut)
+    return found
+
+
+def _unsliced(recipe: Recipe) -> tuple[Recipe, tuple[Mapping[str, Any], ...]]:
+    """What a recipe would be if nothing were cut, and the cuts, the first one first."""
+    if not recipe.args:
+        return recipe, ()
+    operands = [_unsliced(operand) for operand in recipe.args]
+    whole, cuts = operands[0]
+    if recipe.op == "slice":
+        return whole, (*cuts, recipe.attrs)
+    return Recipe(recipe.op, tuple(operand for operand, _ in operands), recipe.attrs), cuts
 
 
 def rounded_parts(recipe: Recipe) -> tuple[Recipe, ...]:
     """The `rounded` recipes that a weight's recipe is packed of; none where it is not."""
     parts = recipe.args if recipe.op == "cat" else (recipe,)
-    return tuple(part for part in parts if part.op == "rounded")
+    found = (_unsliced(part)[0] for part in parts)
+    return tuple(part for part in found if part.op == "rounded")
 
 
 def rounded_from(recipe: Recipe) -> str:

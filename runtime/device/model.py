@@ -44,7 +44,7 @@ from .capacity import kv_specs, least_of_ranks, num_kv_pages, specs_of
 from .histories import Histories
 from .progress import progress, stage
 from .runner import ModelRunner
-from .sleep import Sleeper
+from .sleep import Sleeper, Sleeps
 from .threads import fit_threads
 from .weights import WeightSource
 
@@ -65,7 +65,7 @@ class Model:
     limits       what a scheduler may count on
     compiled     the CompiledModel: its passes' report, programs and dump
     registry     the adapters by name
-    sleeper      gives the device's memory back for a while; None without enable_sleep_mode
+    sleeper      gives this process's device memory back for a while; None without enable_sleep_mode
     seconds      where the start-up's time went
     """
 
@@ -125,6 +125,11 @@ class Model:
     def executes(self) -> Runner:
         """What plans are given to."""
         return self.runner
+
+    @property
+    def sleeps(self) -> Sleeps | None:
+        """What gives the device's memory back for a while; None without enable_sleep_mode."""
+        return self.sleeper
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell` with the reason when another process that the model needs is gone: it needs none."""

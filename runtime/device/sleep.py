@@ -4,6 +4,7 @@ graphs stay as they are.
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,38 @@ from .weights import WeightSource
 
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
+
+
+class Sleeps(Protocol):
+    """A model that can sleep, in one process or on several ranks; see `Sleeper`."""
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """What is away now."""
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back."""
+
+    def wake_up(self, tags: Iterable[str] | None) -> None:
+        """Take memory again."""
+
+
+def check_level(level: int) -> None:
+    """Raises RequestError for what is no level of sleep."""
+    if isinstance(level, bool) or level not in LEVELS:
+        raise RequestError(
+            f"level={level!r} must be 1, which keeps the weights in host memory, or 2, which reads them again at "
+            "wake_up"
+        )
+
+
+def tags_of(tags: Iterable[str] | None) -> tuple[str, ...]:
+    """What `tags` names (None: all). Raises RequestError for an unknown one."""
+    wanted = TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
+    unknown = next((tag for tag in wanted if tag not in TAGS), None)
+    if unknown is not None:
+        raise RequestError(f"tags names {unknown!r}; choose from {' and '.join(map(repr, TAGS))}")
+    return wanted
 
 
 class Sleeper:
@@ -50,11 +83,7 @@ class Sleeper:
 
         Raises RequestError for another level, and MemoryError, having changed nothing, where host memory is short.
         """
-        if isinstance(level, bool) or level not in LEVELS:
-            raise RequestError(
-                f"level={level!r} must be 1, which keeps the weights in host memory, or 2, which reads them again at "
-                "wake_up"
-            )
+        check_level(level)
         if self.asleep:
             return
         if self._device.type == "cuda":
@@ -74,10 +103,7 @@ class Sleeper:
         CheckpointError or OSError where weights that are to be read again are not there; what was not brought back
         sleeps on, and may be tried again.
         """
-        wanted = TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
-        unknown = next((tag for tag in wanted if tag not in TAGS), None)
-        if unknown is not None:
-            raise RequestError(f"tags names {unknown!r}; choose from {' and '.join(map(repr, TAGS))}")
+        wanted = tags_of(tags)
         for tag, wake in zip(TAGS, (self._wake_weights, self._cache.restore), strict=True):
             if tag in wanted and tag in self.asleep:
                 wake()

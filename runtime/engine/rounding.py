@@ -29,7 +29,7 @@ from .calibration import Calibration
 KEY = "sidestream_rounding"
 VERSION = 1
 OFF = "off"
-HOLDS_FOR = ("precision", "norm_rotation", "rotate_activations", "smooth_channels", "rotate_values", "tensor_parallel")
+HOLDS_FOR = ("precision", "norm_rotation", "rotate_activations", "smooth_channels", "rotate_values")
 ROUNDING_DECIDES = ("norm_rotation", "rotate_values")
 """Options that are those of the file where they are not given."""
 VALUES = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}
@@ -167,7 +167,7 @@ def open_rounding(path: str | Path) -> Rounding:
         origin = msgspec.json.decode(text, type=Origin)
         if origin.version != VERSION:
             raise ValueError(f"it has version {origin.version}, this release reads {VERSION}")
-        if set(origin.options) != set(HOLDS_FOR) or origin.options["precision"] not in VALUES:
+        if not set(origin.options) >= set(HOLDS_FOR) or origin.options["precision"] not in VALUES:
             raise ValueError("it does not say which options it holds for")
     except FileNotFoundError:
         raise RoundingError(
@@ -212,10 +212,6 @@ def find_rounding(
     path = directory / file_name(options.precision) if given is None else Path(given)
     if not named and not path.exists():
         return None, options
-    if options.tensor_parallel > 1:  # a rank's rows of o and down are shorter than those that were rounded
-        raise RoundingError(
-            f"{path} holds weights for one process; give rounded_weights={OFF!r}, or use tensor_parallel_size=1"
-        )
     found = open_rounding(path)
     if as_rounded and found.origin.options["precision"] == options.precision:
         options = _as_rounded(options, found, as_rounded)

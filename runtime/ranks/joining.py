@@ -1,6 +1,8 @@
 """How a process becomes a rank: torch.distributed's process group, registered under the name that ops use."""
 
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,7 @@ from ...ops.collectives.exchange import open_exchange
 from ...ops.collectives.group import RankGroup, forget_group, register_group, tensor_parallel_group
 
 MEETING_SECONDS = 120.0
+POLL_SECONDS = 0.01
 SHARED_MACHINE = {
     "GLOO_SOCKET_IFNAME": "lo",  # ranks are processes of one host: nothing listens on a network
     "NCCL_SOCKET_IFNAME": "lo",
@@ -27,8 +30,11 @@ def create_meeting() -> int:
     return os.memfd_create("sidestream-meeting")
 
 
-def join_group(rank: int, world: int, meeting: int, device: torch.device) -> RankGroup:
-    """Wait for the other ranks at the file of `create_meeting`, and register the group of all.
+def join_group(
+    rank: int, world: int, meeting: int, device: torch.device, check: Callable[[], None] | None = None
+) -> RankGroup:
+    """Wait for the other ranks at the file of `create_meeting`, and register the group of all. `check`, on the rank
+    that knows the others' processes, is called until all have come, and may raise: torch would wait for the dead.
 
     Raises OptionError in a process that is in a group already, RuntimeError when the others do not come, and GroupError
     where GPUs can't share memory.
@@ -40,12 +46,17 @@ def join_group(rank: int, world: int, meeting: int, device: torch.device) -> Ran
         )
     for name, value in SHARED_MACHINE.items():
         os.environ.setdefault(name, value)
+    store = distributed.FileStore(f"/proc/self/fd/{meeting}", world)
+    store.set(_here(rank), "")
+    while check is not None and not all(store.check([_here(each)]) for each in range(world)):
+        check()
+        time.sleep(POLL_SECONDS)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file:///proc/self/fd/{meeting}",
+        store=store,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=MEETING_SECONDS),
@@ -59,6 +70,10 @@ def join_group(rank: int, world: int, meeting: int, device: torch.device) -> Ran
             leave_group(group)
             raise
     return group
+
+
+def _here(rank: int) -> str:
+    return f"rank {rank} is here"
 
 
 def leave_group(group: RankGroup) -> None:

@@ -27,13 +27,17 @@ from .settings import (
     ForgetAdapter,
     PeerSettings,
     RestrictAdapters,
+    Sleep,
     StartLoad,
+    WakeUp,
     decode_order,
 )
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_SECONDS = 0.001
-Work = tuple[bytes, bytearray] | StartLoad | ForgetAdapter
+IN_ORDER = (StartLoad, ForgetAdapter, Sleep, WakeUp)
+"""Orders that wait for the plans before them."""
+Work = tuple[bytes, bytearray] | StartLoad | ForgetAdapter | Sleep | WakeUp
 
 
 class _Peer:
@@ -89,7 +93,7 @@ class _Peer:
                         self._work.put((kind, body))
                         continue
                     order = decode_order(body)
-                    (self._work if isinstance(order, (StartLoad, ForgetAdapter)) else self._errands).put(order)
+                    (self._work if isinstance(order, IN_ORDER) else self._errands).put(order)
         except ChannelClosed:
             os._exit(0)  # rank 0 is gone, or has ended the group
 
@@ -100,12 +104,28 @@ class _Peer:
             runner.start_load(work.slot, work.number)
         elif isinstance(work, ForgetAdapter):
             runner.forget_adapter(work.number)
+        elif isinstance(work, (Sleep, WakeUp)):
+            self._sleep_or_wake(work)
         elif work[0] == PLAN:
             self._handles.append(runner.submit(unpack_plan(work[1])))
             while len(self._handles) > AHEAD:  # rank 0 is never further ahead
                 runner.collect(self._handles.popleft())
         else:
             runner.constrain(self._handles[-1], unpack_masks(work[1]))
+
+    def _sleep_or_wake(self, work: Sleep | WakeUp) -> None:
+        from .shared_sleep import FAILURES
+
+        sleeper = self._model.sleeper
+        if sleeper is None:
+            raise RuntimeError("an order to sleep came, but the engine was started without enable_sleep_mode")
+        kind = problem = ""
+        try:
+            sleeper.sleep(work.level) if isinstance(work, Sleep) else sleeper.wake_up(work.tags)
+        except tuple(FAILURES.values()) as error:
+            kind = next(name for name, known in FAILURES.items() if isinstance(error, known))
+            problem = " ".join(str(error).split())
+        self._channel.send({"event": "slept", "kind": kind, "problem": problem, "asleep": sorted(sleeper.asleep)})
 
     def _report_loads(self) -> None:
         for slot, number, problem in self._model.runner.loaded():

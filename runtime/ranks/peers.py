@@ -59,6 +59,7 @@ class Peers:
                 self._clock.seconds,
                 [self._ring.fd, self.meeting],
                 own_session=False,
+                keep_words=True,
             )
             for rank in range(1, settings.world)
         }
@@ -166,6 +167,8 @@ class Peers:
             status = child.process.poll()
             if status is not None and rank != reporter:
                 problem = f"rank {rank} of {self.world} died ({status_text(status)}), and the group with it"
+                if not child.started and child.words is not None and (words := child.words.line(LOOK_SECONDS)):
+                    problem += f"; it said last: {words}"
                 break
         self._problem = problem
         self._kill()

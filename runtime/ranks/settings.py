@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Struct
 
 from ...compiler.options import OptionError
+from ..engine.rounding import OFF
 
-LOCAL = ("passes", "enable_sleep_mode")  # options of what only one process can do
+LOCAL = ("passes",)  # options of what only one process can do
 
 
 class PeerSettings(Struct, frozen=True, kw_only=True):
@@ -65,7 +66,19 @@ class ForgetAdapter(Struct, frozen=True, tag="forget"):
     number: int
 
 
-Order = AddAdapter | RemoveAdapter | RestrictAdapters | StartLoad | ForgetAdapter
+class Sleep(Struct, frozen=True, tag="sleep"):
+    """Give the device's memory back."""
+
+    level: int
+
+
+class WakeUp(Struct, frozen=True, tag="wake"):
+    """Take memory again for what the tags name."""
+
+    tags: list[str]
+
+
+Order = AddAdapter | RemoveAdapter | RestrictAdapters | StartLoad | ForgetAdapter | Sleep | WakeUp
 encode_order = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 
@@ -76,13 +89,15 @@ def portable(keywords: Mapping[str, Any]) -> dict[str, Any]:
     Raises OptionError for what stays in this process.
     """
     for name in LOCAL:
-        if keywords.get(name):
+        if keywords.get(name) is not None:
             raise OptionError(f"{name} is for a model in one process; leave it out, or use tensor_parallel_size=1")
     plain = {name: value for name, value in keywords.items() if value is not None and name != "device"}
     if "calibration" in plain:
         if not isinstance(plain["calibration"], (str, Path)):
             raise OptionError("with tensor_parallel_size give the calibration as the path of its file")
         plain["calibration"] = str(Path(plain["calibration"]).resolve())
+    if plain.get("rounded_weights", OFF) != OFF:
+        plain["rounded_weights"] = str(Path(plain["rounded_weights"]).resolve())
     if "dtype" in plain:
         plain["dtype"] = str(plain["dtype"]).removeprefix("torch.")
     builtins: dict[str, Any] = msgspec.to_builtins({**plain, "show_progress": False})

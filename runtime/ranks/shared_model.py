@@ -33,6 +33,7 @@ from .settings import (
     StartLoad,
     portable,
 )
+from .shared_sleep import SharedSleeper
 
 POLL_SECONDS = 0.0005
 
@@ -113,11 +114,17 @@ class SharedModel(Model):
 
     def __post_init__(self) -> None:
         self._shared = SharedRunner(self.runner, self.peers)
+        self._sleeps = None if self.sleeper is None else SharedSleeper(self.sleeper, self.peers)
 
     @property
     def executes(self) -> Runner:
         """What plans are given to."""
         return self._shared
+
+    @property
+    def sleeps(self) -> SharedSleeper | None:
+        """See `Model.sleeps`: on all ranks."""
+        return self._sleeps
 
     def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> KnownAdapter:
         """See `Model.add_adapter`: on all ranks, or on none. Raises RankError too."""
@@ -183,7 +190,7 @@ def load_shared(
     peers, group = Peers(settings), None
     try:
         peers.wait_for("started")
-        group = join_group(0, world, peers.meeting, device)
+        group = join_group(0, world, peers.meeting, device, peers.check)
         loaded = load_model(source, adapters, options, describe)
         peers.wait_for("ready")
     except BaseException as error:

@@ -14,10 +14,13 @@ from sidestream.compiler.graph.recipe import (
     param,
     quantize,
     quantize_weight,
+    rounded,
+    rounded_parts,
     scale,
     transpose,
     unsqueeze,
 )
+from sidestream.compiler.graph.slices import Share, sliced
 from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
 
 
@@ -118,3 +121,33 @@ def test_says_what_is_missing_or_ambiguous() -> None:
         materialize(quantize(param("x")), lambda name: torch.randn(2, 2))
     with pytest.raises(RecipeError, match="both outputs"):
         materialize(cast(quantize(param("x")), torch.float32), lambda name: torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_part_of_rounded_weights(rank: int) -> None:
+    """Its rows and their scales, the last ones filled up with zeros; or its columns, and the scales of whole rows."""
+    weights = checkpoint()
+    held = {f"{name}.rounded": torch.randint(-127, 127, each.shape, dtype=torch.int8) for name, each in weights.items()}
+    held |= {f"{name}.rounded_scale": torch.rand(len(each)) for name, each in weights.items()}
+
+    def part(recipe: Recipe) -> list[torch.Tensor]:
+        both = [rounded(quantize(recipe, torch.int8), index) for index in (0, 1)]
+        assert [str(each.args[0]) for each in rounded_parts(both[0])] == whole
+        return [materialize(each, held.__getitem__) for each in both]
+
+    whole = [f"quantize({name}, dtype=int8, rotate=0)" for name in "qkv"]
+    shares = {"q": slice(24 * rank, 24 * rank + 24), "k": slice(8 * rank, 8 * rank + 8), "v": slice(0, 16)}
+    rows = [sliced(param("q"), 0, Share(rank, 2), 48), sliced(param("k"), 0, Share(rank, 2), 16), param("v")]
+    values, scales = part(cat(0, rows))
+    assert torch.equal(values, torch.cat([held[f"{name}.rounded"][share] for name, share in shares.items()]))
+    assert torch.equal(scales, torch.cat([held[f"{name}.rounded_scale"][share] for name, share in shares.items()]))
+    whole = [f"quantize(scale({whole_name}, factor=2.0), dtype=int8, rotate=0)" for whole_name in "q"]
+    values, scales = part(sliced(scale(param("q"), 2.0), 1, Share(rank, 2), 32))
+    assert torch.equal(values, held["q.rounded"][:, 16 * rank : 16 * rank + 16])
+    assert torch.equal(scales, held["q.rounded_scale"])
+    whole = ["quantize(k, dtype=int8, rotate=0)"]
+    values, scales = part(sliced(param("k"), 0, Share(rank, 2, 12), 16))
+    kept = (12, 4)[rank]
+    assert torch.equal(values[:kept], held["k.rounded"][12 * rank :][:12]) and not values[kept:].any()
+    assert torch.equal(scales[:kept], held["k.rounded_scale"][12 * rank :][:12]) and not scales[kept:].any()
+    assert len(values) == len(scales) == 12

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sidestream.runtime.engine.calibration import FILE_NAME
 from sidestream.runtime.engine.rounding import KEY, RoundingError, file_name, open_rounding
 from sidestream.runtime.llm import LLM
+from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli
 from sidestream.tools.quality.real.reference import Reference
 from sidestream.tools.quality.teacher_forced import Document, Scorer, compare, plan
@@ -172,3 +173,23 @@ def test_flags(base: TinyBase, capsys: pytest.CaptureFixture[str]) -> None:
     for flag, value in (("--norm-rotation", "64"), ("--rotate-values", "on")):
         assert cli.main(["calibrate", str(base.path), flag, value]) == 2
         assert f"{flag} says how --round" in capsys.readouterr().err
+
+
+def test_each_of_two_ranks_takes_its_part(base: TinyBase, adapter: Path, written: Path) -> None:
+    """Their answers are closer to one process's than those of weights that are rounded to nearest."""
+    given: dict[str, Any] = {"calibration": str(written / FILE_NAME), "norm_rotation": 64, "kv_dtype": "bf16", **ENGINE}
+    held, scores = load_file(written / ROUNDED), []
+    asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    for ranks, rounded in ((1, written / ROUNDED), (1, "off"), (2, written / ROUNDED)):
+        with LLM(base.path, {"one": adapter}, tensor_parallel_size=ranks, rounded_weights=rounded, **given) as llm:
+            outputs = llm.generate([TEXT[10:70], TEXT[30:90]], asked, [None, "one"], use_tqdm=False)
+            tokens = [each for output in outputs for each in output.prompt_logprobs or () if each]
+            scores.append(torch.tensor([one.logprob for each in tokens for one in each.values()]))
+            first = dict(llm.model.runner.tensors)
+    for layer in (0, 1):
+        for module in ("self_attn.o_proj", "mlp.down_proj"):
+            whole = held[f"model.layers.{layer}.{module}.weight.rounded"]
+            part = first[f"p_model_layers_{layer}_{module.replace('.', '_')}_weight_int8"]
+            assert torch.equal(part, whole[:, : whole.shape[1] // 2])
+    one, nearest, two = scores
+    assert (two - one).abs().mean() < (nearest - one).abs().mean()

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from sidestream import LLM
 from sidestream.ops.collectives.exchange import open_exchange
 from sidestream.ops.collectives.group import GroupError, RankGroup, group_named
-from sidestream.runtime.ranks import joining, shared_model
+from sidestream.runtime.ranks import joining, peers, shared_model
 from sidestream.runtime.ranks.joining import create_meeting, join_group
 from sidestream.runtime.ranks.peers import Peers, RankError
 from support.tiny import tiny_llama
@@ -56,11 +57,41 @@ def test_a_rank_that_has_failed_so_is_in_no_group(monkeypatch: pytest.MonkeyPatc
         group_named("tp1")
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["while it loads its modules", "before it joins"])
+def test_a_rank_that_dies_before_it_joins_ends_the_start(
+    joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Told with its last words; torch's own meeting, which waits for the dead, does not begin."""
+
+    def meet(*arguments: Any, **where: Any) -> None:
+        pytest.fail("rank 0 meets the dead")
+
+    said = f"""
+        import sys
+        from sidestream.runtime.wire.channel import Channel
+        channel = Channel.from_fd(int(sys.argv[1]))
+        if {joins}: channel.send({{"event": "started"}})
+        print("it began well", file=sys.stderr)
+        sys.exit("no memory is left for rank 1")
+    """
+    (tmp_path / "dying_rank.py").write_text(dedent(said))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(peers, "COMMAND", "dying_rank")
+    monkeypatch.setattr(distributed, "init_process_group", meet)
+    base = tiny_llama(tmp_path, num_hidden_layers=1)
+    with pytest.raises(
+        RankError, match=r"^rank 1 of 2 died \(exit code 1\).*; it said last: no memory is left for rank 1$"
+    ):
+        LLM(base.path, tensor_parallel_size=2, device="cpu", precision="fp32", max_model_len=128, show_progress=False)
+    assert "it began well" in capfd.readouterr().err
+    assert not distributed.is_initialized()
+
+
 def test_the_start_of_a_group_fails_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told by rank 0; its peers end."""
     started: list[Peers] = []
 
-    def join(rank: int, world: int, meeting: int, device: torch.device) -> RankGroup:
+    def join(rank: int, world: int, meeting: int, device: torch.device, check: Any) -> RankGroup:
         assert os.fstat(meeting).st_nlink == 0, "a file without a name"
         raise GroupError("rank 0 of 2 on cuda:0 can't share memory with its peers: the GPUs must reach each other")
 

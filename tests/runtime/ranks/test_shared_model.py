@@ -73,7 +73,7 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_sleep_mode": True}, "enable_sleep_mode is for a model in one process"),
+        ({"passes": ()}, "passes is for a model in one process"),
         ({"tensor_parallel_size": 3}, "must be one of"),
         ({"tensor_parallel_size": True}, "must be one of"),
     ],
