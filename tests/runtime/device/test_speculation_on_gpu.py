@@ -38,6 +38,8 @@ def test_answers_with_drafts_are_those_that_were_trained(precision: str, specula
     adapters, recorded = [entry["adapter"] for entry in entries], list[list[int]]()
     answers = [entry["answer"] for entry in entries]
     assert run()[0] == answers, "drafts from the prompts"
+    assert run()[0] == answers, "and from the answers before"
+    assert llm.engine.scheduler.stats().history_accepted > 0
     steps = {}
     for acceptance in (0.0, 0.6, 1.0):
         histories = llm.engine.runner.histories  # type: ignore[attr-defined]
