@@ -1,6 +1,7 @@
 """How far ahead the batcher plans, and that what it planned too far ahead changes no token."""
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -58,11 +59,14 @@ def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[li
     return [answers[name] for name in names], depths, [steps[name] for name in names]
 
 
-def test_the_scheduler_goes_by_the_times_that_the_gpu_process_has_measured() -> None:
-    told = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], speculation="auto", step_times=[(1, 1, 0.5), (1, 2, 0.75)])
+def test_the_scheduler_goes_by_what_the_gpu_process_says_of_speculation() -> None:
+    times = [(1, 1, 0.5), (1, 2, 0.75)]
+    sizes = 97, 40, PAGE_SIZE, 320, 4, 4096, 0
+    told = Ready(*sizes, [], [], speculation="auto", step_times=times, speculation_history=300)
     ready = msgspec.convert(msgspec.to_builtins(told), Ready)
     limits = Stepper(ready, Link(), None).scheduler.limits  # type: ignore[arg-type]
     assert (limits.speculation, limits.step_times) == ("auto", ((1, 1, 0.5), (1, 2, 0.75)))
+    assert limits.remembered == 300 and replace(limits, speculation="off").remembered == 0
 
 
 def test_two_steps_ahead_of_short_ones() -> None:
