@@ -22,6 +22,8 @@ PACKED_SPECS = [
     AdapterSpec(rank=24, use_rslora=True, targets=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
 ]
 
+IN_BOTH_KINDS = ("qwen2", "qwen3", "smollm3")
+
 
 def logits_of(runner: PagedRunner, sequences: list[list[int]]) -> torch.Tensor:
     """Three sequences (adapter 0, none, adapter 1) in one batch: prompts in chunks, then decode steps."""
@@ -80,7 +82,10 @@ def test_multipliers_cost_no_kernel_in_a_layer(tmp_path: Path) -> None:
     assert compiled.records[-1].ops_after["aten.mul.Tensor"] == 1  # the embedding's
 
 
-def test_torch_compile_equals_the_module_itself(drawn: Any) -> None:
+def test_torch_compile_equals_the_module_itself(drawn: Any, request: pytest.FixtureRequest) -> None:
+    """Where the model with a window has a layer without one too, it stands for the family; with --exhaustive all."""
+    if request.node.callspec.params["drawn"] in IN_BOTH_KINDS and not request.config.getoption("--exhaustive"):
+        pytest.skip("the model with a window has such layers too; run with --exhaustive")
     base, adapters, _ = drawn
     module = base.adapted(adapters[1])
     compiled = torch.compile(module, backend="sidestream")

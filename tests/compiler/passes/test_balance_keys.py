@@ -97,7 +97,7 @@ def test_which_layers_and_what_is_refused(base: TinyBase) -> None:
     model, _ = plain_model(base)
 
     def found(**options: Any) -> tuple[int, list[str], list[str]]:
-        compiled = sidestream.compile(model, CompileOptions(**options))
+        compiled = sidestream.compile(model, CompileOptions(**options), text=False)
         record = next(each for each in compiled.records if each.name == "balance_keys")
         return (
             record.matches,

@@ -34,7 +34,7 @@ F32 = torch.float32
 def compiled(**options: Any) -> CompiledModel:
     fields = {**FIELDS, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
     model = Llama(LlamaConfig.from_dict(fields), LoraShape(3, 16), torch.bfloat16, "meta")
-    return sidestream.compile(model, CompileOptions(tensor_parallel=2, **options))
+    return sidestream.compile(model, CompileOptions(tensor_parallel=2, **options), text=False)
 
 
 @pytest.fixture(scope="module")

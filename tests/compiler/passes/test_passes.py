@@ -40,7 +40,9 @@ def test_counts_follow_from_the_config(layers: int, targets: tuple[str, ...] | N
 
 
 def test_a_layer_is_nine_kernels_on_the_main_lane_and_eight_beside_it() -> None:
-    one, two = (sidestream.compile(model(num_hidden_layers=layers)).records[-1].ops_after for layers in (1, 2))
+    one, two = (
+        sidestream.compile(model(num_hidden_layers=layers), text=False).records[-1].ops_after for layers in (1, 2)
+    )
     layer = {name: two[name] - one.get(name, 0) for name in two if two[name] != one.get(name, 0)}
     side = {name: count for name, count in layer.items() if "lora" in name}
     assert side == {"sidestream.lora_shrink": 4, "sidestream.lora_expand": 4}
@@ -53,7 +55,7 @@ def test_options_decide_which_passes_apply() -> None:
     )
     assert matches(model(), kv_dtype="bf16")["quantize_kv"] == 0
     assert matches(model(), lm_head="bf16")["quantize_linears"] == 4
-    kept = sidestream.compile(model(), CompileOptions(lm_head="bf16")).records
+    kept = sidestream.compile(model(), CompileOptions(lm_head="bf16"), text=False).records
     assert "lm_head='bf16'" in next(record for record in kept if record.name == "quantize_linears").rejected[0]
 
 
@@ -61,7 +63,7 @@ def test_options_decide_which_passes_apply() -> None:
 @pytest.mark.parametrize(("precision", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
 def test_adapters_get_eight_bits_with_a_scale_a_row(lora_input: str, precision: Any, dtype: torch.dtype) -> None:
     compiled = sidestream.compile(
-        model(), CompileOptions(precision=precision, lora_dtype=precision, lora_input=lora_input)
+        model(), CompileOptions(precision=precision, lora_dtype=precision, lora_input=lora_input), text=False
     )
     assert next(record for record in compiled.records if record.name == "quantize_lora").matches == 4
     specs = {
@@ -93,7 +95,9 @@ def test_adapters_stay_as_they_are() -> None:
         matches(model(), lora_dtype="bf16")["quantize_lora"] == matches(model(), precision="bf16")["quantize_lora"] == 0
     )
     compiled = sidestream.compile(
-        model(), CompileOptions(precision="fp8", lora_dtype="fp8", lora_input="fp8", disable=("quantize_linears",))
+        model(),
+        CompileOptions(precision="fp8", lora_dtype="fp8", lora_input="fp8", disable=("quantize_linears",)),
+        text=False,
     )
     shrinks = [
         node for node in compiled.graph_module.graph.nodes if node.target == torch.ops.sidestream.lora_shrink.default
@@ -135,8 +139,8 @@ def test_a_pattern_that_stops_matching_fails_and_says_why(norm: type[RMSNorm], r
     old = module.model.norm
     module.model.norm = norm(128, old.eps, torch.bfloat16, torch.device("meta"))
     with pytest.raises(PassCountError, match=rf"lift_rms_norm matched 2 times where 1 layers imply 3(.|\n)*{reason}"):
-        sidestream.compile(module)
-    records = sidestream.compile(module, CompileOptions(check_counts=False)).records
+        sidestream.compile(module, text=False)
+    records = sidestream.compile(module, CompileOptions(check_counts=False), text=False).records
     assert next(record for record in records if record.name == "lift_rms_norm").matches == 2
 
 
@@ -155,11 +159,11 @@ def test_a_bias_becomes_a_sum_of_its_own() -> None:
             return nn.functional.linear(x, self.weight, self.bias)
 
     layer.mlp.down_proj = Biased()  # type: ignore[union-attr, assignment]
-    compiled = sidestream.compile(module, CompileOptions(check_counts=False))
+    compiled = sidestream.compile(module, CompileOptions(check_counts=False), text=False)
     assert {record.name: record.matches for record in compiled.records}["lift_bias"] == 1
     assert "aten.linear.default" not in compiled.records[-1].ops_after
     assert compiled.records[-1].ops_after["aten.add.Tensor"] == 1
-    compiled = sidestream.compile(module, CompileOptions(check_counts=False, disable=("lift_bias",)))
+    compiled = sidestream.compile(module, CompileOptions(check_counts=False, disable=("lift_bias",)), text=False)
     assert any("it has a bias" in reason for record in compiled.records for reason in record.rejected)
     assert compiled.records[-1].ops_after["aten.linear.default"] == 1
 
@@ -181,7 +185,7 @@ def test_shapes_are_read_off_any_spelling_of_names() -> None:
 def test_int8_rotates_what_norms_and_silu_make_and_the_weights_with_it() -> None:
     """Attention's output is left as it is; switched off, so is everything."""
     for rotate in (True, False):
-        compiled = sidestream.compile(model(), CompileOptions(precision="int8", rotate_activations=rotate))
+        compiled = sidestream.compile(model(), CompileOptions(precision="int8", rotate_activations=rotate), text=False)
         forms = {
             node.target.name().split("::")[1]: node.args[-2:]
             for node in compiled.graph_module.graph.nodes  # type: ignore[union-attr]

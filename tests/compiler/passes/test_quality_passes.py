@@ -70,7 +70,7 @@ def test_rotated_values_change_nothing_in_exact_arithmetic(base: TinyBase, adapt
 
 def test_rotation_reaches_packed_weights_and_stacks(base: TinyBase, adapters: list[Path]) -> None:
     model, _ = plain_model(base, adapters[:2])
-    compiled = sidestream.compile(model, CompileOptions(precision="fp32", rotate_values=(1,)))
+    compiled = sidestream.compile(model, CompileOptions(precision="fp32", rotate_values=(1,)), text=False)
     assert record(compiled, "rotate_values").matches == 1
     rotated = {
         str(recipe) for recipe in (compiled.recipes | compiled.adapter_recipes).values() if "hadamard" in str(recipe)
@@ -162,7 +162,9 @@ def test_rotation_spreads_outliers_of_values() -> None:
 
 def test_hadamard_by_layer(base: TinyBase) -> None:
     model, _ = plain_model(base)
-    compiled = sidestream.compile(model, CompileOptions(hadamard=(1,), center_keys=[0, 1], balance_keys=False))
+    compiled = sidestream.compile(
+        model, CompileOptions(hadamard=(1,), center_keys=[0, 1], balance_keys=False), text=False
+    )
     appends = [
         node for node in compiled.graph_module.graph.nodes if node.target is torch.ops.sidestream.rope_append.default
     ]

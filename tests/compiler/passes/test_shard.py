@@ -25,7 +25,7 @@ FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_la
 def compiled(rank: int = 0, world: int = 2, options: dict[str, Any] | None = None, **fields: Any) -> CompiledModel:
     model = Llama(LlamaConfig.from_dict({**FIELDS, **FOUR_HEADS, **fields}), LoraShape(3, 16), torch.bfloat16, "meta")
     chosen = CompileOptions(tensor_parallel=world, tensor_parallel_rank=rank, **(options or {}))
-    return sidestream.compile(model, chosen)
+    return sidestream.compile(model, chosen, text=False)
 
 
 def collectives(program: Program) -> list[tuple[Any, ...]]:
