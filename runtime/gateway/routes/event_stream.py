@@ -1,8 +1,8 @@
 """An answer as a stream of events: what arrived together leaves in one write.
 
 A task for each stream waits for what begins and ends an answer, and for what goes wrong. Between them chunks take a
-short way: what the engine's connection reads is told and written at once, as long as the client reads as fast. A task
-that is woken for each of them costs more than all that it does.
+short way: what the engine's connection reads is told as it is read, and written in the same turn of the loop, as long
+as the client reads as fast. A task that is woken for each of them costs more than all that it does.
 """
 
 from collections.abc import Sequence

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from ..settings import MAX_HEADER_BYTES, GatewaySettings
 from .joined_writes import JoinedWrites
+from .turn import Turn
 
 HEADER_SECONDS = 20.0
 """A request's header has to be complete after so long; the rest of a body that nobody reads as well."""
@@ -55,6 +56,7 @@ def _refusal(status: str, message: str) -> bytes:
 
 def bounded(base: type[Any], count: ConnectionCount) -> type[Any]:
     """uvicorn's protocol class, with these bounds."""
+    turn = Turn()
 
     class Bounded(base):
         """One connection."""
@@ -75,7 +77,7 @@ def bounded(base: type[Any], count: ConnectionCount) -> type[Any]:
                 transport.close()
                 return
             count.of[self._host] += 1
-            self._joined = JoinedWrites(transport)
+            self._joined = JoinedWrites(transport, turn)
             self.app = self._joined.joining(self.app)
             super().connection_made(self._joined)
             self._watch()

@@ -1,8 +1,7 @@
-"""The middle of an answer that is sent in chunks, as HTTP 1.1 spells them: written to the connection at once, where
+"""The middle of an answer that is sent in chunks, as HTTP 1.1 spells them. Plain calls give it to the connection, where
 uvicorn has a coroutine for each part.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
@@ -13,14 +12,17 @@ class Connection(Protocol):
 
     writable: bool
 
+    def add(self, data: bytes) -> None:
+        """Write soon."""
+
 
 class DirectBody:
     """One answer's body on a connection, see `routes.event_stream.DirectBody`. `sent`: bytes of parts that were
     written here.
     """
 
-    def __init__(self, connection: Connection, write: Callable[[bytes], None]) -> None:
-        self._connection, self._write = connection, write
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._chunked = False
         self.sent = 0
 
@@ -36,4 +38,4 @@ class DirectBody:
     def write(self, part: bytes) -> None:
         """See `routes.event_stream.DirectBody`. An empty part would be the end."""
         self.sent += len(part)
-        self._write(b"%x\r\n%b\r\n" % (len(part), part))
+        self._connection.add(b"%x\r\n%b\r\n" % (len(part), part))

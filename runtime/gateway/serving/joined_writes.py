@@ -9,14 +9,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..routes.event_stream import DIRECT_BODY
 from .direct_body import DirectBody
+from .turn import Turn
 
 
 class JoinedWrites(asyncio.Transport):
     """Another transport, whose writes can be held. `writable`: it is open, and its buffer is not full."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, turn: Turn) -> None:
         super().__init__()
-        self._transport = transport
+        self._transport, self._turn = transport, turn
+        self._added: list[bytes] = []
         self._held: list[bytes] | None = None
         self.writable = True
 
@@ -26,7 +28,7 @@ class JoinedWrites(asyncio.Transport):
         """
 
         async def joined(scope: Scope, receive: Receive, send: Send) -> None:
-            body = scope[DIRECT_BODY] = DirectBody(self, self._transport.write)
+            body = scope[DIRECT_BODY] = DirectBody(self)
 
             async def send_joined(message: Message) -> None:
                 if self._held is None:
@@ -45,7 +47,20 @@ class JoinedWrites(asyncio.Transport):
 
         return joined
 
+    def add(self, data: bytes) -> None:
+        """Write at the end of this turn of the loop, with what else is added, or before anything else is written."""
+        if not self._added:
+            self._turn.add(self)
+        self._added.append(data)
+
+    def flush(self) -> None:
+        """Write what was added."""
+        added, self._added = self._added, []
+        if added and not self._transport.is_closing():
+            self._transport.write(added[0] if len(added) == 1 else b"".join(added))
+
     def _release(self) -> None:
+        self.flush()
         held, self._held = self._held, None
         if held:
             self._transport.write(b"".join(held))
@@ -53,6 +68,7 @@ class JoinedWrites(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write, or hold what is to be written."""
         if self._held is None:
+            self.flush()
             self._transport.write(data)
         else:
             self._held.append(bytes(data))
