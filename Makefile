@@ -1,16 +1,29 @@
 # `make demo` and `make test` need Python 3.11+ and make; everything else they set up in .venv, once.
 PYTHON ?= python3
-VENV   := .venv
+# `make test TORCH=oldest`, `newest` or a release: in an environment of its own, next to .venv.
+TORCH  ?=
+oldest := 2.11.0
+newest := 2.15.0
+NAMED  := $(if $(filter oldest newest,$(TORCH)),$($(TORCH)),$(TORCH))
+ifneq ($(NAMED),$(shell printf '%s\n' '$(NAMED)' | grep -Ex '[0-9]+[.][0-9]+[.][0-9]+'))
+$(error TORCH=$(TORCH) must be oldest, newest or a release such as $(newest))
+endif
+VENV   := .venv$(NAMED:%=-%)
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --disable-pip-version-check
 SAY    := @printf '\033[1m== %s\033[0m\n'
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
+export MYPYPATH = $(VENV)/src
 # the tests start hundreds of processes, and each would compile its modules again
 unexport PYTHONDONTWRITEBYTECODE
 
-# Without an NVIDIA GPU the CPU build of torch is enough: it comes first, and exactly this release, so that the package's own requirement finds it and pulls no CUDA packages.
-TORCH_ON_CPU := torch==2.13.0
+# A fresh .venv gets the newest torch on a machine with an NVIDIA GPU. On another it gets exactly one release, before
+# the package asks for any: where pip knows a CPU build of it, no CUDA packages come.
+FRESH := 2.13.0
+CHOSEN = $(or $(NAMED),$(if $(shell command -v nvidia-smi),,$(FRESH)))
+# what a release needs too: torch 2.11 brings Triton 3.6, whose interpreter fails with NumPy 2.4
+with-2.11.0 := 'numpy<2.4'
 
 # Each process takes half of the tests in order, so that a module's fixtures are made once; the first to finish takes half of what the other has left.
 TWO_PROCESSES := -n 2 --dist worksteal
@@ -21,6 +34,8 @@ TWO_PROCESSES := -n 2 --dist worksteal
 # kernels' run lies in a file of its own, as both runs remove what is left of theirs. An interrupt ends all parts.
 define run_tests
 @said=$$(mktemp -d) && trap 'kill $$lint $$kernels 2>/dev/null; rm -rf $$said' EXIT && trap 'exit 130' INT TERM; failed=; \
+torch=$$($(PY) -c 'from importlib.metadata import version; print(version("torch").split("+")[0])'); \
+printf '\033[1m== torch %s in %s; once more with it: make %s TORCH=%s\033[0m\n' $$torch $(VENV) $@ $$torch; \
 nice $(MAKE) --no-print-directory lint >$$said/lint 2>&1 & lint=$$!; \
 TRITON_INTERPRET=1 COVERAGE_FILE=.coverage-kernels nice $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) $(1) \
 >$$said/kernels 2>&1 & kernels=$$!; \
@@ -29,7 +44,7 @@ $(PY) -m pytest -m 'not interpret' $(TWO_PROCESSES) $(2) || failed='tests 1/2'; 
 wait $$lint || failed="lint $$failed"; lint=; cat $$said/lint; \
 printf '\033[1m== %s\033[0m\n' 'tests 2/2: kernels in Triton'\''s interpreter'; \
 wait $$kernels || failed="$$failed tests 2/2"; kernels=; cat $$said/kernels; \
-test -z "$$failed" || { printf '\033[1m== failed: %s\033[0m\n' "$$failed"; exit 1; }
+test -z "$$failed" || { printf '\033[1m== failed with torch %s: %s\033[0m\n' $$torch "$$failed"; exit 1; }
 endef
 
 .PHONY: help demo test test-all wheel lint format docs setup clean
@@ -77,7 +92,7 @@ setup: $(VENV)/.installed-test  ## only set .venv up
 
 clean:  ## remove caches, builds and the demo's dump (.venv stays)
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* .coverage-* htmlcov sidestream_dump
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(PY):
 	$(SAY) 'setting up $(VENV)'
@@ -88,7 +103,7 @@ $(PY):
 # mypy finds the package by its import name through .venv/src/sidestream, as the repository's root is the package.
 $(VENV)/.installed: pyproject.toml | $(PY)
 	$(SAY) 'installing torch'
-	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) 'torch>=2.11'; else $(PIP) '$(TORCH_ON_CPU)'; fi
+	@$(PY) -m pip show --quiet torch 2>/dev/null || $(PIP) torch$(CHOSEN:%===%) $(with-$(CHOSEN))
 	$(SAY) 'installing Sidestream and its requirements'
 	@$(PIP) 'setuptools>=77' wheel
 	@$(PIP) --no-build-isolation -e .

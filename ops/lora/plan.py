@@ -6,7 +6,7 @@ a tile's tokens share one adapter, so each of its matrices is one operand of one
 `lora_active` lists which adapters the tokens use, for kernels that hold up to 128 tokens in a tile.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -51,7 +51,8 @@ def rounded_splits(k: int, n: int, num_tokens: int) -> int:
 
 def num_tiles(num_tokens: int, num_slots: int, tile: int) -> int:
     """Rows of `tiles`: enough for the worst distribution of tokens over adapters."""
-    return cdiv(num_tokens, tile) + torch.sym_min(num_slots + 1, num_tokens)
+    used: Any = torch.sym_min(num_slots + 1, num_tokens)  # a symbol where `num_tokens` is one
+    return cdiv(num_tokens, tile) + used
 
 
 def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,7 +65,11 @@ def copy_of_sources(directory: Path) -> Path:
     names = (
         listed.stdout.splitlines()
         if listed.returncode == 0
-        else [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and ".venv" not in path.parts]
+        else [
+            name
+            for name in (str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file())
+            if not name.startswith(".venv")
+        ]
     )
     for name in names:
         if (ROOT / name).is_file():

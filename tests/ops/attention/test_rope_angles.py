@@ -43,4 +43,5 @@ def test_machine_code() -> None:
     (code,) = launched(
         rope_angles, torch.empty(64, device="meta", dtype=torch.int64), torch.empty(64, device="meta"), pdl=True
     )
-    assert code.spills == 0
+    # with Triton 3.6 the cosine of an angle above 105,615 has digits of 2/pi in local memory, and nothing else is there
+    assert code.local_bytes <= 32

@@ -33,7 +33,12 @@ TOKENS = (1, 8, 16, 64, 128, 256, 1000)
 
 def test_reference_is_torchs_rowwise_product() -> None:
     q, scale, weight, weight_scale, _, _ = inputs(5, 48, 64)
-    expected = torch._scaled_mm(q, weight.t(), scale[:, None], weight_scale[None, :], out_dtype=BF16)
+    try:
+        expected = torch._scaled_mm(q, weight.t(), scale[:, None], weight_scale[None, :], out_dtype=BF16)
+    except RuntimeError as problem:  # torch 2.11 on a CPU
+        if "only supports per-tensor scaling" not in str(problem):
+            raise
+        pytest.skip("this torch's product has one scale a tensor")
     assert_near(linear_8bit(q, scale, weight, weight_scale, None, None, BF16), expected)
 
 
