@@ -58,6 +58,58 @@ def latency(name: str = "bench_latency_h200") -> str:
     )
 
 
+FAMILIES = {"Llama-3.1-8B": "", "Qwen2.5-7B": "qwen2.5-7b_", "Qwen3-8B": "qwen3-8b_", "Mistral-7B": "mistral-7b_"}
+
+
+def families() -> str:
+    """Workload A at 1 and 64 requests with each family's shape."""
+    lines = []
+    for title, infix in FAMILIES.items():
+        rows = {(row["lora"], row["concurrency"]): row for row in raw(f"bench_latency_{infix}h200")["rows"]}
+        cells = [
+            (rows[lora, count]["ms_per_step"], rows[lora, count]) for count in (1, 64) for lora in ("none", "zipf")
+        ]
+        lines.append([title, *(f"{ms:.2f} ({row['share_of_floor']:.0%})" for ms, row in cells)])
+    return table(["shape", "1 request, ms", "with an adapter", "64 requests, ms", "with adapters"], lines)
+
+
+def speculation() -> str:
+    """Steps with drafts, at injected rates of acceptance."""
+    lines = []
+    for drafts in (7, 3):
+        plain: dict[str, float] = {}
+        for row in raw(f"bench_speculation_{drafts}_h200")["rows"]:
+            if row["injected_acceptance"] is None:
+                plain[row["lora"]] = row["tokens_per_second"]
+            of = "base" if row["lora"] == "none" else "adapters" if row["concurrency"] > 1 else "an adapter"
+            lines.append(
+                [
+                    str(row["concurrency"]),
+                    of,
+                    *(
+                        ("none", "")
+                        if row["injected_acceptance"] is None
+                        else (str(row["drafts"]), f"{row['injected_acceptance']:g}")
+                    ),
+                    f"{row['ms_per_step']:.2f}",
+                    f"{row['tokens_per_step']:.2f}",
+                    f"{row['tokens_per_second']:,.0f}",
+                    f"{row['tokens_per_second'] / plain[row['lora']]:.2f}",
+                ]
+            )
+    head = [
+        "requests at once",
+        "of",
+        "drafts",
+        "right with probability",
+        "ms a step",
+        "tokens a step",
+        "tok/s",
+        "times",
+    ]
+    return table(head, lines)
+
+
 def versus() -> str:
     """The same loads on vLLM and on Sidestream: milliseconds a step of decode, tokens per second of prompts."""
     lines = []
@@ -233,6 +285,8 @@ TABLES: Excerpts = {
     "next to vLLM": versus,
     "latency": latency,
     "latency in e4m3": fp8_latency,
+    "families": families,
+    "speculation": speculation,
     "layer": layer,
     "prefill": prefill,
     "balanced": balanced,
@@ -242,7 +296,7 @@ TABLES: Excerpts = {
     "kernels": kernels,
     "steps": steps,
 }
-PAGES = {ROOT / "docs" / "performance.md": TABLES, ROOT / "README.md": TABLES}
+PAGES = {ROOT / page: TABLES for page in ("docs/performance.md", "docs/speculation.md", "README.md")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
