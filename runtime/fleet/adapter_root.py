@@ -99,7 +99,8 @@ class AdapterRoot:
             former = self._seen.get(name)
             if former is not None and former.stamp == stamp:
                 return former
-            rank = _rank(self._files.cat_file(str(files[CONFIG]["name"]), 0, MAX_CONFIG_BYTES))
+            # by name: s3fs has another parameter between these
+            rank = _rank(self._files.cat_file(str(files[CONFIG]["name"]), start=0, end=MAX_CONFIG_BYTES))
         except OSError:  # it is being deleted or written: the next look says
             return None
         version = hashlib.sha256(f"{folder}\n{stamp}".encode()).hexdigest()

@@ -40,6 +40,19 @@ def test_objects_of_a_store_come_change_and_go(objects, tmp_path):
         adapter_root.fetch(root.place, changed.path, "0" * 64, tmp_path)
 
 
+def test_a_store_with_versions(objects, monkeypatch):
+    """s3fs reads a version of an object: its parameter stands where other file systems have the first byte."""
+    plain = type(objects).cat_file
+
+    def of_version(self, path, version_id=None, start=None, end=None, **more):
+        assert version_id is None
+        return plain(self, path, start=start, end=end, **more)
+
+    monkeypatch.setattr(type(objects), "cat_file", of_version)
+    objects.put(str(DEMO_MODEL / "adapters" / "pirate"), "/bucket/adapters/pirate", recursive=True)
+    assert list(AdapterRoot("memory://bucket/adapters").look()) == ["pirate"]
+
+
 def test_hostile_objects_of_a_store_are_no_adapters(objects, tmp_path, monkeypatch):
     def put(folder, config=b'{"r": 8}', weights=b"weights"):
         objects.pipe_file(f"/bucket/adapters/{folder}/{adapter_root.CONFIG}", config)
