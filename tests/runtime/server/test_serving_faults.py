@@ -197,8 +197,8 @@ def test_thousands_of_requests_with_aborts_leave_nothing(tmp_path, pytestconfig)
                 )
                 wanted[name] = prompt, adapter, tokens
                 issued += 1
-                if generator.random() < 0.2:
-                    wire.send(Abort([generator.choice(list(wanted))]))
+                if generator.random() < 0.2:  # what was just sent cannot have ended; another one may have
+                    wire.send(Abort([generator.choice([name, generator.choice(list(wanted))])]))
             wire.receive(1.0)
             while wire.receive():
                 pass
@@ -210,7 +210,7 @@ def test_thousands_of_requests_with_aborts_leave_nothing(tmp_path, pytestconfig)
                 else:
                     assert answer.token_ids[0] == continuation(prompt, adapter, tokens, VOCABULARY)
                     checked += 1
-        assert checked + aborted == count and aborted > count / 100  # of a fifth asked for: the others had ended
+        assert checked + aborted == count and aborted > count / 100
         stats = server.wait_for(lambda stats: stats["pages_in_use"] == 0 and stats["requests_open"] == 0)
         assert stats["requests_running"] == stats["requests_waiting"] == 0
 
