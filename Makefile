@@ -37,7 +37,7 @@ define run_tests
 torch=$$($(PY) -c 'from importlib.metadata import version; print(version("torch").split("+")[0])'); \
 printf '\033[1m== torch %s in %s; once more with it: make %s TORCH=%s\033[0m\n' $$torch $(VENV) $@ $$torch; \
 nice $(MAKE) --no-print-directory lint >$$said/lint 2>&1 & lint=$$!; \
-TRITON_INTERPRET=1 COVERAGE_FILE=.coverage-kernels nice $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) $(1) \
+TRITON_INTERPRET=1 COVERAGE_FILE=.coverage-kernels nice -n 19 $(PY) -m pytest tests/ops -m interpret $(TWO_PROCESSES) $(1) \
 >$$said/kernels 2>&1 & kernels=$$!; \
 printf '\033[1m== %s\033[0m\n' 'tests 1/2: everything but kernels in Triton'\''s interpreter'; \
 $(PY) -m pytest -m 'not interpret' $(TWO_PROCESSES) $(2) || failed='tests 1/2'; \

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sidestream.tools.cli import main
 from sidestream.tools.commands import eval as command
+from support.installed import once
 
 # over all adapters; measured on the demo model: 2.6e-4, 0.98, 1.000
 MEAN_KL, TOP_1, PERPLEXITY_RATIO = 1e-3, 0.97, 1.005
@@ -18,21 +19,23 @@ MEAN_KL, TOP_1, PERPLEXITY_RATIO = 1e-3, 0.97, 1.005
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """Half of the texts and questions; with --exhaustive all."""
-    folder = tmp_path_factory.mktemp("eval")
-    outputs = [
-        "--output-json",
-        str(folder / "eval.json"),
-        "--plot",
-        str(folder / "eval.svg"),
-        "--markdown",
-        str(folder / "eval.md"),
-    ]
-    with pytest.MonkeyPatch.context() as patched:
-        if not pytestconfig.getoption("--exhaustive"):
-            patched.setattr(command, "SMOKE_TASKS", command.SMOKE_TASKS // 2)
-            patched.setattr(command, "SMOKE_DOCUMENTS", command.SMOKE_DOCUMENTS // 2)
-        assert main(["eval", "--smoke", "--controls", "--device", "cpu", *outputs]) == 0
-    return folder
+
+    def measure(folder: Path) -> None:
+        outputs = [
+            "--output-json",
+            str(folder / "eval.json"),
+            "--plot",
+            str(folder / "eval.svg"),
+            "--markdown",
+            str(folder / "eval.md"),
+        ]
+        with pytest.MonkeyPatch.context() as patched:
+            if not pytestconfig.getoption("--exhaustive"):
+                patched.setattr(command, "SMOKE_TASKS", command.SMOKE_TASKS // 2)
+                patched.setattr(command, "SMOKE_DOCUMENTS", command.SMOKE_DOCUMENTS // 2)
+            assert main(["eval", "--smoke", "--controls", "--device", "cpu", *outputs]) == 0
+
+    return once(tmp_path_factory, "eval_smoke", measure)
 
 
 @pytest.fixture(scope="module")
