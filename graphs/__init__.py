@@ -25,5 +25,8 @@ adapter_file      the adapter's .safetensors file, read once and whole
 peft_patterns     how PEFT matches module names, in linear time
 stack             an adapter as one slot of the stacks that the graph reads
 
+Drafts:
+draft             the wing of trained drafts: EAGLE-3 heads
+
 A module imports those of its own group and of the groups above `adapter` only; none imports `adapter` but `stack`.
 """

@@ -1,0 +1,121 @@
+"""The .safetensors file of an EAGLE-3 head: its header is compared with the config before anything else is read."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..adapter_file import LARGEST, in_range, read_fully
+from ..checkpoint import SINGLE, CheckpointError
+from ..quoting import name_of
+from ..safetensors_file import FLOATING
+from ..tensor_layout import Layout, damaged, open_file, read_layout
+from .config import EagleConfig
+from .eagle import EMBEDDING, MAPPING, EagleDraft
+
+_AGAIN = "download or save the draft again"
+_IGNORED = ("t2d", EMBEDDING)
+"""What published heads may hold and nothing here reads: `t2d` says what `d2t` says, and the embedding is the
+target's."""
+_MOST_TENSORS = 64
+_MAPPING_DTYPES = {"I64": torch.int64, "I32": torch.int32}
+
+
+def read_eagle_tensors(directory: str | Path, config: EagleConfig) -> dict[str, torch.Tensor]:
+    """All tensors of the head in `directory`, by name: those of `EagleDraft.checkpoint_tensors` as they are stored, and
+    `d2t` [draft vocabulary] int64: what is added to a drafted id to make it the target's.
+
+    Raises CheckpointError for a file that is not regular, for a pickle, for names and shapes other than the config
+    implies, for values that are no numbers and for a `d2t` that leads out of the vocabulary.
+    """
+    path = Path(directory) / SINGLE
+    _check_there(path)
+    layout = read_layout(path, CheckpointError, _AGAIN, _MOST_TENSORS)
+    expected = EagleDraft(config, device="meta").checkpoint_tensors()
+    _check_layout(layout, expected, config)
+    tensors = _read(path, layout, [name for name in (*expected, MAPPING) if name in layout.places])
+    for name in expected:
+        if not in_range(tensors[name].view(torch.uint8).flatten().numpy(), tensors[name].dtype):
+            raise CheckpointError(
+                f"{SINGLE}: tensor {name!r} holds NaN, infinity or values from {LARGEST} on: use an earlier checkpoint "
+                "of the draft"
+            )
+    tensors[MAPPING] = _mapping(tensors.get(MAPPING), config)
+    return tensors
+
+
+def _check_there(path: Path) -> None:
+    """Raises where there are weights, but none that are read."""
+    if path.exists() or not path.parent.is_dir():
+        return
+    for name in ("pytorch_model.bin", "model.bin", "model.pt"):
+        if (path.parent / name).exists():
+            raise CheckpointError(
+                f"{name} is a pickle, which can run code and is never loaded: convert it where you trust it, with "
+                f"safetensors.torch.save_file(torch.load({name!r}, weights_only=True), {SINGLE!r})"
+            )
+
+
+def _check_layout(layout: Layout, expected: dict[str, tuple[int, ...]], config: EagleConfig) -> None:
+    """Names, shapes and dtypes of the header."""
+    for name, shape in expected.items():
+        if name not in layout.places:
+            raise CheckpointError(f"{SINGLE}: the draft lacks tensor {name!r}: it is no EAGLE-3 head; {_AGAIN}")
+        place = layout.places[name]
+        if place.shape != shape:
+            raise CheckpointError(
+                f"{SINGLE}: tensor {name!r} has shape {list(place.shape)}, the draft's config.json implies "
+                f"{list(shape)}: use the config.json that came with the weights"
+            )
+        if place.dtype not in FLOATING:
+            raise CheckpointError(f"{SINGLE}: tensor {name!r} is not of {', '.join(FLOATING)}: save it unquantized")
+    for name in layout.places:
+        if name not in expected and name != MAPPING and name not in _IGNORED:
+            raise CheckpointError(f"{SINGLE}: unexpected tensor {name_of(name)}: the draft is no plain EAGLE-3 head")
+    if MAPPING not in layout.places:
+        if config.draft_vocab_size == config.vocab_size:
+            return
+        raise CheckpointError(
+            f"{SINGLE}: the draft lacks {MAPPING!r}, and drafts {config.draft_vocab_size} of {config.vocab_size} "
+            f"tokens: {_AGAIN}"
+        )
+    dtype, shape, first, last = layout.places[MAPPING]
+    fits = dtype in _MAPPING_DTYPES and last - first == math.prod(shape) * _MAPPING_DTYPES[dtype].itemsize
+    if not fits or shape != (config.draft_vocab_size,):
+        raise CheckpointError(
+            f"{SINGLE}: {MAPPING!r} must be an integer for each of {config.draft_vocab_size} tokens: {_AGAIN}"
+        )
+
+
+def _read(path: Path, layout: Layout, names: list[str]) -> dict[str, torch.Tensor]:
+    """The named tensors, read into memory that is ours."""
+    dtypes = {**FLOATING, **_MAPPING_DTYPES}
+    tensors = {}
+    with open(open_file(path, CheckpointError, _AGAIN), "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != layout.size:
+            raise damaged(path, CheckpointError, _AGAIN, "it was written to meanwhile")
+        for name in names:
+            dtype, shape, first, last = layout.places[name]
+            content = np.empty(last - first, np.uint8)
+            try:
+                read_fully(file.fileno(), content, first)
+            except (OSError, EOFError) as problem:
+                raise damaged(path, CheckpointError, _AGAIN, problem) from None
+            tensors[name] = torch.from_numpy(content).view(dtypes[dtype]).view(shape)
+    return tensors
+
+
+def _mapping(stored: torch.Tensor | None, config: EagleConfig) -> torch.Tensor:
+    """`d2t` as int64, once it leads into the vocabulary; zeros where the head drafts all tokens and has none."""
+    if stored is None:
+        return torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+    offsets = stored.to(torch.int64)
+    # compared before they are added, so that no sum overflows
+    own = torch.arange(len(offsets))
+    if not bool(((offsets >= -own) & (offsets < config.vocab_size - own)).all()):
+        raise CheckpointError(
+            f"{SINGLE}: {MAPPING!r} names a token outside of the {config.vocab_size} of the vocabulary: {_AGAIN}"
+        )
+    return offsets
