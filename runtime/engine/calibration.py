@@ -7,6 +7,7 @@ one JSON object with the figures and the model that they are of.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ...compiler.passes.center_keys import key_center_name
 from ...compiler.passes.smooth_channels import SUFFIX
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
+from ...graphs.regular_file import open_regular
 
 FILE_NAME = "sidestream_calibration.safetensors"
 KEY = "sidestream_calibration"
@@ -162,6 +164,7 @@ def load_calibration(path: str | Path) -> Calibration:
     """The calibration that `save` wrote. Raises CalibrationError for any other file."""
     path = Path(path)
     try:
+        os.close(open_regular(path))  # safe_open would wait for a pipe's other end
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {}).get(KEY, "")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,15 @@ def test_a_calibration_beside_the_checkpoint_is_found(base: TinyBase, written: P
     finally:
         (base.path / FILE_NAME).unlink()
     assert LLM(base.path, **ENGINE).calibration is None
+
+
+def test_a_calibration_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    pipe, endless = tmp_path / "pipe", tmp_path / "endless"
+    os.mkfifo(pipe)
+    endless.symlink_to("/dev/zero")
+    for path in (pipe, endless, tmp_path):
+        with pytest.raises(CalibrationError, match="is not a regular file"):
+            load_calibration(path)
 
 
 def test_a_calibration_of_another_model_is_refused(base: TinyBase, written: Path, tmp_path: Path) -> None:
