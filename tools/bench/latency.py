@@ -71,15 +71,18 @@ examples:
   sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
+  sidestream bench latency --speculate auto --concurrency 1 64           what the engine's own choice gains or costs
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 
 
-def drafts(text: str) -> int:
-    """A number of drafts, for argparse."""
+def drafts(text: str) -> int | str:
+    """A number of drafts, or `auto`, for argparse."""
+    if text == "auto":
+        return text
     value = int(text)
     if not 1 <= value <= MAX_DRAFTS:
-        raise argparse.ArgumentTypeError(f"{text} must be from 1 to {MAX_DRAFTS}")
+        raise argparse.ArgumentTypeError(f"{text} must be auto, or from 1 to {MAX_DRAFTS}")
     return value
 
 
@@ -93,8 +96,10 @@ def probability(text: str) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; times in milliseconds, throughput in output tokens per second. `tokens_per_step`: of a
-    request, where drafts are accepted at an injected rate.
+    """One line of the table; times in milliseconds, throughput in output tokens per second.
+
+    drafts                          of each request and step, or "auto": as many as the engine chooses
+    tokens_per_step, drafts_per_step  of a request, where drafts are accepted at an injected rate
     """
 
     concurrency: int
@@ -106,9 +111,10 @@ class Row:
     floor_ms: float
     share_of_floor: float
     structured: bool = False
-    drafts: int = 0
+    drafts: int | str = 0
     injected_acceptance: float | None = None
     tokens_per_step: float = 1.0
+    drafts_per_step: float = 0.0
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -186,8 +192,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--speculate",
         type=drafts,
         metavar="K",
-        help="measure each line again with K drafts a request and step, accepted at an injected rate (marked @P): "
-        "what speed such a rate gives, not which rate a model has",
+        help="measure each line again with K drafts a request and step, or with as many as the engine chooses (auto), "
+        "accepted at an injected rate (marked @P): what speed such a rate gives, not which rate a model has",
     )
     parser.add_argument(
         "--acceptance",
@@ -265,7 +271,7 @@ def run(options: argparse.Namespace) -> int:
             llm = build(options, config, directory, adapters, options.speculate)
         start_up = time.perf_counter() - started
         print(f"ready after {start_up:.1f} s\n")
-        print(header() + "  tokens/step" * bool(options.speculate))
+        print(header() + "  tokens/step  drafts/step" * bool(options.speculate))
         rows = []
         for kind in options.lora:
             for concurrency in options.concurrency:
@@ -275,7 +281,7 @@ def run(options: argparse.Namespace) -> int:
                 for structured, acceptance in variants:
                     row = measure_row(llm, options, config, kind, list(adapters), concurrency, structured, acceptance)
                     rows.append(row)
-                    made = f"{row.tokens_per_step:>13.2f}" if options.speculate else ""
+                    made = f"{row.tokens_per_step:>13.2f}{row.drafts_per_step:>13.2f}" if options.speculate else ""
                     print(line(row, llm.device.type == "cuda") + made, flush=True)
         if options.profile is not None:
             again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
@@ -285,7 +291,8 @@ def run(options: argparse.Namespace) -> int:
         llm.close()
     print(f"\nC: requests at once; spread: (slowest - fastest) / median of {options.num_iters} runs;")
     if options.speculate:
-        print(f"@P: {options.speculate} drafts a request and step, each right with the injected probability P")
+        count = "as many drafts as the engine chooses" if options.speculate == "auto" else f"{options.speculate} drafts"
+        print(f"@P: {count} a request and step, each right with the injected probability P")
     if on_gpu:
         shared = f", a part on each of {ranks_of(options)} GPUs" if ranks_of(options) > 1 else ""
         print(
@@ -311,7 +318,7 @@ def build(
     config: dict[str, Any] | str,
     directory: Path | None,
     adapters: dict[str, str],
-    speculation: int | None = None,
+    speculation: int | str | None = None,
 ) -> Any:
     """The engine under test; without a checkpoint's directory one with random weights."""
     from ...runtime.llm import LLM
@@ -392,7 +399,7 @@ def measure_row(
     """One line of the table."""
     generate, active = load(llm, options, config, kind, names, concurrency, structured, acceptance)
     step, spread, whole = measure(generate, options.output_len, options.num_iters)
-    tokens = 1.0 if acceptance is None else tokens_per_step(llm, generate, options.output_len)
+    tokens, chosen = (1.0, 0.0) if acceptance is None else per_step(llm, generate, options.output_len)
     step *= tokens
     middle_context = options.input_len + (SHORT_OUTPUT + options.output_len) / 2
     floor = decode_floor_ms(
@@ -405,18 +412,32 @@ def measure_row(
     rate = concurrency * options.output_len / whole
     drafts = options.speculate if acceptance is not None else 0
     return Row(
-        concurrency, kind, active, step, spread, rate, floor, floor / step, structured, drafts, acceptance, tokens
+        concurrency,
+        kind,
+        active,
+        step,
+        spread,
+        rate,
+        floor,
+        floor / step,
+        structured,
+        drafts,
+        acceptance,
+        tokens,
+        chosen,
     )
 
 
-def tokens_per_step(llm: Any, generate: Callable[[int], Any], output_len: int) -> float:
-    """Output tokens of a request for each step that the runs' difference takes."""
-    steps = []
+def per_step(llm: Any, generate: Callable[[int], Any], output_len: int) -> tuple[float, float]:
+    """(output tokens, drafts) of a request for each step that the runs' difference takes."""
+    steps, drafted = [], []
     for length in (SHORT_OUTPUT, output_len):
         before = llm.engine.scheduler.states.step
-        generate(length)
+        outputs = generate(length)
         steps.append(llm.engine.scheduler.states.step - before)
-    return (output_len - SHORT_OUTPUT) / max(1, steps[1] - steps[0])
+        drafted.append(sum(output.num_draft_tokens for output in outputs) / len(outputs))
+    taken = max(1, steps[1] - steps[0])
+    return (output_len - SHORT_OUTPUT) / taken, max(0.0, drafted[1] - drafted[0]) / taken
 
 
 def kv_element_bytes(options: argparse.Namespace) -> int:

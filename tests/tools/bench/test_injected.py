@@ -58,12 +58,19 @@ def test_bench_latency_with_drafts(
     assert (plain["drafts"], plain["injected_acceptance"], plain["tokens_per_step"]) == (0, None, 1.0)
     assert (always["drafts"], always["injected_acceptance"]) == (3, 1.0) and always["tokens_per_step"] == 4.0
     assert (plain["ms_per_step"], always["ms_per_step"]) == (2.0, 8.0)
+    assert always["drafts_per_step"] == 3.0
     shown = capsys.readouterr().out
     assert "none@1 " in shown and "injected probability" in shown
+
+    chosen = ["--speculate", "auto", "--acceptance", "0"]
+    assert cli.main([*command, *sizes, *chosen]) == 0
+    _, never = json.loads(target.read_text())["rows"]
+    assert (never["drafts"], never["tokens_per_step"]) == ("auto", 1.0) and never["drafts_per_step"] < 1.0
+    assert "as many drafts as the engine chooses" in capsys.readouterr().out
 
 
 def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--speculate", "8"], ["--speculate", "2", "--acceptance", "1.5"]):
         with pytest.raises(SystemExit):
             cli.main(["bench", "latency", *wrong])
-        assert "must be from" in capsys.readouterr().err
+        assert "from " in capsys.readouterr().err
