@@ -67,11 +67,13 @@ class Exchange:
     rank        of `memories`, this process's own
     memories    uint8 [exchange_bytes] of each rank, in rank order, all readable and writable here
     slot_bytes  of a slot, a multiple of 256
+    owners      what has to live as long as the memories, which are views that own nothing
     """
 
     rank: int
     memories: tuple[torch.Tensor, ...]
     slot_bytes: int = SLOT_BYTES
+    owners: tuple[object, ...] = ()
 
     @property
     def world(self) -> int:
@@ -162,7 +164,7 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
     shift = memory.data_ptr() - memories[group.rank].data_ptr()
     if shift:
         memories = [handle.get_buffer(rank, memory.shape, torch.uint8, shift) for rank in range(group.world)]
-    exchange = Exchange(group.rank, tuple(memories), slot_bytes)
+    exchange = Exchange(group.rank, tuple(memories), slot_bytes, (memory, handle))
     group.buffers[PURPOSE] = exchange
     return exchange
 

@@ -1,5 +1,7 @@
 """Collectives' kernels on ranks that share memory, in Triton's interpreter and as machine code."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
@@ -12,7 +14,7 @@ from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import (
     from_all_parts,
     with_delta,
 )
-from sidestream.ops.collectives.exchange import Exchange, exchange_bytes, is_one_shot
+from sidestream.ops.collectives.exchange import Exchange, exchange_bytes, is_one_shot, open_exchange
 from sidestream.ops.collectives.group import RankGroup, tensor_parallel_group, world_of
 from sidestream.ops.core.registry import as_outputs
 from sidestream.ops.rows.rms_norm import add_rms_norm_quant
@@ -216,3 +218,37 @@ def test_what_can_not_be_exchanged_is_refused() -> None:
     x = torch.empty(2, 128, device="meta", dtype=BF16)
     with pytest.raises(ValueError, match=r"2 rows of 256 bytes do not fit 256 bytes; .*slot_bytes"):
         list(small.launches("all_reduce", x, placed=True))
+
+
+def test_an_exchange_keeps_what_its_memories_are_views_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's views of symmetric memory own nothing: when the allocation or the handle goes, so does the mapping."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    class Handle:
+        def get_buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+    made: list[weakref.ref[Any]] = []
+
+    def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        memory = torch.empty(count, dtype=dtype, device=device)
+        made.append(weakref.ref(memory))
+        return memory
+
+    def rendezvous(memory: torch.Tensor, processes: object) -> Handle:
+        handle = Handle()
+        made.append(weakref.ref(handle))
+        return handle
+
+    monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    group = RankGroup("tp2", 0, 2, None)
+    exchange = open_exchange(group, torch.device("cpu"), 256)
+    gc.collect()
+    assert [each() is not None for each in made] == [True, True] and exchange.world == 2
+    group.buffers.clear()
+    del exchange
+    gc.collect()
+    assert [each() for each in made] == [None, None]
