@@ -188,7 +188,7 @@ class BatcherEnd:
         """
         try:
             while self._backlog:
-                self._plans.send_multipart(self._backlog[0], zmq.NOBLOCK)
+                self._plans.send_multipart(self._backlog[0], zmq.NOBLOCK, copy=False)
                 self._backlog.popleft()
         except zmq.Again:
             return
@@ -204,7 +204,7 @@ class BatcherEnd:
 
     def drafts(self) -> StepDrafts | None:
         """Drafts, if they are what has arrived next: they mostly come with the result of the step before, and their
-        masks are waited for.
+        masks are waited for. What else has arrived is for `receive`, which is to be called then.
         """
         if not self._heard:
             message = self._receive()
@@ -246,9 +246,10 @@ class GpuEnd:
     def receive(self) -> tuple[StepPlan, int] | StepMasks | Notice | None:
         """(plan, when it came), masks, a message, or None."""
         try:
-            kind, body = self.plans.recv_multipart(zmq.NOBLOCK)
+            parts = self.plans.recv_multipart(zmq.NOBLOCK, copy=False)  # masks may have megabytes
         except zmq.Again:
             return None
+        kind, body = parts[0].bytes, parts[1].buffer
         if kind == PLAN:
             # a copy, so that torch takes the arrays without a warning
             return unpack_plan(bytearray(body)), time.monotonic_ns()

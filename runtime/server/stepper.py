@@ -134,8 +134,6 @@ class Stepper:
 
     def _constrain(self) -> None:
         """Ship the masks that the oldest step in flight waits for, if what they follow from has come."""
-        if self.scheduler.drafts_due and (drafts := self.link.drafts()) is not None:
-            self.scheduler.take_drafts(drafts)
         masks = self.engine.masks_due()
         if masks is not None:
             self._remote.constrain(None, masks)
@@ -153,6 +151,8 @@ class Stepper:
         self.in_flight -= 1
         self.watch.returned()
         progress = self.engine.commit(result)
+        if self.scheduler.drafts_due and (drafts := self.link.drafts()) is not None:
+            self.scheduler.take_drafts(drafts)
         self._constrain()
         self.pump(continuing=True)
         self.plan_seconds += time.perf_counter() - begin

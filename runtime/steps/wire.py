@@ -125,7 +125,7 @@ def pack_masks(masks: StepMasks) -> bytes:
     return b"".join(part.data for part in parts)
 
 
-def unpack_masks(frame: bytes | bytearray) -> StepMasks:
+def unpack_masks(frame: bytes | bytearray | memoryview) -> StepMasks:
     """The masks in a frame of `pack_masks`. Raises ValueError for a frame that is cut short."""
     step, count, words = np.frombuffer(frame, np.int32, 3).tolist()
     if not count:

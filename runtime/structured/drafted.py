@@ -14,6 +14,8 @@ DRAFT_SECONDS = 0.01
 """No mask of a draft is begun when a step's masks have taken so long: the device would wait for it, and a constraint
 whose masks are slow must not cost all others several of them a step.
 """
+WAKING_SECONDS = 0.0003
+"""Where the masks after so many drafts took longer than this, those after the next draft are for several threads."""
 Judge = Callable[[int, int, Int32], bool]
 
 
@@ -32,15 +34,16 @@ def fill_drafted(
     Matchers come back to where they were.
     """
     count = len(matchers) + sum(map(len, drafts))
-    in_parallel, width = count > FEW, matchers[0].grammar.words
-    masks = empty_masks(matchers, count)
+    masks, width = empty_masks(matchers, count), matchers[0].grammar.words
     of: list[int] = []
     places: list[int] = []
     kept: list[int] = []
-    going, begin, used = list(range(len(matchers))), time.monotonic(), 0
+    going, used, took = list(range(len(matchers))), 0, 0.0
+    begin = time.monotonic()
     for place in range(1 + max(map(len, drafts))):
-        level = masks[used : used + len(going)]
-        fill(level, [matchers[index] for index in going], in_parallel)
+        level, before = masks[used : used + len(going)], time.monotonic()
+        fill(level, [matchers[index] for index in going], len(going) > FEW or took > WAKING_SECONDS)
+        took = time.monotonic() - before
         followed = []
         for row, index in enumerate(going):
             matcher, words = matchers[index], level[row, :width]

@@ -71,6 +71,7 @@ examples:
   sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
+  sidestream bench latency --speculate 3 --structured --concurrency 64      drafts and constraints together
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 
@@ -180,7 +181,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--structured",
         action="store_true",
-        help="measure each line again with answers that must fit a JSON schema (marked +json)",
+        help="measure each line again with answers that must fit a JSON schema (marked +json), also those of "
+        "--speculate, whose wrong drafts may leave the grammar",
     )
     parser.add_argument(
         "--speculate",
@@ -271,7 +273,8 @@ def run(options: argparse.Namespace) -> int:
             for concurrency in options.concurrency:
                 variants: list[tuple[bool, float | None]] = [(False, None)]
                 variants += [(True, None)] * options.structured
-                variants += [(False, acceptance) for acceptance in options.acceptance if options.speculate]
+                for asked in (False, True) if options.structured else (False,):
+                    variants += [(asked, acceptance) for acceptance in options.acceptance if options.speculate]
                 for structured, acceptance in variants:
                     row = measure_row(llm, options, config, kind, list(adapters), concurrency, structured, acceptance)
                     rows.append(row)
@@ -429,7 +432,7 @@ def kv_element_bytes(options: argparse.Namespace) -> int:
 def header() -> str:
     """The table's head."""
     return (
-        f"{'lora':<10}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
+        f"{'lora':<14}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
     )
 
 
@@ -438,7 +441,7 @@ def line(row: Row, on_gpu: bool = True) -> str:
     name = row.lora + "+json" * row.structured
     if row.injected_acceptance is not None:
         name += f"@{row.injected_acceptance:g}"
-    counts = f"{name:<10}{row.concurrency:>5}{row.active_adapters:>10}"
+    counts = f"{name:<14}{row.concurrency:>5}{row.active_adapters:>10}"
     times = f"{row.ms_per_step:>10.3f}{row.spread_percent:>8.1f}%{row.tokens_per_second:>11.0f}"
     floor = f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}" if on_gpu else f"{'-':>10}{'-':>10}"
     return counts + times + floor
