@@ -44,10 +44,10 @@ class Histories:
         self.recalled: torch.Tensor | None = None
         self._tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
+        self._left = Staging([("counts", (max_num_seqs,), torch.int32)], device)
         self._rings = torch.zeros(RINGS, ring_tokens, dtype=torch.int32, device=device)
         sizes = {**dict.fromkeys(_OF_STEP, max_num_seqs), "query_start": max_num_seqs + 1}
         self._staging = Staging([(name, (size,), torch.int32) for name, size in sizes.items()], device)
-        self._left = Staging([("counts", (max_num_seqs,), torch.int32)], device)
         self._drafts = self._tokens.new_empty(0, 0)
 
     @property

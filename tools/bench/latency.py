@@ -67,11 +67,11 @@ examples:
   sidestream bench latency                                              C = 1, 8, 64 without adapters and with a Zipf
                                                                         mix
   sidestream bench latency --concurrency 64 --lora none zipf four
+  sidestream bench latency --speculate 3 --structured --concurrency 64      drafts and constraints together
   sidestream bench latency --shape qwen3-8b --concurrency 1 64           another family's shape with random weights
   sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
-  sidestream bench latency --speculate 3 --structured --concurrency 64      drafts and constraints together
   sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 
