@@ -12,7 +12,7 @@ from ...ops.speculate.draft_ngram import draft_ngram
 from ...ops.speculate.draft_recalled import draft_recalled
 from ...ops.speculate.keep_answers import keep_answers
 from ...ops.speculate.place_drafts import place_drafts
-from ..steps.plan import RINGS, StepPlan
+from ..steps.plan import RINGS, StepMasks, StepPlan
 from .staging import Staging
 
 Draft = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -44,10 +44,16 @@ class Histories:
         self.recalled: torch.Tensor | None = None
         self._tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
+        self._left = Staging([("counts", (max_num_seqs,), torch.int32)], device)
         self._rings = torch.zeros(RINGS, ring_tokens, dtype=torch.int32, device=device)
         sizes = {**dict.fromkeys(_OF_STEP, max_num_seqs), "query_start": max_num_seqs + 1}
         self._staging = Staging([(name, (size,), torch.int32) for name, size in sizes.items()], device)
         self._drafts = self._tokens.new_empty(0, 0)
+
+    @property
+    def drafts(self) -> torch.Tensor:
+        """What the last step that was placed has for drafts: [B, K] int32, on the device."""
+        return self._drafts
 
     def place(self, plan: StepPlan, inputs: Mapping[str, torch.Tensor]) -> None:
         """Keep answers that ended, begin the histories that the plan tells, and fill in the step's `inputs` where only
@@ -84,9 +90,15 @@ class Histories:
                 *(inputs[name] for name in _PLACED),
             )
 
-    def accept(self, plan: StepPlan, tokens: torch.Tensor) -> torch.Tensor:
-        """Take in what the step sampled [N]; returns how many drafts hold [B], int32."""
+    def accept(self, plan: StepPlan, tokens: torch.Tensor, masks: StepMasks | None = None) -> torch.Tensor:
+        """Take in what the step sampled [N]; returns how many drafts hold [B], int32. Of a constrained sequence no more
+        of them hold than there are `masks` after them.
+        """
         rows, counts, first, *_ = self._of_step(plan.num_sequences)
+        if masks is not None and plan.masks_drafts:
+            self._left.host["counts"][: plan.num_sequences] = masks.drafts_left(plan)
+            self._left.upload()
+            counts = self._left.device["counts"][: plan.num_sequences]
         return self.hold(tokens, self._drafts, rows, counts, first, self._tokens, self._lengths)
 
     def _of_step(self, count: int) -> list[torch.Tensor]:

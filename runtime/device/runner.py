@@ -17,14 +17,14 @@ from ...compiler.run.ahead import KernelsAhead
 from ...compiler.run.emit import BoundProgram
 from ...ops.collectives.group import group_named, tensor_parallel_group
 from ..adapters.stacks import AdapterStacks, Report
-from ..steps.plan import StepMasks, StepPlan, StepResult
+from ..steps.plan import Int32, StepDrafts, StepMasks, StepPlan, StepResult
 from .buckets import Buckets
 from .histories import Histories
 from .programs import ReadyPrograms
 from .progress import progress, stage
 from .sampler import DeviceSamples, Sampler
 from .sharded_sampler import ShardedSampler
-from .staging import copy_stream
+from .staging import to_host
 from .step_inputs import StepInputs
 from .step_times import time_programs
 
@@ -44,13 +44,15 @@ class _Ready:
 @dataclass
 class Handle:
     """A step on its way: pinned copies of what it sampled, and the event after which they are valid. `unsampled`: its
-    plan, logits and positions (see `Sampler`) while it waits for masks.
+    plan, logits and positions (see `Sampler`) while it waits for masks; `drafted`: those masks need its drafts, which
+    are a copy and an event too, and the rows that count.
     """
 
     step: int
     samples: DeviceSamples | None = None
     done: Any = None
     unsampled: tuple[StepPlan, torch.Tensor, torch.Tensor | None] | None = None
+    drafted: tuple[torch.Tensor, Any, Int32] | None = None
 
 
 class ModelRunner:
@@ -167,21 +169,34 @@ class ModelRunner:
         inputs = ready.inputs.tensors
         ready.inputs.fill(plan, self._last_tokens)
         positions: torch.Tensor | None = None
+        handle = Handle(plan.step)
         if plan.follows:
             if self.histories is None:
                 raise RuntimeError("a plan follows sequences, but the engine was started without speculation")
             self.histories.place(plan, inputs)
+            if plan.masks_drafts:
+                (drafts,), found = to_host([self.histories.drafts], self.device)
+                handle.drafted = drafts, found, plan.masked_rows
             positions = inputs["positions"]
             if not plan.decode and not plan.verifies:
                 positions = positions.index_select(0, inputs["logits_indices"])
         ready.bound.replay()
-        handle, logits = Handle(plan.step), ready.logits[: len(plan.logits_indices)]
+        logits = ready.logits[: len(plan.logits_indices)]
         if len(plan.masked_rows):
             handle.unsampled = plan, logits, positions
             self._waiting = handle
         else:
             self._sample(handle, plan, logits, positions)
         return handle
+
+    def drafts(self, handle: Handle) -> StepDrafts:
+        """Wait for the drafts of a step whose masks need them, which are there before its logits."""
+        if handle.drafted is None:
+            raise RuntimeError(f"step {handle.step} has no drafts that masks depend on")
+        drafts, found, rows = handle.drafted
+        if found is not None:
+            found.synchronize()
+        return StepDrafts(handle.step, drafts.numpy()[rows])
 
     def constrain(self, handle: Handle, masks: StepMasks) -> None:
         """Sample a step that waits for these masks."""
@@ -201,7 +216,7 @@ class ModelRunner:
     ) -> None:
         samples = self._sampler(logits, plan, masks, positions)
         if plan.follows and self.histories is not None:
-            accepted = self.histories.accept(plan, samples.tokens)
+            accepted = self.histories.accept(plan, samples.tokens, masks)
             samples = replace(samples, accepted=accepted, recalled=self.histories.recalled)
         else:
             # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
@@ -289,21 +304,6 @@ class ModelRunner:
         return self._logits[dtype, shape[1]][: shape[0]]
 
     def _send_back(self, handle: Handle, samples: DeviceSamples) -> None:
-        if self.device.type != "cuda":
-            handle.samples = samples
-            return
-        stream, sampled, done = copy_stream(self.device, "out"), torch.cuda.Event(), torch.cuda.Event()
-        sampled.record(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):  # the next step does not wait for what goes to the host
-            sampled.wait(stream)
-            handle.samples = DeviceSamples(
-                *(None if tensor is None else _to_pinned(tensor, stream) for tensor in vars(samples).values())  # type: ignore[arg-type]
-            )
-            done.record(stream)
-        handle.done = done
-
-
-def _to_pinned(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
-    """A copy in pinned memory, made on `stream`, the current one; the tensor is another stream's."""
-    tensor.record_stream(stream)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        given = {name: tensor for name, tensor in vars(samples).items() if tensor is not None}
+        copies, handle.done = to_host(given.values(), self.device)
+        handle.samples = DeviceSamples(**dict(zip(given, copies, strict=True)))

@@ -99,7 +99,7 @@ class Sampler:
         host, count = self._masks.host, len(masks.rows)
         host["masks"][:count] = masks.words
         host["mask_rows"][:rows] = -1
-        host["mask_rows"][first[masks.rows]] = np.arange(count)
+        host["mask_rows"][first[masks.rows] + masks.places] = np.arange(count)
         self._masks.upload()
         return self._masks.device["masks"][:count], self._masks.device["mask_rows"][:rows]
 

@@ -1,4 +1,6 @@
-"""Small arrays to the device in one copy: named fields packed into one buffer, filled on the host through numpy."""
+"""Small arrays to the device in one copy: named fields packed into one buffer, filled on the host through numpy. And
+small tensors back to the host.
+"""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -90,3 +92,24 @@ def copy_stream(device: torch.device, direction: str) -> Any:
     waits for a step's end.
     """
     return torch.cuda.Stream(device)
+
+
+def to_host(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """Copies of a step's tensors in pinned memory, as they are after all that is queued on the current stream, and the
+    event after which they are valid. On the CPU the tensors themselves, and None.
+    """
+    if device.type != "cuda":
+        return list(tensors), None
+    stream, ready, done = copy_stream(device, "out"), torch.cuda.Event(), torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # what is queued next does not wait for what goes to the host
+        ready.wait(stream)
+        copies = [_to_pinned(tensor, stream) for tensor in tensors]
+        done.record(stream)
+    return copies, done
+
+
+def _to_pinned(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    """A copy in pinned memory, made on `stream`, the current one; the tensor is another stream's."""
+    tensor.record_stream(stream)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

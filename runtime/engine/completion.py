@@ -71,7 +71,8 @@ class Completion:
         if self._tokenizer is None:
             return None
         sequence, params = self.sequence, self.sequence.params
-        ended_by_token = self._ended and sequence.finish_reason == "stop"
+        # a constrained text that is complete ends with reason "stop" too, and its last token belongs to it
+        ended_by_token = self._ended and (token in sequence.eos_ids or token in sequence.stop_ids)
         if not ended_by_token or params.include_stop_str_in_output:
             self._pending.append(token)
         if not self._eager and not self._ended:

@@ -164,6 +164,8 @@ class Engine:
         return deltas, finished
 
     def _constrain(self) -> None:
+        if self.scheduler.drafts_due:
+            self.scheduler.take_drafts(self.runner.drafts(self._in_flight[0]))
         masks = self.masks_due()
         if masks is not None:
             self.runner.constrain(self._in_flight[0], masks)

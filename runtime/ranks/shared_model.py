@@ -19,7 +19,7 @@ from ...ops.collectives.group import RankGroup
 from ..adapters.registry import KnownAdapter
 from ..device.model import Model, ModelSource, load_model
 from ..engine.resolve import LoadOptions
-from ..steps.plan import StepMasks, StepPlan, StepResult
+from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
 from ..steps.runner import Runner
 from ..steps.wire import pack_masks, pack_plan
 from .joining import join_group, leave_group
@@ -50,6 +50,11 @@ class SharedRunner:
         """See `Runner`. Raises RankError."""
         self._peers.write(PLAN, pack_plan(plan))
         return self._together(lambda: self._runner.submit(plan))
+
+    def drafts(self, handle: Any) -> StepDrafts:
+        """See `Runner`: every rank drafts the same. Raises RankError."""
+        drafts: StepDrafts = self._together(lambda: self._runner.drafts(handle))
+        return drafts
 
     def constrain(self, handle: Any, masks: StepMasks) -> None:
         """See `Runner`. Raises RankError."""

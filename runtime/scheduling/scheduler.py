@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..requests.errors import RequestError
-from ..steps.plan import StepMasks, StepPlan, StepResult
+from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
 from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
 from .masks import masks_of
@@ -82,6 +82,7 @@ class Scheduler:
         self.timeouts = self.drafted = self.accepted = self.history_drafted = self.history_accepted = 0
         self._issued: dict[int, Issued] = {}
         self._masked = -1  # the last step whose masks were made
+        self._drafts: StepDrafts | None = None  # the last ones that the device told
         self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
         self._loads: list[tuple[int, int]] = []  # for the plan that is being made
         self._deadlines: list[tuple[float, int, Sequence]] = []
@@ -278,18 +279,32 @@ class Scheduler:
                 )
                 self.timeouts += 1
 
+    @property
+    def drafts_due(self) -> bool:
+        """Whether the oldest step that has not come back has no masks before its drafts are told (`take_drafts`)."""
+        step = next(iter(self._issued), self._masked)
+        if step == self._masked or not self._issued[step][0].masks_drafts:
+            return False
+        return self._drafts is None or self._drafts.step != step
+
+    def take_drafts(self, drafts: StepDrafts) -> None:
+        """What the device drafted in an issued step; that of one that has failed meanwhile changes nothing."""
+        self._drafts = drafts
+
     def masks_due(self) -> StepMasks | None:
         """The masks of the oldest step that has not come back, if it needs some and has none yet: the tokens that they
-        depend on are known. To be called after `schedule`, `commit` and `fail_step`.
+        depend on are known, and no drafts are due. To be called after `schedule`, `take_drafts`, `commit` and
+        `fail_step`.
         """
         step = next(iter(self._issued), self._masked)
-        if step == self._masked:
+        if step == self._masked or self.drafts_due:
             return None
         plan, sequences = self._issued[step]
         if not len(plan.masked_rows):
             return None
         self._masked = step
-        return masks_of(plan, sequences, self._void.get(step, ()), self._end)
+        drafts = self._drafts if plan.masks_drafts else None
+        return masks_of(plan, sequences, self._void.get(step, ()), self._end, drafts)
 
     def _end(self, sequence: Sequence, reason: str, text: str | None) -> None:
         """End a sequence of the scheduler's own accord: `take_ended` tells of it."""

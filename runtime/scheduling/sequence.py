@@ -50,7 +50,7 @@ class Sequence:
     edits_logits  whether anything about its logits is changed in some of its steps; `needs_history`: what that is
                   depends on the tokens before
     followed    whether the device keeps its tokens
-    speculation  how many drafts it gets, or None: its next tokens depend on more than the tokens before
+    speculation  how many drafts it gets, or None: it wants none, or something about its logits is edited
     sampled_at  (step, row of that step's plan) of the last sample, which is where a token in flight will be found
     """
 
@@ -107,7 +107,7 @@ class Sequence:
             or forbidden is not None
             or self.allowed is not None
         )
-        if self.edits_logits or self.matcher is not None:
+        if self.edits_logits:
             self.speculation = None
 
     @property

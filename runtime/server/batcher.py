@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from ..processes.watch import STALL_SECONDS, AwakeClock
+from ..steps.plan import StepDrafts
 from ..text.chat_template import chat_words
 from ..text.encoder import Encoder
 from ..text.tokenizer import load_tokenizer
@@ -171,6 +172,8 @@ class Batcher:
                 if not self._answers_told:  # before its client hears: this process may be dead at the next beat
                     self._tell_answers()
                 self._connections.flush()
+            elif isinstance(message, StepDrafts):
+                stepper.take_drafts(message)
             elif isinstance(message, StepFailed):
                 stepper.fail(message.step)
             elif isinstance(message, LoadDone):

@@ -1,6 +1,6 @@
 """Between the batcher and the GPU process: plans one way, results the other, over two private ipc sockets.
 
-A frame pair (kind, body): plans, masks and results are flat arrays (`steps/wire.py`), everything else small messages.
+A frame pair (kind, body): plans, drafts, masks and results are flat arrays (`steps/wire.py`), all else small messages.
 Each thread of the GPU process has a socket of its own for results; the batcher hears them all on one.
 """
 
@@ -14,10 +14,19 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from ..steps.plan import StepMasks, StepPlan, StepResult
-from ..steps.wire import pack_masks, pack_plan, pack_result, unpack_masks, unpack_plan, unpack_result
+from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
+from ..steps.wire import (
+    pack_drafts,
+    pack_masks,
+    pack_plan,
+    pack_result,
+    unpack_drafts,
+    unpack_masks,
+    unpack_plan,
+    unpack_result,
+)
 
-PLAN, MASKS, RESULT, MESSAGE = b"P", b"K", b"R", b"M"
+PLAN, DRAFTS, MASKS, RESULT, MESSAGE = b"P", b"D", b"K", b"R", b"M"
 
 
 class Notice(Struct, frozen=True, tag_field="type"):
@@ -138,6 +147,9 @@ class Timing(Struct, frozen=True):
     done: int
 
 
+Heard = tuple[StepResult, Timing] | StepDrafts | Notice
+
+
 def _addresses(directory: Path, generation: int) -> tuple[str, str]:
     return f"ipc://{directory}/plans-{generation}.sock", f"ipc://{directory}/results-{generation}.sock"
 
@@ -152,6 +164,7 @@ class BatcherEnd:
             socket.set_hwm(0)  # at most a few steps are on their way
             socket.bind(address)
         self._backlog: deque[tuple[bytes, bytes]] = deque()
+        self._heard: deque[Heard] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         """Ship a plan."""
@@ -175,7 +188,7 @@ class BatcherEnd:
         """
         try:
             while self._backlog:
-                self._plans.send_multipart(self._backlog[0], zmq.NOBLOCK)
+                self._plans.send_multipart(self._backlog[0], zmq.NOBLOCK, copy=False)
                 self._backlog.popleft()
         except zmq.Again:
             return
@@ -183,16 +196,32 @@ class BatcherEnd:
     @property
     def has_news(self) -> bool:
         """Whether something has arrived."""
-        return bool(self.results.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(self._heard) or bool(self.results.get(zmq.EVENTS) & zmq.POLLIN)
 
-    def receive(self) -> tuple[StepResult, Timing] | Notice | None:
+    def receive(self) -> "Heard | None":
         """What has arrived next, or None."""
+        return self._heard.popleft() if self._heard else self._receive()
+
+    def drafts(self) -> StepDrafts | None:
+        """Drafts, if they are what has arrived next: they mostly come with the result of the step before, and their
+        masks are waited for. What else has arrived is for `receive`, which is to be called then.
+        """
+        if not self._heard:
+            message = self._receive()
+            if message is None:
+                return None
+            self._heard.append(message)
+        return self._heard.popleft() if isinstance(self._heard[0], StepDrafts) else None  # type: ignore[return-value]
+
+    def _receive(self) -> "Heard | None":
         try:
             kind, *parts = self.results.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
         if kind == RESULT:
             return unpack_result(parts[0]), Timing(*np.frombuffer(parts[1], np.int64).tolist())
+        if kind == DRAFTS:
+            return unpack_drafts(parts[0])
         return _decode(parts[0])
 
     def close(self) -> None:
@@ -217,9 +246,10 @@ class GpuEnd:
     def receive(self) -> tuple[StepPlan, int] | StepMasks | Notice | None:
         """(plan, when it came), masks, a message, or None."""
         try:
-            kind, body = self.plans.recv_multipart(zmq.NOBLOCK)
+            parts = self.plans.recv_multipart(zmq.NOBLOCK, copy=False)  # masks may have megabytes
         except zmq.Again:
             return None
+        kind, body = parts[0].bytes, parts[1].buffer
         if kind == PLAN:
             # a copy, so that torch takes the arrays without a warning
             return unpack_plan(bytearray(body)), time.monotonic_ns()
@@ -245,6 +275,10 @@ class Reporter:
         """Hand a step's tokens over."""
         times = np.asarray([received, launched, time.monotonic_ns()], np.int64)
         self._socket.send_multipart((RESULT, pack_result(result), times.tobytes()))
+
+    def drafts(self, drafts: StepDrafts) -> None:
+        """Tell what a step has for drafts."""
+        self._socket.send_multipart((DRAFTS, pack_drafts(drafts)))
 
     def tell(self, notice: Notice) -> None:
         """Ship a message."""

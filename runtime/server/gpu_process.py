@@ -5,7 +5,7 @@
 Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads
 adapters from disk; a fourth says that the process is alive (`watch`). So a plan that arrives while the device is busy
 is launched at once, after the step that runs. A step that needs masks computes its logits meanwhile; it is sampled when
-they have come, and plans after it wait until then.
+they have come, and plans after it wait until then. If they are also for drafts, these are told first.
 """
 
 import logging
@@ -27,7 +27,7 @@ import zmq
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..processes.watch import Pulse
-from ..steps.plan import StepMasks, StepPlan
+from ..steps.plan import StepDrafts, StepMasks, StepPlan, no_rows
 from ..steps.runner import Runner
 from ..wire.channel import Channel, ChannelClosed
 from .gpu_link import (
@@ -90,6 +90,7 @@ class _Step(NamedTuple):
     received: int
     launched: int
     problem: str | None = None
+    drafts: bool = False  # only these are to be told
 
 
 class _Loop:
@@ -170,6 +171,8 @@ class _Loop:
             step = self._launch(plan.step, received, partial(self._runner.submit, plan))
             if step.problem is None and len(plan.masked_rows):
                 self._unsampled = step
+                if plan.masks_drafts:
+                    self._steps.put(step._replace(drafts=True))
             else:
                 self._steps.put(step)
 
@@ -213,6 +216,9 @@ class _Loop:
             if step.problem is not None:
                 reporter.tell(StepFailed(step.step, step.problem))
                 continue
+            if step.drafts:
+                reporter.drafts(self._drafts(step))
+                continue
             try:
                 result = self._runner.collect(step.handle)
             except Exception as error:
@@ -223,6 +229,18 @@ class _Loop:
                 continue
             reporter.result(result, step.received, step.launched)
         reporter.close()
+
+    def _drafts(self, step: _Step) -> StepDrafts:
+        """A step's drafts; none where they cannot be read, and what is wrong with the device shows at the step's
+        end.
+        """
+        try:
+            return self._runner.drafts(step.handle)
+        except Exception as error:
+            _log.exception("the drafts of step %d", step.step)
+            if is_fatal(error):
+                self._broken.set()
+            return StepDrafts(step.step, no_rows().reshape(0, 0))
 
     def _read_adapters(self, reporter: Reporter) -> None:
         """The thread that reads adapters from disk."""

@@ -11,7 +11,7 @@ from ..processes.watch import AwakeClock, StepWatch
 from ..requests.outputs import RequestOutput
 from ..requests.request import Delta, Request
 from ..scheduling.scheduler import Scheduler, SchedulerLimits
-from ..steps.plan import AHEAD, StepMasks, StepPlan, StepResult
+from ..steps.plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 
@@ -53,6 +53,10 @@ class RemoteRunner:
     def constrain(self, handle: Any, masks: StepMasks) -> None:
         """Ship a step's masks."""
         self._link.constrain(masks)
+
+    def drafts(self, handle: Any) -> StepDrafts:
+        """Never called: drafts come as messages."""
+        raise RuntimeError("drafts of the GPU process are not waited for")
 
     def collect(self, handle: Any) -> StepResult:
         """Never called: results come as messages."""
@@ -129,10 +133,17 @@ class Stepper:
             self._constrain()
 
     def _constrain(self) -> None:
-        """Ship the masks that the oldest step in flight waits for."""
+        """Ship the masks that the oldest step in flight waits for, if what they follow from has come."""
         masks = self.engine.masks_due()
         if masks is not None:
             self._remote.constrain(None, masks)
+
+    def take_drafts(self, drafts: StepDrafts) -> None:
+        """What the device drafted in a step that waits for masks."""
+        begin = time.perf_counter()
+        self.scheduler.take_drafts(drafts)
+        self._constrain()
+        self.busy_seconds += time.perf_counter() - begin
 
     def take(self, result: StepResult, timing: Timing) -> Progress:
         """A step's tokens: first the next plan goes out, then they become text."""
@@ -140,6 +151,8 @@ class Stepper:
         self.in_flight -= 1
         self.watch.returned()
         progress = self.engine.commit(result)
+        if self.scheduler.drafts_due and (drafts := self.link.drafts()) is not None:
+            self.scheduler.take_drafts(drafts)
         self._constrain()
         self.pump(continuing=True)
         self.plan_seconds += time.perf_counter() - begin

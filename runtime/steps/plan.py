@@ -151,6 +151,11 @@ class StepPlan:
         return bool((self.drafts > 0).any())
 
     @property
+    def masks_drafts(self) -> bool:
+        """Whether any sequence that needs masks has drafts: its masks follow from its StepDrafts."""
+        return len(self.drafts) > 0 and bool((self.drafts[self.masked_rows] > 0).any())
+
+    @property
     def first_logits(self) -> Int32:
         """Row of the logits from which each sequence gets its first token [B]; those after its drafts follow."""
         return self.query_start[:-1] if self.verifies else np.arange(self.num_sequences, dtype=np.int32)
@@ -172,17 +177,38 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class StepDrafts:
+    """What the device drafted for the sequences of a plan that need masks (`masks_drafts`): tokens [M, K], in the order
+    of `masked_rows`; of each as many count as the plan says. Empty where they could not be read.
+    """
+
+    step: int
+    tokens: Int32
+
+
+@dataclass(frozen=True)
 class StepMasks:
     """Which tokens a step's rows may get. It follows a plan with `masked_rows` as soon as the tokens before are known,
     while the device computes the step's logits.
 
-    rows [M] (sequences of the plan; those of `masked_rows` that ended meanwhile are left out), words [M, W]: a bit for
-    each token, 32 a word, lowest bit first
+    rows [N] (sequences of the plan; those of `masked_rows` that ended meanwhile are left out), places [N] (0: the mask
+    of the sequence's first token, i: of the one after its i-th draft; a sequence has them up to its last one without a
+    gap), words [N, W]: a bit for each token, 32 a word, lowest bit first
     """
 
     step: int
     rows: Int32
+    places: Int32
     words: Int32
+
+    def drafts_left(self, plan: StepPlan) -> Int32:
+        """How many drafts of each sequence may hold [B]: those of constrained ones as far as there are masks for the
+        tokens after them.
+        """
+        left = plan.drafts.copy()
+        left[plan.masked_rows] = 0
+        np.maximum.at(left, self.rows, self.places)
+        return left
 
 
 @dataclass(frozen=True)

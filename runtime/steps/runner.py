@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from .plan import StepMasks, StepPlan, StepResult
+from .plan import StepDrafts, StepMasks, StepPlan, StepResult
 
 
 class Runner(Protocol):
@@ -14,6 +14,12 @@ class Runner(Protocol):
 
     def submit(self, plan: StepPlan) -> Any:
         """Start a step; returns at once where the device works by itself."""
+        ...
+
+    def drafts(self, handle: Any) -> StepDrafts:
+        """Wait for the drafts of a submitted step whose plan has `masks_drafts`: they are found before the step's
+        logits are computed.
+        """
         ...
 
     def constrain(self, handle: Any, masks: StepMasks) -> None:

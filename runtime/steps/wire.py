@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from .plan import SamplingPlan, StepMasks, StepPlan, StepResult, no_rows
+from .plan import SamplingPlan, StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 
 _LONG = ("seeds", "steps")
 _SAMPLING_FLOATS = (
@@ -121,16 +121,31 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
 def pack_masks(masks: StepMasks) -> bytes:
     """Masks as one frame."""
     head = np.asarray([masks.step, *masks.words.shape], np.int32)
-    return b"".join((head.tobytes(), masks.rows.tobytes(), np.ascontiguousarray(masks.words).tobytes()))
+    parts = (head, masks.rows, masks.places, np.ascontiguousarray(masks.words))
+    return b"".join(part.data for part in parts)
 
 
-def unpack_masks(frame: bytes | bytearray) -> StepMasks:
+def unpack_masks(frame: bytes | bytearray | memoryview) -> StepMasks:
     """The masks in a frame of `pack_masks`. Raises ValueError for a frame that is cut short."""
-    step, rows, words = np.frombuffer(frame, np.int32, 3).tolist()
-    if not rows:
-        return StepMasks(step, np.zeros(0, np.int32), np.zeros((0, words), np.int32))
-    masks = np.frombuffer(frame, np.int32, rows * words, 12 + 4 * rows).reshape(rows, words)
-    return StepMasks(step, np.frombuffer(frame, np.int32, rows, 12), masks)
+    step, count, words = np.frombuffer(frame, np.int32, 3).tolist()
+    if not count:
+        return StepMasks(step, no_rows(), no_rows(), np.zeros((0, words), np.int32))
+    rows, places = np.frombuffer(frame, np.int32, 2 * count, 12).reshape(2, count)
+    masks = np.frombuffer(frame, np.int32, count * words, 12 + 8 * count).reshape(count, words)
+    return StepMasks(step, rows, places, masks)
+
+
+def pack_drafts(drafts: StepDrafts) -> bytes:
+    """Drafts as one frame."""
+    head = np.asarray([drafts.step, *drafts.tokens.shape], np.int32)
+    return head.tobytes() + drafts.tokens.astype(np.int32, copy=False).tobytes()
+
+
+def unpack_drafts(frame: bytes) -> StepDrafts:
+    """The drafts in a frame of `pack_drafts`. Raises ValueError for a frame that is cut short."""
+    step, rows, columns = np.frombuffer(frame, np.int32, 3).tolist()
+    tokens = np.frombuffer(frame, np.int32, rows * columns, 12) if rows * columns else no_rows()
+    return StepDrafts(step, tokens.reshape(rows, columns))
 
 
 def pack_result(result: StepResult) -> bytes:

@@ -5,4 +5,5 @@ trial         constraints are tried in a child process first, with limits on tim
 plain         schemas that cannot be hopeless, and need no trial
 compiler      StructuredOutputsParams -> Grammar, bounded
 matcher       which tokens may follow, for one completion; packed masks for many
+drafted       the masks of a step with drafts
 """

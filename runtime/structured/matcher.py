@@ -34,7 +34,11 @@ class Grammar:
 
     def matcher(self) -> "Matcher":
         """One for a completion that begins."""
-        return Matcher(self, self._matcher.deep_copy())
+        return Matcher(self, self.begin())
+
+    def begin(self) -> Any:
+        """llguidance's state of a completion that begins."""
+        return self._matcher.deep_copy()
 
 
 class Matcher:
@@ -46,7 +50,7 @@ class Matcher:
         self.grammar = grammar
         self.state = state
         self.suspicious = self.too_slow = False
-        self._seen = 0
+        self._seen = self._drafts = 0
 
     def advance(self, tokens: list[int], start: int) -> None:
         """Take in `tokens[start:]`, the output so far, of which the first ones are known already.
@@ -59,6 +63,20 @@ class Matcher:
                 raise RequestError(self.problem())
             self.too_slow |= time.thread_time() - begin > SLOW_SECONDS
         self._seen = len(tokens) - start
+
+    def follow(self, draft: int) -> bool:
+        """Go on as if this token had come, until `go_back`; returns whether that can be."""
+        begin = time.thread_time()
+        self._drafts += 1
+        followed = bool(self.state.consume_token(draft))
+        self.suspicious |= time.thread_time() - begin > SLOW_SECONDS
+        return followed and not self.suspicious
+
+    def go_back(self) -> None:
+        """Forget what was followed. What it has brought about, such as an error, is no fault of the completion."""
+        if self._drafts and (self.state.is_error() or not self.state.rollback(self._drafts)):
+            self.state, self._seen = self.grammar.begin(), 0
+        self._drafts = 0
 
     @property
     def failed(self) -> bool:
@@ -76,6 +94,11 @@ class Matcher:
         return bool(self.state.is_accepting())
 
 
+def empty_masks(matchers: Sequence[Matcher], count: int) -> Int32:
+    """Zeros for so many masks of these matchers, of which there is at least one: as wide as llguidance writes them."""
+    return np.zeros((count, max(matcher.grammar.words_known for matcher in matchers)), np.int32)
+
+
 def fill_masks(matchers: Sequence[Matcher]) -> Int32:
     """Which tokens may come next in each completion: [M, W] words of 32 bits, lowest bit first.
 
@@ -83,21 +106,25 @@ def fill_masks(matchers: Sequence[Matcher]) -> Int32:
     """
     if not matchers:
         return np.zeros((0, 0), np.int32)
-    words = max(matcher.grammar.words_known for matcher in matchers)
-    masks = np.zeros((len(matchers), words), np.int32)
+    masks = empty_masks(matchers, len(matchers))
+    fill(masks, matchers, in_parallel=len(matchers) > FEW)
+    return masks[:, : matchers[0].grammar.words]
+
+
+def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
+    """The same into `empty_masks` of as many."""
     apart = [row for row, matcher in enumerate(matchers) if matcher.suspicious]
     together = [row for row, matcher in enumerate(matchers) if not matcher.suspicious]
     begin = time.monotonic()
-    if len(together) > FEW:
+    if in_parallel and len(together) > 1:
         jobs = [(matchers[row].state, row) for row in together]
-        _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, words * 4, len(masks))
+        _executor().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
     else:
         _fill_one_by_one(masks, matchers, together)
     if time.monotonic() - begin > SLOW_SECONDS:
         for row in together:
             matchers[row].suspicious = True
     _fill_one_by_one(masks, matchers, apart)
-    return masks[:, : matchers[0].grammar.words]
 
 
 def _fill_one_by_one(masks: Int32, matchers: Sequence[Matcher], rows: Sequence[int]) -> None:

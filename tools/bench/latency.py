@@ -67,6 +67,7 @@ examples:
   sidestream bench latency                                              C = 1, 8, 64 without adapters and with a Zipf
                                                                         mix
   sidestream bench latency --concurrency 64 --lora none zipf four
+  sidestream bench latency --speculate 3 --structured --concurrency 64      drafts and constraints together
   sidestream bench latency --shape qwen3-8b --concurrency 1 64           another family's shape with random weights
   sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
@@ -186,7 +187,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--structured",
         action="store_true",
-        help="measure each line again with answers that must fit a JSON schema (marked +json)",
+        help="measure each line again with answers that must fit a JSON schema (marked +json), also those of "
+        "--speculate, whose wrong drafts may leave the grammar",
     )
     parser.add_argument(
         "--speculate",
@@ -277,7 +279,8 @@ def run(options: argparse.Namespace) -> int:
             for concurrency in options.concurrency:
                 variants: list[tuple[bool, float | None]] = [(False, None)]
                 variants += [(True, None)] * options.structured
-                variants += [(False, acceptance) for acceptance in options.acceptance if options.speculate]
+                for asked in (False, True) if options.structured else (False,):
+                    variants += [(asked, acceptance) for acceptance in options.acceptance if options.speculate]
                 for structured, acceptance in variants:
                     row = measure_row(llm, options, config, kind, list(adapters), concurrency, structured, acceptance)
                     rows.append(row)
@@ -450,7 +453,7 @@ def kv_element_bytes(options: argparse.Namespace) -> int:
 def header() -> str:
     """The table's head."""
     return (
-        f"{'lora':<10}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
+        f"{'lora':<14}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
     )
 
 
@@ -459,7 +462,7 @@ def line(row: Row, on_gpu: bool = True) -> str:
     name = row.lora + "+json" * row.structured
     if row.injected_acceptance is not None:
         name += f"@{row.injected_acceptance:g}"
-    counts = f"{name:<10}{row.concurrency:>5}{row.active_adapters:>10}"
+    counts = f"{name:<14}{row.concurrency:>5}{row.active_adapters:>10}"
     times = f"{row.ms_per_step:>10.3f}{row.spread_percent:>8.1f}%{row.tokens_per_second:>11.0f}"
     floor = f"{row.floor_ms:>10.3f}{row.share_of_floor:>10.0%}" if on_gpu else f"{'-':>10}{'-':>10}"
     return counts + times + floor

@@ -21,7 +21,7 @@ from ...runtime.requests.request import Request
 from ...runtime.requests.sampling_params import SamplingParams
 from ...runtime.scheduling.limits import SchedulerLimits
 from ...runtime.scheduling.scheduler import Scheduler
-from ...runtime.steps.plan import StepMasks, StepPlan, StepResult
+from ...runtime.steps.plan import StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 from ..options.engine import positive
 
 VOCABULARY = 32000
@@ -40,6 +40,10 @@ class InstantRunner:
     def submit(self, plan: StepPlan) -> StepResult:
         """Compute nothing."""
         return StepResult(plan.step, self._source.integers(VOCABULARY, size=plan.num_sequences, dtype=np.int32))
+
+    def drafts(self, handle: StepResult) -> StepDrafts:
+        """No step has any."""
+        return StepDrafts(handle.step, no_rows().reshape(0, 0))
 
     def constrain(self, handle: StepResult, masks: StepMasks) -> None:
         """No request here is constrained."""

@@ -9,7 +9,8 @@ from sidestream.ops.rows.sample import sample
 from support.checks import poison
 from support.sm90 import launched
 
-SHAPES = [(5, 131), (3, 9001), (2, 32), (4, 70001)]
+SHAPES = [(5, 131), (3, 9001), (2, 32), (4, 70001), (13, 515)]
+"""Rows, of one sequence each or of several drafts of a sequence, and tokens."""
 
 
 def some_masks(rows: int, vocabulary: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -22,7 +23,7 @@ def some_masks(rows: int, vocabulary: int, device: str = "cpu") -> tuple[torch.T
     allowed[1, :vocabulary] = False
     allowed[1, vocabulary - 1] = True
     packed = np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32)
-    which = torch.tensor([0, -1, 1, 0, 2][:rows], dtype=torch.int32)
+    which = torch.tensor(([0, -1, 1, 0, 2] * 3)[:rows], dtype=torch.int32)
     plain = torch.where((which < 0)[:, None], True, allowed[which.clamp_min(0).long()])[:, :vocabulary]
     return torch.from_numpy(packed).to(device), which.to(device), plain.to(device)
 

@@ -48,7 +48,7 @@ def logits_of(dtype: torch.dtype) -> torch.Tensor:
 
 def masks() -> StepMasks:
     words = np.full((1, -(-VOCABULARY // 32)), 1 << 5, np.int32)
-    return StepMasks(0, int32(2), words)
+    return StepMasks(0, int32(2), int32(0), words)
 
 
 def on_ranks(group: RankGroup) -> dict[str, torch.Tensor]:

@@ -118,7 +118,7 @@ def test_a_stop_string_cuts_what_held_behind_it(tmp_path):
 
 
 def test_the_demo_model_with_its_adapters():
-    """Of one engine, requests with drafts next to the same ones without; one is constrained, and has none."""
+    """Of one engine, requests with drafts next to the same ones without; one is constrained."""
     llm = LLM(speculation=3, max_model_len=256, max_num_seqs=8, **OPTIONS)
     llm.engine._depth = 1
     names = [None, *llm.adapters, None]
@@ -138,7 +138,7 @@ def test_the_demo_model_with_its_adapters():
     always, adaptive, off = answers
     assert told(always) == told(adaptive) == told(off)
     accepted = [sum(output.num_accepted_tokens for output in some) for some in answers]
-    assert re.fullmatch("[a-z]{12}", always[free].outputs[0].text) and always[free].num_draft_tokens == 0
+    assert re.fullmatch("[a-z]{12}", always[free].outputs[0].text) and always[free].num_draft_tokens > 0
     assert accepted[0] > 0 and accepted[1] > 0 and accepted[2] == 0
 
 

@@ -1,6 +1,7 @@
 """Answers in a given form, and calls of tools: OpenAI's own helpers with a live server of the demo model."""
 
 import json
+from dataclasses import replace
 from typing import Any, Literal
 
 import httpx
@@ -9,6 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
+from sidestream import Client, SamplingParams
 
 CHAT: Any = [{"role": "user", "content": "What is the capital of France?"}]
 CITY = {
@@ -21,6 +23,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "description": "The weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "get_time"}},
 ]
+STICKY: Any = {"structured_outputs": {"regex": "(ab){20}"}, "ignore_eos": True}
 DRAWN: Any = {"model": "demo_model", "temperature": 1.0, "seed": 3, "max_tokens": 200}
 
 
@@ -77,6 +80,33 @@ def test_forms_of_chats_and_completions(client: OpenAI, served: Any) -> None:
         messages=CHAT, response_format={"type": "json_object"}, **DRAWN | {"logit_bias": {}, "max_tokens": 60}
     )
     assert (anything.choices[0].message.content or "").startswith("{")
+
+
+def test_drafts_change_no_constrained_answer_and_are_counted(served: Any) -> None:
+    """Over the engine's own protocol, where plans run ahead: of mixed adapters, next to free ones."""
+    fields: Any = {"max_tokens": 80, "structured_outputs": {"json": CITY, "disable_any_whitespace": True}}
+    params = [
+        SamplingParams(temperature=0.7 * (index % 2), seed=index, n=1 + index // 4, **fields) for index in range(5)
+    ]
+    params += [SamplingParams(temperature=0, max_tokens=30), SamplingParams(temperature=0, max_tokens=60, **STICKY)]
+    names = [None, "pirate", "json", "pirate", None, None, "pirate"]
+    prompts = ['{"city": "Paris", "unit": "celsius"} and again {"city": "Paris", "unit": "celsius"}'] * len(params)
+    with Client(served.address) as client:
+        before = client.stats()
+        outputs = client.generate(prompts, params, names)
+        after = client.stats()
+        plain = client.generate(prompts, [replace(each, speculation="off") for each in params], names)
+    found, expected = ([[each.token_ids for each in output.outputs] for output in some] for some in (outputs, plain))
+    assert found == expected
+    for output in outputs[:5]:
+        for each in output.outputs:
+            jsonschema.validate(json.loads(each.text), CITY)
+    for name, counted in (("draft", "num_draft_tokens"), ("accepted", "num_accepted_tokens")):
+        by_output = [getattr(output, counted) for output in outputs]
+        assert sum(by_output) <= after[f"{name}_tokens_total"] - before[f"{name}_tokens_total"]
+        assert sum(by_output[:5]) > 0
+    assert plain[0].num_draft_tokens == 0 and all(output.num_draft_tokens for output in outputs[:5])
+    assert outputs[6].outputs[0].text == "ab" * 20 and outputs[6].num_accepted_tokens > 0
 
 
 def test_tools_are_called(client: OpenAI) -> None:

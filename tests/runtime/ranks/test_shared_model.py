@@ -20,6 +20,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, speculation="off"),  # two
     SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=12, structured_outputs={"regex": "[a-c]+"}),  # masks after drafts
 ]
 SIZES: dict[str, Any] = {
     "precision": "fp32",

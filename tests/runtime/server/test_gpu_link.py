@@ -6,7 +6,7 @@ import numpy as np
 import zmq
 from sidestream.runtime.server.gpu_link import BatcherEnd, GpuEnd, Load, Ready, Retire, StepFailed, Timing
 from sidestream.runtime.server.gpu_process import is_fatal, without_directories
-from sidestream.runtime.steps.plan import StepResult
+from sidestream.runtime.steps.plan import StepDrafts, StepResult
 
 
 def receive(end, timeout=60.0):
@@ -42,6 +42,27 @@ def test_what_is_sent_before_the_partner_connects_arrives_in_order(tmp_path):
         )
         reporters[1].tell(StepFailed(5, "no"))
         assert receive(batcher) == StepFailed(5, "no")
+        context.destroy(linger=0)
+
+
+def test_drafts_are_taken_first_where_they_have_come_next(tmp_path):
+    with zmq.Context() as context:
+        batcher = BatcherEnd(context, tmp_path, 0)
+        gpu = GpuEnd(context, tmp_path, 0)
+        reporter = gpu.reporter()
+        assert batcher.drafts() is None and not batcher.has_news
+        for step in (3, 4):
+            reporter.drafts(StepDrafts(step, np.asarray([[step, 5]], np.int32)))
+            reporter.tell(StepFailed(step, "no"))
+        assert receive(batcher).step == 3
+        while not batcher.has_news:
+            time.sleep(0.005)
+        assert batcher.drafts() is None and batcher.drafts() is None and batcher.has_news
+        assert receive(batcher) == StepFailed(3, "no")
+        while (drafts := batcher.drafts()) is None:
+            time.sleep(0.005)
+        assert drafts.step == 4 and drafts.tokens.tolist() == [[4, 5]]
+        assert receive(batcher) == StepFailed(4, "no") and batcher.receive() is None
         context.destroy(linger=0)
 
 

@@ -4,16 +4,20 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
+from sidestream.runtime.steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
 from sidestream.runtime.wire.channel import Channel, ChannelClosed
+from support.sampling_plans import plan, sampling
 from support.serving import GUARD
 
 
@@ -72,6 +76,63 @@ def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_pa
         context.destroy(linger=0)
     assert codes == [0]
     assert served.begun == served.ended == ["a0"]
+
+
+class Forgetful(SlowReader):
+    """A runner that drafts, and cannot say what."""
+
+    def __init__(self):
+        self.runner = self
+        self.done = []
+
+    def loaded(self):
+        return []
+
+    def submit(self, plan):
+        self.done.append(("submit", plan.step))
+        return plan.step
+
+    def drafts(self, handle):
+        raise RuntimeError("out of memory")
+
+    def constrain(self, handle, masks):
+        self.done.append(("constrain", masks.step))
+
+    def collect(self, handle):
+        return StepResult(handle, np.zeros(2, np.int32), accepted=np.zeros(1, np.int32))
+
+
+def drafting_plan(step: int) -> StepPlan:
+    """Of one constrained sequence with a draft."""
+    one = np.ones(1, np.int32)
+    return replace(plan(sampling(2)), step=step, masked_rows=one - 1, follow_rows=one - 1, drafts=one)
+
+
+def test_a_step_whose_drafts_cannot_be_read_is_sampled_without_them(tmp_path):
+    served, (channel, theirs) = Forgetful(), Channel.pair()
+    process = threading.Thread(target=lambda: run(theirs.detach(), lambda settings: served))
+    process.start()
+    channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
+    with zmq.Context() as context:
+        batcher = BatcherEnd(context, tmp_path, 0)
+        batcher.submit(drafting_plan(0))
+        batcher.submit(drafting_plan(1))
+        heard, deadline = [], time.monotonic() + GUARD
+        while len(heard) < 4 and time.monotonic() < deadline:
+            batcher.flush()
+            message = batcher.receive()
+            if isinstance(message, StepDrafts):
+                assert message.tokens.size == 0
+                batcher.constrain(StepMasks(message.step, *[np.zeros(0, np.int32)] * 2, np.zeros((0, 1), np.int32)))
+            if isinstance(message, (StepDrafts, tuple)):
+                heard.append(message.step if isinstance(message, StepDrafts) else message[0].step)
+            time.sleep(0.002)
+        channel.close()
+        process.join(GUARD)
+        batcher.close()
+        context.destroy(linger=0)
+    assert heard == [0, 0, 1, 1]
+    assert served.done == [("submit", 0), ("constrain", 0), ("submit", 1), ("constrain", 1)]
 
 
 def test_a_supervisor_that_is_gone_is_no_fault(tmp_path):

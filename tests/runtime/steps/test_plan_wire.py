@@ -4,8 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-from sidestream.runtime.steps.plan import SamplingPlan, StepPlan, StepResult
-from sidestream.runtime.steps.wire import pack_plan, pack_result, unpack_plan, unpack_result
+from sidestream.runtime.steps.plan import SamplingPlan, StepDrafts, StepMasks, StepPlan, StepResult
+from sidestream.runtime.steps.wire import (
+    pack_drafts,
+    pack_masks,
+    pack_plan,
+    pack_result,
+    unpack_drafts,
+    unpack_masks,
+    unpack_plan,
+    unpack_result,
+)
 
 FLOATS = {"temperature", "top_p", "min_p", "bias_values", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 
@@ -87,3 +96,18 @@ def test_results(rows, columns, prompts):
     assert same(result, unpack_result(frame))
     with pytest.raises(ValueError):
         unpack_result(frame[:-4])
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_masks_and_drafts(rows, columns):
+    generator = np.random.default_rng(rows + columns)
+    table = some(generator, "", 2 * rows * columns).reshape(rows, 2 * columns)
+    masks = StepMasks(7, some(generator, "", rows), some(generator, "", rows), table[:, :columns])
+    drafts = StepDrafts(9, table[:, ::2])
+    for said, pack, unpack in ((masks, pack_masks, unpack_masks), (drafts, pack_drafts, unpack_drafts)):
+        frame = pack(said)
+        assert same(said, unpack(frame))
+        with pytest.raises(ValueError):
+            unpack(frame[:-4])
+    assert unpack_drafts(pack_drafts(StepDrafts(3, table[:0, :0]))).tokens.shape == (0, 0)

@@ -18,16 +18,24 @@ PROMPT = "What is the capital of France?"
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(device="cpu", show_progress=False) as llm:
+    with LLM(device="cpu", show_progress=False, speculation=3) as llm:
         yield llm
 
 
 def check(llm, seeds):
-    """Asks for answers by schemas of all families; those that came to their end validate, and nearly all do."""
+    """Asks for answers by schemas of all families, every second one with drafts; those that came to their end validate,
+    and nearly all do.
+    """
     asked = [schema(family, seed) for family, seed in product(FAMILIES, seeds)]
     names = [family.__name__ for family, _ in product(FAMILIES, seeds)]
     params = [
-        SamplingParams(temperature=0.8, seed=seed, max_tokens=400, structured_outputs={"json": each})
+        SamplingParams(
+            temperature=0.8,
+            seed=seed,
+            max_tokens=400,
+            structured_outputs={"json": each},
+            speculation=("off", None)[seed % 2],
+        )
         for seed, each in enumerate(asked, len(FAMILIES) * seeds.start)
     ]
     adapters = [(None, *llm.adapters)[seed % 3] for seed in range(len(asked))]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.ops.speculate.draft_ngram import LONGEST
+from sidestream.runtime.structured import drafted
 from sidestream.tools import cli
 from sidestream.tools.bench import latency
 from sidestream.tools.bench.drafts.injected import InjectedDrafts
@@ -53,8 +54,11 @@ def test_bench_latency_with_drafts(
     target = tmp_path / "latency.json"
     command = ["bench", "latency", "demo", "--device", "cpu", "--concurrency", "1", "--lora", "none"]
     sizes = ["--input-len", "9", "--output-len", "44", "--num-iters", "1", "--output-json", str(target)]
-    assert cli.main([*command, *sizes, "--speculate", "3", "--acceptance", "1"]) == 0
-    plain, always = json.loads(target.read_text())["rows"]
+    monkeypatch.setattr(drafted, "DRAFT_SECONDS", 60.0)
+    assert cli.main([*command, *sizes, "--speculate", "3", "--acceptance", "1", "--structured"]) == 0
+    plain, constrained, always, both = json.loads(target.read_text())["rows"]
+    assert constrained["structured"] and both["structured"] and both["injected_acceptance"] == 1.0
+    assert (constrained["tokens_per_step"], both["tokens_per_step"]) == (1.0, 4.0)
     assert (plain["drafts"], plain["injected_acceptance"], plain["tokens_per_step"]) == (0, None, 1.0)
     assert (always["drafts"], always["injected_acceptance"]) == (3, 1.0) and always["tokens_per_step"] == 4.0
     assert (plain["ms_per_step"], always["ms_per_step"]) == (2.0, 8.0)

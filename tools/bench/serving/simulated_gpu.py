@@ -15,7 +15,7 @@ from ....ops.core.kv_layout import PAGE_SIZE
 from ....runtime.server import gpu_process
 from ....runtime.server.gpu_link import LoadedAdapter, Ready
 from ....runtime.server.settings import ServeSettings
-from ....runtime.steps.plan import StepMasks, StepPlan, StepResult
+from ....runtime.steps.plan import StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 
 
 class SimulatedSizes(msgspec.Struct, kw_only=True):
@@ -70,6 +70,10 @@ class TimedRunner:
         handle = self.inner.submit(plan)
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
         return handle, self._free_at
+
+    def drafts(self, handle: tuple[Any, float]) -> StepDrafts:
+        """No step has any."""
+        return StepDrafts(handle[0].step, no_rows().reshape(0, 0))
 
     def constrain(self, handle: tuple[Any, float], masks: StepMasks) -> None:
         """A step's masks have come in time."""
