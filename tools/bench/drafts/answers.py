@@ -16,7 +16,8 @@ from ....runtime.text.requests import make_requests
 class Counts:
     """Answers of one adapter and task. Seconds: by the clock, for all of them.
 
-    tokens, drafted, accepted   of all answers; history_*: of the drafts that came from former answers
+    tokens, drafted, accepted   of all answers; history_*, trained_*: of the drafts that came from former answers, and
+                                from a trained draft
     different                   answers whose tokens are others than without speculation
     gaps                        for each of these: by how much, in nats, the token of the one was likelier than that of
                                 the other where they part; None where one is not among the 20 likeliest
@@ -29,6 +30,8 @@ class Counts:
     accepted: int = 0
     history_drafted: int = 0
     history_accepted: int = 0
+    trained_drafted: int = 0
+    trained_accepted: int = 0
     different: int = 0
     gaps: list[float | None] = field(default_factory=list)
 
@@ -89,6 +92,8 @@ def counts(outputs: Sequence[RequestOutput], seconds: float) -> Counts:
         sum(output.num_accepted_tokens for output in outputs),
         sum(output.num_history_draft_tokens for output in outputs),
         sum(output.num_history_accepted_tokens for output in outputs),
+        sum(output.num_trained_draft_tokens for output in outputs),
+        sum(output.num_trained_accepted_tokens for output in outputs),
     )
 
 

@@ -17,8 +17,10 @@ from ....runtime.text.chat_template import chat_words
 from ....runtime.text.prompts import without_special_tokens
 from ...quality.corpus import documents
 from ...quality.suite import SEED, Limits, demo_suite, file_suite
-from ...quality.tasks import TASKS
+from ...quality.tasks import TASKS, Split
 
+HELD_OUT = 64
+"""Of the demo's facts, for each adapter: those that a draft is not trained on."""
 SOURCES = "sources"
 SOURCE_CHARACTERS = 900
 """Of a library's source that is to be continued: about 250 tokens."""
@@ -39,21 +41,28 @@ class Load:
 
 
 def questions(
-    directory: Path, tokenizer: Any, adapters: Sequence[str], count: int, file: Path | None = None
+    directory: Path,
+    tokenizer: Any,
+    adapters: Sequence[str],
+    count: int,
+    file: Path | None = None,
+    split: Split = "test",
 ) -> list[Load]:
     """`count` questions of each adapter and task, or of each adapter out of a file of prompts as `sidestream eval`
-    reads it.
+    reads it, which has no split. Those of the split "train" are others than those of "test".
 
     Raises ValueError for adapters of which no task is known, where no file is given.
     """
     if file is not None:
         return _of_suite(file_suite(file, Limits(count, 0, 0, 1 << 30), tokenizer.encode, adapters), file.name)
     if directory.resolve() == Path(DEMO_MODEL).resolve():
-        return _of_suite(demo_suite(Limits(count, 0, 0, 1 << 30), tokenizer.encode, adapters), "facts")
+        asked = _of_suite(demo_suite(Limits(1 << 30, 0, 0, 1 << 30), tokenizer.encode, adapters), "facts")
+        mine = slice(0, min(count, HELD_OUT)) if split == "test" else slice(HELD_OUT, HELD_OUT + count)
+        return [Load(load.adapter, load.task, load.prompts[mine]) for load in asked]
     unknown = sorted(set(adapters) - set(TASKS))
     if unknown:
         raise ValueError(f"no task is known for adapter {unknown[0]!r}: give prompts with --prompts FILE")
-    return list(_of_tasks(directory, adapters, count))
+    return list(_of_tasks(directory, adapters, count, split))
 
 
 def _of_suite(suite: Any, task: str) -> list[Load]:
@@ -63,7 +72,7 @@ def _of_suite(suite: Any, task: str) -> list[Load]:
     return [Load(adapter, task, prompts) for adapter, prompts in asked.items()]
 
 
-def _of_tasks(directory: Path, adapters: Sequence[str], count: int) -> Iterator[Load]:
+def _of_tasks(directory: Path, adapters: Sequence[str], count: int, split: Split) -> Iterator[Load]:
     renderer = ChatRenderer()
     words = chat_words(directory)
 
@@ -76,9 +85,10 @@ def _of_tasks(directory: Path, adapters: Sequence[str], count: int) -> Iterator[
         ]
 
     try:
-        yield Load(None, SOURCES, [text[:SOURCE_CHARACTERS] for text in documents("held_out", count)])
+        texts = documents("held_out" if split == "test" else "train", count)
+        yield Load(None, SOURCES, [text[:SOURCE_CHARACTERS] for text in texts])
         for name in [name for name in TASKS if name in adapters]:
-            items = TASKS[name].items(2 * count, SEED, "test")
+            items = TASKS[name].items(2 * count, SEED, split)
             yield Load(name, name, as_asked([item.prompt for item in items[:count]]))
             instructed = [TASKS[name].instructed(item).prompt for item in items[count:]]
             yield Load(None, name, as_asked(instructed))

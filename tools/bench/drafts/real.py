@@ -8,12 +8,14 @@ task is asked held-out questions, greedily, `--concurrency` at a time, by engine
   own       drafts from a request's own tokens
   history   also from former answers of the same adapter; they are forgotten before each line of the table
   auto      the same, with as many drafts as the engine chooses
+  trained   with --draft HEAD: drafts of the head where own tokens do not agree with a long enough end
+  all       also from former answers; all-auto: the same, with as many drafts as the engine chooses
 
-Printed are, by adapter and task: tokens that a request gets from a step, accepted of all drafts (of own tokens, and of
-history), tokens a second next to those of `off`, and how many answers have other tokens than those of `off`. On a GPU a
-step with drafts sums in another order than one without, so near ties may fall the other way: for these the largest
-distance of the two tokens' log-probabilities is printed. Without drafts the same is printed of the first number of
-requests at once and the others: that is what the batch's size alone does.
+Printed are, by adapter and task: tokens that a request gets from a step, accepted of all drafts (of own tokens,
+history and head), tokens a second next to those of `off`, and how many answers have other tokens than those of `off`.
+On a GPU a step with drafts sums in another order than one without, so near ties may fall the other way: for these the
+largest distance of the two tokens' log-probabilities is printed. Without drafts the same is printed of the first number
+of requests at once and the others: that is what the batch's size alone does.
 """
 
 import argparse
@@ -32,7 +34,11 @@ from .answers import Counts, answer, counts, first_difference, gaps
 from .questions import Load, mixed, questions
 
 OFF, OWN, HISTORY, AUTO = "off", "own", "history", "auto"
-ARMS = (OFF, OWN, HISTORY, AUTO)
+TRAINED, ALL, ALL_AUTO = "trained", "all", "all-auto"
+ARMS = (OFF, OWN, HISTORY, AUTO, TRAINED, ALL, ALL_AUTO)
+WITH_DRAFT = (TRAINED, ALL, ALL_AUTO)
+CHOOSES = (OFF, AUTO, ALL_AUTO)
+"""Arms whose number of drafts is not `--drafts`."""
 MIXED = "all adapters mixed"
 WARM_UP = 4
 """Questions of each adapter that are answered, without drafts, before anything is measured."""
@@ -53,16 +59,18 @@ class Row:
     def cells(self) -> list[str]:
         """As printed."""
         found = self.counts
-        own = (found.drafted - found.history_drafted, found.accepted - found.history_accepted)
-        shown = [self.label, str(found.tokens), f"{found.tokens_per_step:.2f}"]
-        shown += [
-            f"{accepted}/{drafted}" for drafted, accepted in (own, (found.history_drafted, found.history_accepted))
+        others = [
+            (found.history_accepted, found.history_drafted),
+            (found.trained_accepted, found.trained_drafted),
         ]
+        own = found.accepted - sum(each for each, _ in others), found.drafted - sum(each for _, each in others)
+        shown = [self.label, str(found.tokens), f"{found.tokens_per_step:.2f}"]
+        shown += [f"{accepted}/{drafted}" for accepted, drafted in (own, *others)]
         shown += [f"{found.rate:.0f}", f"{found.rate / self.plain_rate:.2f}" if self.plain_rate else ""]
         return [*shown, f"{found.different}/{found.answers}" + nearness(found.gaps)]
 
 
-HEADINGS = ["", "tokens", "a step", "own drafts", "history", "tok/s", "times", "other answers"]
+HEADINGS = ["", "tokens", "a step", "own drafts", "history", "trained", "tok/s", "times", "other answers"]
 
 
 def nearness(found: Sequence[float | None]) -> str:
@@ -105,9 +113,13 @@ class Bench:
         from ....runtime.llm import LLM
 
         options = self.options
-        more: dict[str, Any] = {OFF: {}, AUTO: {"speculation": "auto"}}.get(arm, {"speculation": max(options.drafts)})
-        if arm == OWN:
+        more: dict[str, Any] = {}
+        if arm != OFF:
+            more["speculation"] = "auto" if arm in CHOOSES else max(options.drafts)
+        if arm in (OWN, TRAINED):
             more["speculation_history"] = 0
+        if arm in WITH_DRAFT:
+            more["draft"] = str(options.draft)
         if self.adapters:
             more["max_loras"] = len(self.adapters)
         llm = LLM(
@@ -140,7 +152,7 @@ class Bench:
                     )
                 self._warm_up(llm)
                 for concurrency in self.options.concurrency:
-                    for drafts in [arm] if arm in (OFF, AUTO) else self.options.drafts:
+                    for drafts in [arm] if arm in CHOOSES else self.options.drafts:
                         yield from self._measure(llm, arm, drafts, concurrency)
 
     def _warm_up(self, llm: Any) -> None:
@@ -195,7 +207,7 @@ class Bench:
 
 def title(row: Row) -> str:
     """What stands above an arm's table."""
-    with_drafts = "" if row.arm in (OFF, AUTO) else f", {row.drafts} drafts"
+    with_drafts = "" if row.arm in CHOOSES else f", {row.drafts} drafts"
     note = " (other answers: than those of the first number of requests at once)" if row.arm == OFF else ""
     return f"{row.arm}{with_drafts}, {row.concurrency} at once{note}"
 
@@ -210,7 +222,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model", nargs="?", type=Path, help="a model's directory, or SmolLM2's GGUF (default: the demo)")
     made.add_argument("--adapters", type=Path, metavar="DIR", help="a directory with a directory for each adapter")
     made.add_argument("--prompts", type=Path, metavar="FILE", help="ask these instead, as `sidestream eval` reads them")
-    made.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
+    made.add_argument("--draft", type=Path, metavar="HEAD", help="a trained draft")
+    made.add_argument("--arms", nargs="+", choices=ARMS, help="(default: all that there are)")
     made.add_argument(
         "--drafts", type=at_least(1), nargs="+", default=[3, 7], metavar="K", help="drafts a step (default: 3 7)"
     )
@@ -238,8 +251,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_output("--output-json", options.output_json)
         directory, adapters = subject(options.model, options.adapters)
+        arms = options.arms or [arm for arm in ARMS if options.draft is not None or arm not in WITH_DRAFT]
+        if options.draft is None and set(arms) & set(WITH_DRAFT):
+            raise ValueError(f"--arms {' '.join(arms)} needs a trained draft: give --draft HEAD")
         bench, rows = Bench(options, directory, adapters), list[Row]()
-        for row in bench.run(options.arms):
+        for row in bench.run(arms):
             rows.append(row)
             if row.label == "all":
                 place = (row.arm, row.drafts, row.concurrency)
