@@ -43,6 +43,18 @@ class _Step(EagleDraft):
             kv_caches[0],
         )
 
+    def fused(self, features: list[torch.Tensor]) -> torch.Tensor:
+        """The three hidden states [T, H] as one: `fc` of them side by side. Each is multiplied by a part of the weight,
+        which the compiler does not quantize: their sizes differ so much that one scale for a row would be the last
+        one's alone.
+        """
+        width = self.config.hidden_size
+        parts = [
+            F.linear(feature, self.fc.weight[:, place * width : (place + 1) * width])
+            for place, feature in enumerate(features)
+        ]
+        return parts[0] + parts[1] + parts[2]
+
     def drafted(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, H] -> the most likely tokens [B] int64."""
         best = F.linear(self.norm(hidden_states), self.lm_head.weight).argmax(-1)
@@ -88,10 +100,9 @@ class FirstPass(_Step):
         input_ids [T]: the token after each row's. features: the target's three hidden states [T, H]. The rest is as in
         `Llama.forward`.
         """
-        fused = F.linear(torch.cat(features, dim=-1), self.fc.weight)
         hidden_states = self.rows(
             input_ids,
-            fused,
+            self.fused(features),
             positions,
             slot_mapping,
             adapter_index,

@@ -26,6 +26,7 @@ from .programs import ReadyPrograms
 
 PREFIX = "draft."
 """Before the names of the draft's weights, stacks and caches where they lie among the target's."""
+ALIGNED = 16
 STAGED = ("state_rows", "chain_counts", "chain_slots", "last_rows")
 """Of each step, one for each sequence: see `TrainedDraft.stage`."""
 
@@ -83,12 +84,13 @@ class TrainedDraft:
         self._features = [make(rows, width, dtype=dtype) for _ in config.feature_layers]
         # one row more, for sequences of which nothing is kept
         self._tokens, self._hidden = make(most + 1, dtype=torch.int64), make(most + 1, width, dtype=dtype)
-        self._drafts = make(MAX_DRAFTS, most, dtype=torch.int64)
-        self._states = make(MAX_DRAFTS, most, width, dtype=dtype)
+        columns = -(-most // ALIGNED) * ALIGNED  # each step's row begins where kernels find memory aligned
+        self._drafts = make(MAX_DRAFTS, columns, dtype=torch.int64)
+        self._states = make(MAX_DRAFTS, columns, width, dtype=dtype)
         self._places = {
-            "positions": make(MAX_DRAFTS - 1, most, dtype=torch.int64),
-            "slot_mapping": torch.full((MAX_DRAFTS - 1, most), -1, dtype=torch.int32, device=device),
-            "context_lens": make(MAX_DRAFTS - 1, most, dtype=torch.int32),
+            "positions": make(MAX_DRAFTS - 1, columns, dtype=torch.int64),
+            "slot_mapping": torch.full((MAX_DRAFTS - 1, columns), -1, dtype=torch.int32, device=device),
+            "context_lens": make(MAX_DRAFTS - 1, columns, dtype=torch.int32),
         }
         self._block_table = make(most, buckets.blocks, dtype=torch.int32)
         sequences = max(most, buckets.logit_rows)  # a step that scores prompts has rows of logits beyond its sequences
