@@ -35,8 +35,8 @@ REPORTED = 50
 """Steps between two lines of the report."""
 EXAMINED = 4
 """Batches of answers that were not trained on, by which the report goes."""
-KEPT_APART = 0.1
-"""Of the answers, to examine."""
+APART = 10
+"""One in so many answers is kept to examine."""
 
 
 def fit(
@@ -88,11 +88,10 @@ def examine(head: Head, batches: Sequence[Batch], depth: int) -> list[float]:
 def apart(
     answers: dict[str | None, list[Answer]],
 ) -> tuple[dict[str | None, list[Answer]], dict[str | None, list[Answer]]]:
-    """(to train on, to examine)."""
-    kept = {adapter: max(1, int(len(mine) * KEPT_APART)) for adapter, mine in answers.items()}
+    """(to train on, to examine): of each adapter one in APART to examine, since tasks lie one after another."""
     return (
-        {adapter: mine[kept[adapter] :] for adapter, mine in answers.items()},
-        {adapter: mine[: kept[adapter]] for adapter, mine in answers.items()},
+        {adapter: [one for place, one in enumerate(mine) if place % APART] for adapter, mine in answers.items()},
+        {adapter: mine[::APART] for adapter, mine in answers.items()},
     )
 
 
@@ -131,7 +130,8 @@ def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) ->
 
     def examined(adapter: str | None) -> list[Batch]:
         mine, rows = held_out[adapter], options.rows
-        parts = [mine[first : first + rows] for first in range(0, min(len(mine), rows * EXAMINED), rows)]
+        some = mine[:: max(1, len(mine) // (rows * EXAMINED))]
+        parts = [some[first : first + rows] for first in range(0, min(len(some), rows * EXAMINED), rows)]
         return [target.batch(part, adapter, options.longest) for part in parts]
 
     looked_at = examined(None if None in of_head else next(iter(of_head)))
@@ -142,6 +142,7 @@ def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) ->
     head.save(options.output, written)
     for name, path in adapters.items():
         if not learned.get(name) or not options.lora_steps:
+            print(f"{name}: no LoRA of the draft is trained", flush=True)
             continue
         alone: dict[str | None, list[Answer]] = {name: learned[name]}
         looked_at = examined(name)
