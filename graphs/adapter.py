@@ -41,7 +41,8 @@ class Adapter:
     `rank` is the largest r; `targets` the projections that occur (`q_proj`, ...), in Llama's order. `content_hash`
     (sha256, hex) covers everything that affects outputs: same hash, same outputs. `differences` says where the tensors
     and adapter_config.json disagree (the tensors are what is served). `source` (sha256, hex) covers everything that was
-    read, the file's layout included: same source, same `content_hash`.
+    read, the file's layout included: same source, same `content_hash`. `draft`: the adapter that it has for a trained
+    draft, which changes no output; its content counts in the hash all the same.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Adapter:
     content_hash: str
     differences: tuple[str, ...] = ()
     source: str = ""
+    draft: "Adapter | None" = None
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ Everything that would change the arithmetic and that the graph does not do is re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from .config_fields import ConfigError, integer, number, read_json_object, token_ids
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
@@ -155,7 +155,7 @@ class LlamaConfig:
             return 0
         return 0 if layer in self.full_layers else self.sliding_window
 
-    def up_to(self, tokens: int) -> "LlamaConfig":
+    def up_to(self, tokens: int) -> Self:
         """The same model for contexts of at most so many tokens, which need no window that is as long."""
         needs_none = self.sliding_window is not None and self.sliding_window >= tokens
         return replace(self, sliding_window=None, full_layers=()) if needs_none else self

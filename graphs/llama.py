@@ -191,9 +191,15 @@ class Decoder(nn.Module):
     """Embedding, layers and last norm; named `model` in checkpoints."""
 
     def __init__(
-        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+        self,
+        config: LlamaConfig,
+        lora: LoraShape | None,
+        dtype: torch.dtype,
+        device: torch.device | None,
+        features: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        self.features = features
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_scaling = config.logits_scaling
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
@@ -213,22 +219,27 @@ class Decoder(nn.Module):
         context_lens: torch.Tensor,
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
-    ) -> torch.Tensor:
-        """input_ids [T] -> hidden states [T, H], over `logits_scaling`; see `Llama.forward` for the rest."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """input_ids [T] -> hidden states [T, H], over `logits_scaling`, and those after each layer of `features`; see
+        `Llama.forward` for the rest.
+        """
         hidden_states = times(self.embed_tokens(input_ids), self.embedding_multiplier)
         cos, sin = self.rotary_emb(positions)
+        after = []
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden_states = layer(
                 hidden_states, cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache
             )
-        return times(self.norm(hidden_states), 1 / self.logits_scaling)
+            after.append(hidden_states)
+        return times(self.norm(hidden_states), 1 / self.logits_scaling), [after[count - 1] for count in self.features]
 
 
 class Llama(nn.Module):
     """A Llama with room for `lora.slots` adapters (`lora=None`: none).
 
     `dtype` is the dtype of weights, activations and caches; None takes the checkpoint's. Parameters are uninitialised:
-    load them, or build on the meta device to capture.
+    load them, or build on the meta device to capture. `features`: after how many layers hidden states are returned too,
+    each at least 1.
     """
 
     def __init__(
@@ -237,13 +248,14 @@ class Llama(nn.Module):
         lora: LoraShape | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        features: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.config = config
         self.lora = lora
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, config.dtype)
         place = torch.device(device) if device is not None else None
-        self.model = Decoder(config, lora, self.dtype, place)
+        self.model = Decoder(config, lora, self.dtype, place, features)
         self.lm_head: LoRALinear | None = None  # tied: the embedding is used twice
         if not config.tie_word_embeddings:
             self.lm_head = LoRALinear(config.hidden_size, config.vocab_size, None, self.dtype, place)
@@ -259,20 +271,22 @@ class Llama(nn.Module):
         query_start: torch.Tensor,
         logits_indices: torch.Tensor,
         kv_caches: list[torch.Tensor],
-    ) -> torch.Tensor:
-        """One step over T tokens of B sequences -> logits [B, V] of the tokens that `logits_indices` names.
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """One step over T tokens of B sequences -> logits [B, V] of the tokens that `logits_indices` names; with
+        `features` a tuple of these and of the hidden states [T, H] after each of its layers.
 
         input_ids, positions [T] int64 or int32; slot_mapping [T] int32 (page * 64 + offset, -1 = padding);
         adapter_index [T] int32 (-1 = no adapter); block_table [B, P], context_lens [B] (this step's tokens included),
         query_start [B + 1], logits_indices [B] int32; kv_caches: per layer [pages, kv heads, 2, 64, D], written in
         place.
         """
-        hidden_states = self.model(
+        hidden_states, features = self.model(
             input_ids, positions, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_caches
         )
         hidden_states = hidden_states.index_select(0, logits_indices)
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(hidden_states, head)
+        logits = F.linear(hidden_states, head)
+        return (logits, *features) if features else logits
 
     def checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each tensor that a checkpoint must hold."""

@@ -17,6 +17,7 @@ from ...ops.core.registry import as_outputs
 from ..program.buffers import Buffer, ProgramError, View
 from ..program.calls import out_overload, overload_of, own_op
 from ..program.program import Program, Step
+from .captured import capture, capture_stream
 from .first_runs import first_runs
 from .places import placed_tensors
 from .ranges import SWITCH, named, ranged, replay_range, step_range
@@ -111,20 +112,7 @@ class BoundProgram:
         """
         if self.device.type != "cuda":
             return self
-        stream = _capture_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            self.prepare()
-            torch.cuda.synchronize(self.device)
-            # not torch.cuda.graph: that collects garbage and empties the allocator's cache before each capture
-            # thread_local: by default CUDA refuses another thread's wait for a step's event, and ends the capture
-            graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
-            try:
-                self.run()
-            finally:
-                graph.capture_end()
-        self._graph = graph
+        self._graph = capture(self.device, self.prepare, self.run, pool)
         return self
 
     def replay(self) -> tuple[Any, ...]:
@@ -343,19 +331,13 @@ class _Side:
 
 
 @lru_cache(maxsize=16)
-def _capture_stream(device: torch.device) -> Any:
-    """One stream for all captures: what libraries allocate for a stream is allocated once."""
-    return torch.cuda.Stream(device)
-
-
-@lru_cache(maxsize=16)
 def _side_stream(device: torch.device) -> Any:
     """One side stream for all programs.
 
     PyTorch hands out the same 32 streams in turn: a new one each time would now and then be the capture's own.
     """
     stream = torch.cuda.Stream(device)
-    while stream == _capture_stream(device):
+    while stream == capture_stream(device):
         stream = torch.cuda.Stream(device)
     return stream
 

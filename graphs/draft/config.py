@@ -13,6 +13,8 @@ from ..config import LlamaConfig
 from ..config_fields import ConfigError, flag, integer, read_json_object
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LAYER = "midlayer."
+"""What the names of the head's layer begin with."""
 LORA_DIRECTORY = "draft"
 """In an adapter's directory: the LoRA of the draft, two files as PEFT writes them."""
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -80,7 +82,7 @@ class EagleConfig(LlamaConfig):
         return outputs, 2 * inputs if packed else inputs
 
     def _in_each_layer(self, names: tuple[str, ...]) -> list[str]:
-        return [module.replace("model.layers.0.", "midlayer.", 1) for module in super()._in_each_layer(names)]
+        return [module.replace("model.layers.0.", LAYER, 1) for module in super()._in_each_layer(names)]
 
 
 def read_eagle_config(directory: str | Path) -> EagleConfig:

@@ -17,8 +17,11 @@ def describe(line: bytes) -> Answered:
     """The answer to one line."""
     asked = msgspec.json.decode(line, type=Asked)
     roots = None if asked.roots is None else [Path(root) for root in asked.roots]
+    config = asked.config if asked.draft is None else asked.draft
+    if config is None:
+        return Answered(refused="no model is named for it")
     try:
-        return Answered(describe_adapter(Path(asked.directory), asked.config, asked.max_rank, asked.lenient, roots))
+        return Answered(describe_adapter(Path(asked.directory), config, asked.max_rank, asked.lenient, roots))
     except AdapterError as problem:
         return Answered(refused=str(problem))
     except MemoryError:

@@ -12,6 +12,7 @@ import msgspec
 from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import Description
 from ...graphs.config import LlamaConfig
+from ...graphs.draft.config import EagleConfig
 from ..child_process import ChildProcess
 
 SECONDS = 20.0
@@ -22,10 +23,12 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     """The arguments of `describe_adapter`; paths as text."""
 
     directory: str
-    config: LlamaConfig
+    config: LlamaConfig | None
     max_rank: int
     lenient: bool
     roots: list[str] | None
+    draft: EagleConfig | None = None
+    """In place of `config`, for the adapter of a trained draft."""
 
 
 class Answered(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -48,8 +51,14 @@ class AdapterDescriber:
         self, directory: Path, config: LlamaConfig, max_rank: int, lenient: bool, roots: Sequence[Path] | None
     ) -> Description:
         """See `describe_adapter`. Raises AdapterError, also when the child takes too long or dies."""
+        draft = config if isinstance(config, EagleConfig) else None
         asked = Asked(
-            str(directory.absolute()), config, max_rank, lenient, None if roots is None else [str(one) for one in roots]
+            str(directory.absolute()),
+            config if draft is None else None,
+            max_rank,
+            lenient,
+            None if roots is None else [str(one) for one in roots],
+            draft,
         )
         try:
             line = msgspec.json.encode(asked) + b"\n"

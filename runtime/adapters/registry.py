@@ -1,5 +1,7 @@
 """The adapters that the engine knows: names, numbers, contents, and where their files are."""
 
+import hashlib
+import logging
 import os
 import re
 import threading
@@ -13,6 +15,7 @@ from ...graphs.adapter import Adapter, Describe, load_adapter
 from ...graphs.adapter_config import CONFIG, AdapterError
 from ...graphs.adapter_description import WEIGHTS, describe_adapter
 from ...graphs.config import LlamaConfig
+from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
 from ...graphs.stack import check_fits
 from ..requests.errors import RequestError
@@ -22,6 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
 READERS = 8  # threads; reading, checking and hashing all release the interpreter
 Stamp = tuple[tuple[int, ...], ...]
+_log = logging.getLogger("sidestream")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class AdapterRegistry:
                       tensors are not kept
     lenient           unknown fields of adapter_config.json are ignored instead of refused
     describe          who reads the configs and the weights' headers
-    lora              the stacks' shape once it is fixed: what does not fit is refused
+    draft             the trained draft that is in use: adapters' own LoRAs of it are read with them
+    lora, draft_lora  the stacks' shapes once they are fixed: what does not fit is refused
     """
 
     def __init__(
@@ -77,8 +82,10 @@ class AdapterRegistry:
         cache: SlotCache | None = None,
         lenient: bool = False,
         describe: Describe = describe_adapter,
+        draft: EagleConfig | None = None,
     ) -> None:
         self.config = config
+        self.draft = draft
         self.max_rank = max_rank
         self.allowed_roots: tuple[Path, ...] | None = None
         if allowed_roots is not None:
@@ -87,6 +94,7 @@ class AdapterRegistry:
         self.numbers: dict[str, int] = {}
         self.hashes: dict[int, str] = {}
         self.lora: LoraShape | None = None
+        self.draft_lora: LoraShape | None = None
         self.cache = cache
         self._keep = keep
         self._lenient, self._describe = lenient, describe
@@ -138,23 +146,54 @@ class AdapterRegistry:
         directory = self._resolve(name, path)
         stamp = _stamp(directory)
         lora = self.lora  # what does not fit the stacks is refused before it takes memory
-        adapter = load_adapter(
-            directory,
-            self.config,
-            self.max_rank if lora is None else min(self.max_rank, lora.rank),
-            self._lenient,
-            recall=None if self.cache is None else self.cache.recall,
-            roots=self.allowed_roots,
-            describe=self._describe,
-        )
-        if self.cache is not None and adapter.tensors:
-            self.cache.remember(adapter)
+        rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
+        adapter = self._load(directory, rank, self.allowed_roots, fresh=True)
         if lora is not None:
             try:
                 check_fits(adapter, lora)
             except ValueError as error:
                 raise RequestError(f"adapter {name!r}: {error}") from error
+            self._check_draft(name, adapter.draft)
         return directory, adapter, stamp
+
+    def _check_draft(self, name: str, draft: Adapter | None) -> None:
+        if draft is None:
+            return
+        if self.draft_lora is None:
+            _log.warning(
+                "adapter %r: its LoRA of the draft is not used: the engine was started without any; name an adapter "
+                "that has one at the start",
+                name,
+            )
+            return
+        try:
+            check_fits(draft, self.draft_lora)
+        except ValueError as error:
+            raise RequestError(f"adapter {name!r}, its LoRA of the draft: {error}") from error
+
+    def _load(self, directory: Path, max_rank: int, roots: tuple[Path, ...] | None, fresh: bool = False) -> Adapter:
+        """An adapter and its LoRA of the draft. `fresh`: what the cache knows by its source has no tensors; and what it
+        does not is told to it.
+        """
+
+        def load(path: Path, config: LlamaConfig, rank: int) -> Adapter:
+            recall = self.cache.recall if fresh and self.cache is not None else None
+            found = load_adapter(path, config, rank, self._lenient, recall, roots, self._describe)
+            if fresh and self.cache is not None and found.tensors:
+                self.cache.remember(found)
+            return found
+
+        adapter = load(directory, self.config, max_rank)
+        if self.draft is None or not (directory / LORA_DIRECTORY).is_dir():
+            return adapter
+        try:
+            draft = load(directory / LORA_DIRECTORY, self.draft, self.max_rank)
+        except AdapterError as problem:
+            raise AdapterError(f"its LoRA of the draft: {problem}") from None
+        both = hashlib.sha256(f"{adapter.content_hash} {draft.content_hash}".encode()).hexdigest()
+        if not (adapter.tensors and draft.tensors):  # all of it, or nothing
+            adapter, draft = replace(adapter, tensors={}), replace(draft, tensors={})
+        return replace(adapter, content_hash=both, draft=draft)
 
     def _register(
         self,
@@ -169,7 +208,9 @@ class AdapterRegistry:
             self._check_room(name, replace_name)
             if self.numbers.get(name) != former:
                 raise RequestError(f"adapter {name!r} was removed or replaced meanwhile; load it again")
-            known = KnownAdapter(self._next, name, directory, replace(adapter, tensors={}), self.allowed_roots)
+            draft = None if adapter.draft is None else replace(adapter.draft, tensors={})
+            bare = replace(adapter, tensors={}, draft=draft)
+            known = KnownAdapter(self._next, name, directory, bare, self.allowed_roots)
             self._next += 1
             self._by_number[known.number] = known
             if len(self._fresh) < self._keep:
@@ -221,12 +262,12 @@ class AdapterRegistry:
         if fresh is not None and fresh.tensors:
             return fresh
         stamp = _stamp(known.path)
-        adapter = load_adapter(
-            known.path, self.config, self.max_rank, self._lenient, roots=known.roots, describe=self._describe
-        )
+        adapter = self._load(known.path, self.max_rank, known.roots)
         if adapter.content_hash != known.content_hash:
-            if self.cache is not None and adapter.source == known.adapter.source:
-                self.cache.forget(adapter.source)
+            if self.cache is not None:
+                for now, then in ((adapter, known.adapter), (adapter.draft, known.adapter.draft)):
+                    if now is not None and then is not None and now.source == then.source:
+                        self.cache.forget(now.source)
             raise AdapterError("its files have changed since it was registered; register it again")
         with self._lock:
             if number in self._stamps:
@@ -295,6 +336,8 @@ def _stamp(directory: Path) -> Stamp | None:
     """What tells one state of an adapter's files from another without reading them; None when they are not there."""
     try:
         states = [(directory / name).stat() for name in (WEIGHTS, CONFIG)]
+        draft = directory / LORA_DIRECTORY
+        states += [(draft / name).stat() for name in (WEIGHTS, CONFIG) if draft.is_dir()]
     except OSError:
         return None
     return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)

@@ -16,6 +16,7 @@ import torch
 
 from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter import Adapter
+from ...graphs.draft.config import LAYER
 from ...graphs.lora import LoraShape
 from ...graphs.stack import check_fits, slot_tensor
 from .host_memory import host_bytes, page_lock
@@ -25,6 +26,8 @@ from .slot_cache import packing_key, slot_key
 
 ALIGNMENT = 4096
 """A page of the operating system: page-locking one tensor must not touch its neighbours."""
+NOTHING = Adapter(0, {}, {}, (), "")
+"""In place of the LoRA of the draft that an adapter lacks."""
 LOCK_PAUSE = 0.0002
 PIECE = 1 << 20
 """Bytes that are page-locked, and copied, at a time: a step cannot be launched during a call that locks pages."""
@@ -211,7 +214,10 @@ class AdapterStore:
         def find(name: str) -> torch.Tensor:
             if name in self._constants:
                 return self._constants[name]
-            return slot_tensor(adapter, self._registry.config, self._lora, name, self._dtype)
+            registry = self._registry
+            if name.startswith(LAYER) and registry.draft is not None and registry.draft_lora is not None:
+                return slot_tensor(adapter.draft or NOTHING, registry.draft, registry.draft_lora, name, self._dtype)
+            return slot_tensor(adapter, registry.config, self._lora, name, self._dtype)
 
         self._packing.pack(find, block.tensors)
 

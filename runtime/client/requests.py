@@ -208,6 +208,8 @@ class Assembly:
             self.output.num_accepted_tokens = chunk.usage.accepted_tokens
             self.output.num_history_draft_tokens = chunk.usage.history_draft_tokens
             self.output.num_history_accepted_tokens = chunk.usage.history_accepted_tokens
+            self.output.num_trained_draft_tokens = chunk.usage.trained_draft_tokens
+            self.output.num_trained_accepted_tokens = chunk.usage.trained_accepted_tokens
             self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)
 
 

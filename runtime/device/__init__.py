@@ -5,6 +5,9 @@ sampler          from logits to tokens
 sharded_sampler  the same where each rank has a part of the vocabulary
 step_inputs      a bucket's static inputs
 staging          small arrays to the device in one copy
+histories        the tokens of the sequences that run, and where their drafts come from
+trained_draft    a trained draft: its pass over a step's rows, and the chain that drafts for the next
+draft_parts      from a head's directory to what that runs
 programs         the programs that are ready, and who waits for others
 step_times       what programs take, measured at a start
 buckets          which sizes have a program

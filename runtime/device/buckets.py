@@ -108,6 +108,25 @@ class Buckets:
         verify = [self._make_verify(*sizes, lora) for sizes in reversed(self.verify_sizes()) for lora in twins]
         return [*self.decode_buckets(), *verify]
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of a sequence in the widest steps with drafts."""
+        return self._verify_rows()[-1]
+
+    def chain_bucket(self, sequences: int, lora: bool) -> Bucket:
+        """The bucket of a trained draft's chain: a row for each of so many sequences."""
+        return self._make(sequences, sequences, decode=True, lora=lora)
+
+    def chain_buckets(self) -> list[Bucket]:
+        """Those of every batch size that has steps with drafts, largest first."""
+        twins = (True, False) if self.lora else (False,)
+        sizes = sorted({size for size, _ in self.verify_sizes()}, reverse=True)
+        return [self.chain_bucket(size, lora) for size in sizes for lora in twins]
+
+    def pick_chain(self, plan: StepPlan) -> Bucket:
+        """The bucket of the chain for a step with drafts."""
+        return self.chain_bucket(self._verify_size(plan.num_sequences), self.lora and plan.uses_lora)
+
     def pick(self, plan: StepPlan) -> Bucket:
         """The bucket for a step."""
         tokens, sequences = plan.num_tokens, len(plan.logits_indices)
@@ -131,12 +150,14 @@ class Buckets:
         )
 
     def _pick_verify(self, sequences: int, most: int, lora: bool) -> Bucket:
-        size = (
-            min(next_power_of_2(sequences), self.max_num_seqs)
-            if self.rounded
-            else _at_least(self.decode_sizes(), sequences)
+        return self._make_verify(
+            self._verify_size(sequences), next(rows for rows in self._verify_rows() if rows >= most), lora
         )
-        return self._make_verify(size, next(rows for rows in self._verify_rows() if rows >= most), lora)
+
+    def _verify_size(self, sequences: int) -> int:
+        if self.rounded:
+            return min(next_power_of_2(sequences), self.max_num_seqs)
+        return _at_least(self.decode_sizes(), sequences)
 
     def _make_verify(self, sequences: int, rows: int, lora: bool | None = None) -> Bucket:
         lora = self.lora if lora is None else lora

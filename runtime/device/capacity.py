@@ -59,6 +59,9 @@ class Demand:
         return self.weights + self.adapters + self.activations + self.reserve
 
 
+NOTHING = Demand(0, 0, 0, 0, 0)
+
+
 def sampling_bytes(rows: int, vocabulary: int) -> int:
     """Memory for sampling `rows` rows of logits."""
     return SAMPLING_COPIES * rows * vocabulary * 4
@@ -113,11 +116,12 @@ def num_kv_pages(
     sizes: EngineSizes,
     device: torch.device,
     sampled_rows: int,
+    more: Demand = NOTHING,
 ) -> int:
     """How many KV pages there will be; `program` is the one that needs the most memory, `sampled_rows` the most that a
-    step samples. Raises CapacityError.
+    step samples, `more` what a trained draft needs. Raises CapacityError.
     """
-    page = nbytes(kv_specs(program, 1))
+    page = nbytes(kv_specs(program, 1)) + more.page
     if options.num_kv_pages is not None:
         return options.num_kv_pages
     if device.type == "cpu":
@@ -128,7 +132,9 @@ def num_kv_pages(
     stacks = specs_of(program, "adapter")
     slots = next((shape[0] for shape, _ in stacks.values()), 1)
     # one slot more: `slot_copy`'s buffer
-    demand = Demand(nbytes(specs_of(program, "weight")), nbytes(stacks) * (slots + 1) // slots, activations, page)
+    adapters = (nbytes(stacks) + more.adapters) * (slots + 1) // slots
+    weights = nbytes(specs_of(program, "weight")) + more.weights
+    demand = Demand(weights, adapters, activations + more.activations, page)
     free, total = torch.cuda.mem_get_info(device)
     return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
 

@@ -12,13 +12,18 @@ from ...ops.speculate.draft_ngram import draft_ngram
 from ...ops.speculate.draft_recalled import draft_recalled
 from ...ops.speculate.keep_answers import keep_answers
 from ...ops.speculate.place_drafts import place_drafts
-from ..steps.plan import RINGS, StepMasks, StepPlan
+from ..steps.plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, StepMasks, StepPlan
 from .staging import Staging
+from .trained_draft import STAGED, First, TrainedDraft
 
 Draft = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 Accept = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]
+SURE = 4
+"""With a trained draft, so many tokens must agree for its drafts to be left aside: what follows there is then more
+likely.
+"""
 _PLACED = ("input_ids", "positions", "slot_mapping", "context_lens")
 _OF_STEP = ("rows", "counts", "first", "rings", "ring_ends", "ring_filled")
 
@@ -33,21 +38,36 @@ class Histories:
     (see `scheduling/rings.py`, which knows whose they are).
 
     A step goes `place`, the program, sampling, `accept`. `draft` makes the drafts, as `draft_ngram` does, and
-    `hold` counts those that hold, as `accept_drafts` does. `recalled` [B]: 1 where a ring knew better in the step, 0
-    elsewhere; None where no ring was looked at.
+    `hold` counts those that hold, as `accept_drafts` does. `trained` drafts where neither a sequence's own tokens nor
+    its ring agree with SURE tokens of its end. `sources` [B]: where the step's drafts came from, as `StepResult` has
+    it; None where own tokens were all that there was.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device, ring_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        ring_tokens: int = 0,
+        trained: TrainedDraft | None = None,
+    ) -> None:
         self.device = device
+        self.trained = trained
         self.draft: Draft = draft_ngram
         self.hold: Accept = accept_drafts
-        self.recalled: torch.Tensor | None = None
+        self.sources: torch.Tensor | None = None
         self._tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
         self._left = Staging([("counts", (max_num_seqs,), torch.int32)], device)
         self._rings = torch.zeros(RINGS, ring_tokens, dtype=torch.int32, device=device)
         sizes = {**dict.fromkeys(_OF_STEP, max_num_seqs), "query_start": max_num_seqs + 1}
-        self._staging = Staging([(name, (size,), torch.int32) for name, size in sizes.items()], device)
+        fields = [(name, (size,), torch.int32) for name, size in sizes.items()]
+        if trained is not None:
+            longs = ("state_rows", "last_rows")
+            fields += [(name, (max_num_seqs,), torch.int64 if name in longs else torch.int32) for name in STAGED]
+        self._staging = Staging(fields, device)
+        if trained is not None:
+            trained.use({name: self._staging.device[name] for name in STAGED}, self._lengths)
         self._drafts = self._tokens.new_empty(0, 0)
 
     @property
@@ -68,16 +88,14 @@ class Histories:
             host[name][:count] = values
         # not the program's own: one without drafts whose attention takes one row a sequence has no such input
         host["query_start"][: count + 1] = plan.query_start
+        if self.trained is not None:
+            self.trained.stage(host, plan)
         self._staging.upload()
         rows, counts, _, *rings = self._of_step(count)
         most = max(0, int(plan.drafts.max()))
-        self._drafts, self.recalled = rows.new_empty(count, 0), None
+        self._drafts, self.sources = rows.new_empty(count, 0), None
         if most:
-            self._drafts, agreed = self.draft(self._tokens, self._lengths, rows, most)
-            if plan.ring_filled.any():
-                self.recalled = draft_recalled(
-                    self._tokens, self._lengths, rows, agreed, self._rings, *rings, self._drafts
-                )
+            self._drafts, self.sources = self._make_drafts(plan, rows, rings, most, inputs["block_table"])
         if (plan.drafts >= 0).any():
             place_drafts(
                 self._tokens,
@@ -89,6 +107,34 @@ class Histories:
                 inputs["block_table"],
                 *(inputs[name] for name in _PLACED),
             )
+
+    def _make_drafts(
+        self, plan: StepPlan, rows: torch.Tensor, rings: list[torch.Tensor], most: int, block_table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts [B, most] and their sources."""
+        drafts, agreed = self.draft(self._tokens, self._lengths, rows, most)
+        sources = None
+        if self.trained is not None:
+            agreed = agreed.clamp_min(SURE - 1)  # a ring that agrees with less is not asked
+        if plan.ring_filled.any():
+            sources = draft_recalled(self._tokens, self._lengths, rows, agreed, self._rings, *rings, drafts)
+        if self.trained is None:
+            return drafts, sources
+        unsure = agreed < SURE
+        if sources is None:
+            sources = torch.full_like(agreed, OWN_TOKENS)
+        else:
+            unsure &= sources != FORMER_ANSWERS
+        chained = self.trained.chain(plan, block_table, most)
+        return torch.where(unsure[:, None], chained, drafts), sources.masked_fill_(unsure, TRAINED_DRAFT)
+
+    def follow(
+        self, first: First | None, plan: StepPlan, input_ids: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor
+    ) -> None:
+        """Let the trained draft read a step whose tokens [N] were sampled; `first`: of the program that ran."""
+        if self.trained is not None and first is not None:
+            query_start = self._staging.device["query_start"]
+            self.trained.follow(first, plan, input_ids, tokens, accepted, query_start)
 
     def accept(self, plan: StepPlan, tokens: torch.Tensor, masks: StepMasks | None = None) -> torch.Tensor:
         """Take in what the step sampled [N]; returns how many drafts hold [B], int32. Of a constrained sequence no more

@@ -23,6 +23,7 @@ from ...compiler.program.program import Program
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter
 from ...graphs.config import LlamaConfig
+from ...graphs.draft.config import read_eagle_config
 from ...graphs.llama import Llama
 from ...graphs.lora import RANK_MULTIPLE, LoraShape
 from ...graphs.model_directory import model_directory
@@ -40,7 +41,8 @@ from ..scheduling.speculation import most_drafts
 from ..steps.runner import Runner
 from ..text.tokenizer import eos_token_ids
 from .buckets import Buckets
-from .capacity import kv_specs, least_of_ranks, num_kv_pages, specs_of
+from .capacity import NOTHING, kv_specs, least_of_ranks, num_kv_pages, specs_of
+from .draft_parts import DraftParts, Source, Sources
 from .histories import Histories
 from .progress import progress, stage
 from .runner import ModelRunner
@@ -196,6 +198,7 @@ def load_model(
         engine.rounded_weights, config, weights, compiler_options, calibration, options.as_rounded
     )
     check_layers(compiler_options, config.num_hidden_layers)
+    draft = None if engine.draft is None else read_eagle_config(engine.draft).fitted(config)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)
     registry = AdapterRegistry(
         config,
@@ -204,12 +207,14 @@ def load_model(
         cache=SlotCache.from_environment(),
         lenient=engine.lora_lenient,
         describe=describe,
+        draft=draft,
     )
     reads = registry.add_all(adapters)
     for _known in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
         pass
     slots = _num_slots(engine, len(registry.numbers))
     lora = _lora_shape(registry, slots, engine.max_lora_rank) if slots else None
+    registry.draft_lora = _draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
     with _collections_paused():
         return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora)
 
@@ -236,6 +241,15 @@ def _lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None
     return LoraShape(slots, -(-max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE)
 
 
+def _draft_lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
+    """The same for their LoRAs of the draft; none where no adapter that is known has one."""
+    if registry.draft is None:
+        return None
+    if not registry.numbers:
+        return _lora_shape(registry, slots, max_lora_rank)
+    return lora_shape_for([each.draft for each in registry.adapters if each.draft is not None], slots, max_lora_rank)
+
+
 def _build(
     source: ModelSource,
     options: LoadOptions,
@@ -256,14 +270,34 @@ def _build(
     seconds: dict[str, float] = {}
     dtype = compiler_options.model_dtype
     with _timed(seconds, "capture_and_passes"), stage("compiling the model", engine.show_progress):
-        model = Llama(config, lora, dtype=dtype, device="meta")
-        cache = _program_cache(config, lora, compiler_options) if options.passes == PASSES else None
-        compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache, text=False)
+        head = registry.draft
+        features = () if head is None else head.feature_layers
+        model = Llama(config, lora, dtype=dtype, device="meta", features=features)
+
+        def cache(parts: Mapping[str, object]) -> ProgramCache | None:
+            return _program_cache(parts, compiler_options) if options.passes == PASSES else None
+
+        parts: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else asdict(lora)}
+        parts |= {"features": features} if features else {}
+        compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache(parts), text=False)
         buckets = _buckets(sizes, sizes.blocks, lora is not None, device, engine)
         largest = compiled.program(buckets.largest())
+        draft = None
+        if head is not None:
+            draft = DraftParts(
+                head.up_to(sizes.max_model_len),
+                Path(engine.draft),
+                registry.draft_lora,
+                compiler_options,
+                options.passes,
+                dtype,
+                cache,
+                buckets,
+            )
     if rounding is not None:
         rounding.check(_recipes(largest, "weight").values(), model.checkpoint_tensors(), source.directory)
-    fits = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows)
+    more = NOTHING if draft is None else draft.demand(buckets)
+    fits = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows, more)
     num_pages = least_of_ranks(fits, compiler_options)
     buckets = replace(buckets, pages=num_pages)
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
@@ -281,17 +315,24 @@ def _build(
             engine.show_progress,
             rounding,
         )
-        tensors = sleeper.read_weights(specs_of(largest, "weight"), weights) if sleeper else weights.read()
-    stack_specs, cache_specs = specs_of(largest, "adapter"), kv_specs(largest, num_pages)
+        reads: Source = weights if draft is None else Sources((weights, draft.source(device)))
+        weight_specs, stack_specs = specs_of(largest, "weight"), specs_of(largest, "adapter")
+        cache_specs, stack_recipes = kv_specs(largest, num_pages), _recipes(largest, "adapter")
+        if draft is not None:
+            weight_specs, stack_specs = {**weight_specs, **draft.weight_specs}, {**stack_specs, **draft.stack_specs}
+            cache_specs = {**cache_specs, **draft.cache_specs(num_pages)}
+            stack_recipes |= draft.stack_recipes
+        tensors = sleeper.read_weights(weight_specs, reads) if sleeper else reads.read()
     stack_tensors = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
     stacks = (
         None
         if lora is None
-        else AdapterStacks(_recipes(largest, "adapter"), stack_tensors, registry, lora, engine.max_cpu_loras, constants)
+        else AdapterStacks(stack_recipes, stack_tensors, registry, lora, engine.max_cpu_loras, constants)
     )
     tensors.update(stack_tensors)
     tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
     follows, ring_tokens = engine.speculation != "off", engine.speculation_history
+    trained = None if draft is None else draft.make(tensors, largest, buckets, device)
     runner = ModelRunner(
         compiled,
         tensors,
@@ -301,7 +342,7 @@ def _build(
         vocabulary=config.vocab_size,
         enforce_eager=engine.enforce_eager,
         arena_bytes=largest.arena_bytes,
-        histories=Histories(sizes.max_num_seqs, sizes.max_model_len, device, ring_tokens) if follows else None,
+        histories=Histories(sizes.max_num_seqs, sizes.max_model_len, device, ring_tokens, trained) if follows else None,
     )
     if stacks is not None:
         registry.lora = lora
@@ -326,8 +367,7 @@ def _build(
     return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds)
 
 
-def _program_cache(config: LlamaConfig, lora: LoraShape | None, options: CompileOptions) -> ProgramCache:
-    parts = {"config": asdict(config), "lora": None if lora is None else asdict(lora)}
+def _program_cache(parts: Mapping[str, object], options: CompileOptions) -> ProgramCache:
     return ProgramCache(ProgramStore(cache_directory() / "programs"), parts, options, pass_names())
 
 

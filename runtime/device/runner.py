@@ -3,7 +3,7 @@ back.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from .sharded_sampler import ShardedSampler
 from .staging import to_host
 from .step_inputs import StepInputs
 from .step_times import time_programs
+from .trained_draft import First
 
 CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it
 
@@ -38,20 +39,26 @@ class _Ready:
     inputs: StepInputs
     bound: BoundProgram
     logits: torch.Tensor
+    first: First | None = None  # a trained draft's
     uses: int = 0
+
+    @property
+    def parts(self) -> list[BoundProgram]:
+        """The target's, and the draft's first pass."""
+        return [self.bound, *([] if self.first is None else [self.first.bound])]
 
 
 @dataclass
 class Handle:
     """A step on its way: pinned copies of what it sampled, and the event after which they are valid. `unsampled`: its
-    plan, logits and positions (see `Sampler`) while it waits for masks; `drafted`: those masks need its drafts, which
-    are a copy and an event too, and the rows that count.
+    plan, program, logits and positions (see `Sampler`) while it waits for masks; `drafted`: those masks need its
+    drafts, which are a copy and an event too, and the rows that count.
     """
 
     step: int
     samples: DeviceSamples | None = None
     done: Any = None
-    unsampled: tuple[StepPlan, torch.Tensor, torch.Tensor | None] | None = None
+    unsampled: tuple[StepPlan, _Ready, torch.Tensor, torch.Tensor | None] | None = None
     drafted: tuple[torch.Tensor, Any, Int32] | None = None
 
 
@@ -84,6 +91,7 @@ class ModelRunner:
         self.device = device
         self.stacks = stacks
         self.histories = histories
+        self.trained = None if histories is None else histories.trained
         self.captures = device.type == "cuda" and not enforce_eager
         self._tensors = dict(tensors)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
@@ -111,11 +119,18 @@ class ModelRunner:
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
             with compiling, KernelsAhead(self.device) as ahead:
                 for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
-                    ahead.add(self._program(bucket).bound)
+                    for bound in self._program(bucket).parts:
+                        ahead.add(bound)
+                for bound in self.trained.bound_chains() if self.trained is not None else ():
+                    ahead.add(bound)
             for bucket in mixed:
-                self._program(bucket).bound.prepare()
+                for bound in self._program(bucket).parts:
+                    bound.prepare()
             for bucket in progress(decode, "capturing CUDA graphs", "graph", show_progress):
                 self._capture(self._program(bucket))
+            if self.trained is not None and self.captures:
+                with nullcontext() if self.stacks is None else self.stacks.device_calls:
+                    self._pool = self.trained.capture_chains(self._pool)
         if self.stacks is not None:
             self.stacks.store.gently = True  # steps run from now on
         return time.perf_counter() - begin
@@ -130,9 +145,22 @@ class ModelRunner:
         """
         buckets = self.buckets.captured_buckets() if self.captures else []
         return time_programs(
-            ((bucket, self._program(bucket).bound.replay) for bucket in buckets if bucket.lora == self.buckets.lora),
+            ((bucket, self._all_of(bucket)) for bucket in buckets if bucket.lora == self.buckets.lora),
             self.device,
         )
+
+    def _all_of(self, bucket: Bucket) -> Callable[[], None]:
+        """Runs a bucket's program, and what a trained draft adds to it."""
+        ready = self._program(bucket)
+        runs: list[Callable[[], object]] = [bound.replay for bound in ready.parts]
+        if self.trained is not None:
+            runs.append(self.trained.timed(bucket))
+
+        def run() -> None:
+            for each in runs:
+                each()
+
+        return run
 
     def build_aside(self) -> None:
         """CPU only: no step from now on waits until a program is built.
@@ -183,10 +211,10 @@ class ModelRunner:
         ready.bound.replay()
         logits = ready.logits[: len(plan.logits_indices)]
         if len(plan.masked_rows):
-            handle.unsampled = plan, logits, positions
+            handle.unsampled = plan, ready, logits, positions
             self._waiting = handle
         else:
-            self._sample(handle, plan, logits, positions)
+            self._sample(handle, plan, ready, logits, positions)
         return handle
 
     def drafts(self, handle: Handle) -> StepDrafts:
@@ -202,14 +230,15 @@ class ModelRunner:
         """Sample a step that waits for these masks."""
         if handle.unsampled is None or handle.step != masks.step:
             raise RuntimeError(f"masks of step {masks.step} came when step {handle.step} waits for none")
-        (plan, logits, positions), handle.unsampled = handle.unsampled, None
+        (plan, ready, logits, positions), handle.unsampled = handle.unsampled, None
         self._waiting = None
-        self._sample(handle, plan, logits, positions, masks)
+        self._sample(handle, plan, ready, logits, positions, masks)
 
     def _sample(
         self,
         handle: Handle,
         plan: StepPlan,
+        ready: _Ready,
         logits: torch.Tensor,
         positions: torch.Tensor | None,
         masks: StepMasks | None = None,
@@ -217,11 +246,13 @@ class ModelRunner:
         samples = self._sampler(logits, plan, masks, positions)
         if plan.follows and self.histories is not None:
             accepted = self.histories.accept(plan, samples.tokens, masks)
-            samples = replace(samples, accepted=accepted, recalled=self.histories.recalled)
-        else:
-            # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
-            fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
-            self._last_tokens[: plan.num_sequences].copy_(fed)
+            samples = replace(samples, accepted=accepted, sources=self.histories.sources)
+            self._send_back(handle, samples)
+            self.histories.follow(ready.first, plan, ready.inputs.tensors["input_ids"], samples.tokens, accepted)
+            return
+        # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
+        fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
+        self._last_tokens[: plan.num_sequences].copy_(fed)
         self._send_back(handle, samples)
 
     def start_load(self, slot: int, number: int) -> None:
@@ -281,18 +312,32 @@ class ModelRunner:
 
     def _bind(self, program: Program) -> _Ready:
         inputs = StepInputs(program, self.device)
-        outputs = program.of_kind("output")
-        logits = {buffer.name: self._logits_rows(buffer.shape, buffer.dtype) for buffer in outputs}
+        outputs = self._outputs(program)
         if program.arena_bytes > self._arena.numel():
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=self.device)
-        bound = BoundProgram(program, {**self._tensors, **inputs.tensors, **logits}, self.device, arena=self._arena)
-        return _Ready(inputs, bound, bound.outputs[0])
+        bound = BoundProgram(program, {**self._tensors, **inputs.tensors, **outputs}, self.device, arena=self._arena)
+        first = None
+        if self.trained is not None and program.bucket is not None:
+            first = self.trained.bind_first(program.bucket, inputs.tensors, bound.outputs[1:])
+        return _Ready(inputs, bound, bound.outputs[0], first)
+
+    def _outputs(self, program: Program) -> dict[str, torch.Tensor]:
+        """Where a program puts its logits, and the hidden states that a trained draft reads."""
+        logits, *features = (view.buffer for view in program.outputs)
+        found = {}
+        for buffer in program.of_kind("output"):
+            if self.trained is not None and buffer.name in features:
+                found[buffer.name] = self.trained.feature(features.index(buffer.name), buffer.shape[0])
+            elif buffer.name == logits:
+                found[buffer.name] = self._logits_rows(buffer.shape, buffer.dtype)
+        return found
 
     def _capture(self, ready: _Ready) -> None:
         ready.inputs.clear()  # what runs before the capture must store nothing
         with nullcontext() if self.stacks is None else self.stacks.device_calls:
-            ready.bound.capture(self._pool)
-        self._pool = ready.bound.pool
+            for bound in ready.parts:
+                bound.capture(self._pool)
+                self._pool = bound.pool
 
     def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Programs share one logits buffer: each step's are read before the next step runs."""

@@ -29,7 +29,7 @@ Reported = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class DeviceSamples:
     """Tokens [B] int32 of a step, on the device (-1: no token, see `Sampler`); with logprobs: ids and values [B, 1 + k]
     and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored. `accepted` [B]: drafts
-    that hold (then the others have a row for each token); `recalled` [B]: 1 where they came from former answers.
+    that hold (then the others have a row for each token); `sources` [B]: where they came from, see `StepResult`.
     """
 
     tokens: torch.Tensor
@@ -40,7 +40,7 @@ class DeviceSamples:
     prompt_logprobs: torch.Tensor | None = None
     prompt_ranks: torch.Tensor | None = None
     accepted: torch.Tensor | None = None
-    recalled: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
 
 class Sampler:

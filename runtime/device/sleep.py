@@ -11,7 +11,7 @@ import torch
 from ..requests.errors import RequestError
 from .capacity import Specs
 from .regions import Region
-from .weights import WeightSource
+from .weights import Source
 
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
@@ -60,7 +60,7 @@ class Sleeper:
         self._device = device
         self._level = 0
 
-    def read_weights(self, specs: Specs, source: WeightSource) -> dict[str, torch.Tensor]:
+    def read_weights(self, specs: Specs, source: Source) -> dict[str, torch.Tensor]:
         """The weights by name."""
         self._source, self._weights = source, Region(specs, self._device)
         source.read(self._weights.tensors)

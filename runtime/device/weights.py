@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -90,6 +90,13 @@ def load_weights(
         value = materialize(recipes[name], find, memo, bring).to(device)
         weights[name] = value.contiguous() if into is None else into[name].copy_(value)
     return weights
+
+
+class Source(Protocol):
+    """What weights are read from."""
+
+    def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The weights by name."""
 
 
 @dataclass(frozen=True)

@@ -354,4 +354,6 @@ def _output(live: _Live) -> RequestOutput:
         num_accepted_tokens=sum(each.accepted for each in speculations),
         num_history_draft_tokens=sum(each.history_drafted for each in speculations),
         num_history_accepted_tokens=sum(each.history_accepted for each in speculations),
+        num_trained_draft_tokens=sum(each.trained_drafted for each in speculations),
+        num_trained_accepted_tokens=sum(each.trained_accepted for each in speculations),
     )

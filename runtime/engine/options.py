@@ -90,6 +90,13 @@ class EngineOptions:
         more="shared by all requests for the same adapter",
         range=(0, 1 << 16),
     )
+    draft: Any = option(
+        None,
+        "with speculation: the directory of an EAGLE-3 head that was trained for the model, and drafts where its own "
+        "tokens and former answers do not repeat themselves",
+        unset="none",
+        more="an adapter may have a LoRA of its own for it, in its subdirectory draft",
+    )
     enable_sleep_mode: bool = option(
         False, "let `sleep` give the device's memory back for a while", more="weights and KV cache keep their addresses"
     )
@@ -102,6 +109,10 @@ class EngineOptions:
         for each in fields(self):
             if "range" in each.metadata:
                 _check_range(each, getattr(self, each.name))
+        if self.draft is not None and self.speculation == "off":
+            raise OptionError(
+                f"draft={str(self.draft)!r} makes drafts, and speculation is off; add speculation='auto' or a number"
+            )
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise OptionError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie above 0 and at most 1; 0.9 leaves "

@@ -108,6 +108,10 @@ def load_options(**keywords: Any) -> LoadOptions:
     compiler = replace(compile_options(engine, given), size_independent=device.type == "cpu")
     # of a vocabulary that is split the sampler gathers what a step needs
     compiler = replace(compiler, gather_logits=compiler.tensor_parallel == 1)
+    if engine.draft is not None and compiler.tensor_parallel > 1:
+        raise OptionError(
+            f"draft= with tensor_parallel_size={compiler.tensor_parallel} is not supported; leave one of them out"
+        )
     passes = PASSES if engine.passes is None else engine.passes
     check_disabled(compiler, passes)
     return LoadOptions(

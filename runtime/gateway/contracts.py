@@ -209,6 +209,8 @@ class UsageRecord:
     draft_tokens, accepted_tokens   drafts that the engine computed, and those of them that became output
     history_draft_tokens, history_accepted_tokens   of both those that came from former answers; the log has no column
                      of them
+    trained_draft_tokens, trained_accepted_tokens   of both those that a trained draft made; the log has no column
+                     of them
     status           the HTTP status, 499 when the client went away; an error in the middle of a stream counts with the
                      status that it would have had before
     error            OpenAI's error code, "" for none
@@ -235,6 +237,8 @@ class UsageRecord:
     accepted_tokens: int = 0
     history_draft_tokens: int = 0
     history_accepted_tokens: int = 0
+    trained_draft_tokens: int = 0
+    trained_accepted_tokens: int = 0
 
 
 class Ticket(Protocol):

@@ -63,6 +63,7 @@ class RequestOutput:
     num_cached_tokens   how many tokens of the prompt were found in the prefix cache
     num_draft_tokens    drafts that were computed for its completions, and num_accepted_tokens: those that became output
     num_history_draft_tokens, num_history_accepted_tokens   of both those that came from former answers of its adapter
+    num_trained_draft_tokens, num_trained_accepted_tokens   of both those that a trained draft made
     metrics             when it came and ended
     lora_request        what the caller gave as such, or None
     prompt_logprobs     None unless they were asked for; else None for the prompt's first token, and for each other a
@@ -83,3 +84,5 @@ class RequestOutput:
     num_accepted_tokens: int = 0
     num_history_draft_tokens: int = 0
     num_history_accepted_tokens: int = 0
+    num_trained_draft_tokens: int = 0
+    num_trained_accepted_tokens: int = 0

@@ -63,7 +63,7 @@ class SchedulerLimits:
 class SchedulerStats:
     """Where things stand now, and (from `preemptions` on) counts since the start; prefix_* count prompt tokens,
     cached ones are those found in the cache; `drafted`: drafts that were computed, `accepted`: those that became
-    output, `history_*`: of both those that came from former answers.
+    output, `history_*` and `trained_*`: of both those that came from former answers and from a trained draft.
     """
 
     running: int
@@ -86,3 +86,5 @@ class SchedulerStats:
     accepted: int
     history_drafted: int
     history_accepted: int
+    trained_drafted: int
+    trained_accepted: int

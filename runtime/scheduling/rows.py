@@ -137,6 +137,7 @@ def build_plan(
     sampled: list[int] = []
     steps = [0] * count
     drafts = [0] * count
+    next_tokens = [-1] * count
     for index, (sequence, tokens) in enumerate(work):  # runs for every sequence of every step
         ids, begin = sequence.tokens, sequence.computed
         end, known = begin + tokens, len(ids)
@@ -156,6 +157,8 @@ def build_plan(
             steps[index] = end - left - sequence.prompt_length
             sampled.append(index)
             drafts[index] = left
+        elif end < known:
+            next_tokens[index] = ids[end]
     decode = len(input_ids) == count
     of_token = np.arange(count, dtype=np.int32) if decode else np.repeat(np.arange(count, dtype=np.int32), counts)
     positions = (
@@ -167,7 +170,9 @@ def build_plan(
     longest = max(len(sequence.pages) for sequence in sequences)
     token_rows = row_of if decode else row_of[of_token]
     output_tokens = np.array(steps, np.int64)
-    followed = {} if rings is None else _followed(work, sample_rows, drafts) | rings.of_plan(rows.ring[row_of])
+    followed = (
+        {} if rings is None else _followed(work, sample_rows, drafts, next_tokens) | rings.of_plan(rows.ring[row_of])
+    )
     if any(drafts):  # every token's row is sampled
         logits_indices = np.arange(len(input_ids), dtype=np.int32)
         logits_rows, sampled_logits, first = token_rows, logits_indices, query_start[:-1]
@@ -210,7 +215,7 @@ def build_plan(
     return plan
 
 
-def _followed(work: Work, sampled: Int32, drafts: list[int]) -> dict[str, Int32]:
+def _followed(work: Work, sampled: Int32, drafts: list[int], next_tokens: list[int]) -> dict[str, Int32]:
     """What a plan says about the device's histories. One begins with the first token that a sequence samples since it
     runs; all tokens before are known then.
     """
@@ -225,6 +230,7 @@ def _followed(work: Work, sampled: Int32, drafts: list[int]) -> dict[str, Int32]
             told.append(sequence)
     return {
         "follow_rows": follow_rows,
+        "next_tokens": np.array(next_tokens, np.int32),
         "drafts": counts,
         "told_rows": np.array([sequence.row for sequence in told], np.int32),
         "told_lengths": np.array([len(sequence.tokens) for sequence in told], np.int32),

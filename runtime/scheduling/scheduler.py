@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..requests.errors import RequestError
-from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
+from ..steps.plan import FORMER_ANSWERS, OWN_TOKENS, TRAINED_DRAFT, StepDrafts, StepMasks, StepPlan, StepResult
 from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
 from .masks import masks_of
@@ -80,6 +80,7 @@ class Scheduler:
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.clock = clock
         self.timeouts = self.drafted = self.accepted = self.history_drafted = self.history_accepted = 0
+        self.trained_drafted = self.trained_accepted = 0
         self._issued: dict[int, Issued] = {}
         self._masked = -1  # the last step whose masks were made
         self._drafts: StepDrafts | None = None  # the last ones that the device told
@@ -178,6 +179,8 @@ class Scheduler:
             accepted=self.accepted,
             history_drafted=self.history_drafted,
             history_accepted=self.history_accepted,
+            trained_drafted=self.trained_drafted,
+            trained_accepted=self.trained_accepted,
         )
 
     # -- adapters --------------------------------------------------------------------------------------------------
@@ -376,7 +379,7 @@ class Scheduler:
         if result.accepted is None:
             raise RuntimeError(f"step {plan.step} had drafts, and its result does not say how many hold")
         first, drafts, accepted = plan.first_logits.tolist(), plan.drafts.tolist(), result.accepted.tolist()
-        recalled = [0] * len(drafts) if result.recalled is None else result.recalled.tolist()
+        sources = [OWN_TOKENS] * len(drafts) if result.sources is None else result.sources.tolist()
         for index in plan.sample_rows.tolist():
             sequence = sequences[index]
             if sequence.finished or sequence in void:
@@ -397,11 +400,14 @@ class Scheduler:
             held = min(accepted[index], len(taken))
             self.drafted += drafts[index]
             self.accepted += held
-            if recalled[index]:
+            if sources[index] == FORMER_ANSWERS:
                 self.history_drafted += drafts[index]
                 self.history_accepted += held
+            elif sources[index] == TRAINED_DRAFT:
+                self.trained_drafted += drafts[index]
+                self.trained_accepted += held
             if drafts[index] and sequence.speculation is not None:
-                sequence.speculation.note(drafts[index], held, bool(recalled[index]))
+                sequence.speculation.note(drafts[index], held, sources[index])
             progress += (
                 Sampled(sequence, token, first[index] + place, len(taken) - 1 - place)
                 for place, token in enumerate(taken)

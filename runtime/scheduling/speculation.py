@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..steps.plan import DRAFT_SIZES
+from ..steps.plan import DRAFT_SIZES, FORMER_ANSWERS, OWN_TOKENS, TRAINED_DRAFT
 
 FIRST_ACCEPTANCE = 0.5
 MEMORY = 8
@@ -19,6 +19,7 @@ class Speculation:
     adaptive  as many as pay for the step as a whole (see `drafting`), not as many as it may have
     drafted, accepted  drafts that were computed, and those of them that became output
     history_drafted, history_accepted  of both those that came from former answers
+    trained_drafted, trained_accepted  of both those that a trained draft made
     """
 
     most: int
@@ -27,6 +28,8 @@ class Speculation:
     accepted: int = 0
     history_drafted: int = 0
     history_accepted: int = 0
+    trained_drafted: int = 0
+    trained_accepted: int = 0
     _held: float = FIRST_ACCEPTANCE
     _tried: float = 1.0
 
@@ -35,13 +38,16 @@ class Speculation:
         """How likely a draft is to hold if those before it do: moving averages over the steps that had drafts."""
         return self._held / self._tried
 
-    def note(self, drafts: int, accepted: int, recalled: bool = False) -> None:
-        """A step with drafts has come back; `recalled`: they came from former answers."""
+    def note(self, drafts: int, accepted: int, source: int = OWN_TOKENS) -> None:
+        """A step with drafts has come back; `source`: where they came from."""
         self.drafted += drafts
         self.accepted += accepted
-        if recalled:
+        if source == FORMER_ANSWERS:
             self.history_drafted += drafts
             self.history_accepted += accepted
+        elif source == TRAINED_DRAFT:
+            self.trained_drafted += drafts
+            self.trained_accepted += accepted
         # what came after the first that failed was not tried
         self._held += (accepted - self._held) / MEMORY
         self._tried += (accepted + (accepted < drafts) - self._tried) / MEMORY

@@ -52,6 +52,8 @@ class OpenRequest:
             accepted_tokens=output.num_accepted_tokens,
             history_draft_tokens=output.num_history_draft_tokens,
             history_accepted_tokens=output.num_history_accepted_tokens,
+            trained_draft_tokens=output.num_trained_draft_tokens,
+            trained_accepted_tokens=output.num_trained_accepted_tokens,
         )
 
 

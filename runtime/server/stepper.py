@@ -249,6 +249,8 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "accepted_tokens_total": counted["accepted"],
         "history_draft_tokens_total": counted["history_drafted"],
         "history_accepted_tokens_total": counted["history_accepted"],
+        "trained_draft_tokens_total": counted["trained_drafted"],
+        "trained_accepted_tokens_total": counted["trained_accepted"],
     }
     values |= {name: counted[name] for name in ("pages_cached", "adapters_resident", "adapters_loading")}
     totals = (

@@ -32,6 +32,10 @@ RINGS = 64
 """Adapter contents whose last answers the device keeps at a time."""
 
 
+OWN_TOKENS, FORMER_ANSWERS, TRAINED_DRAFT = 0, 1, 2
+"""Where a sequence's drafts came from."""
+
+
 def drafts_within(sequences: int, budget: int) -> int:
     """The most drafts that each of so many sequences may have in a step of `budget` tokens."""
     rows = min(VERIFIED_ROWS, budget)
@@ -106,6 +110,8 @@ class StepPlan:
     told_rows, told_lengths [N], told_tokens   histories that begin: row, number of tokens, and all these tokens
     rings [B]           ring of former answers that each sequence may be drafted from, -1 = none; ring_ends, ring_filled
                         [B]: the place after the ring's newest token, and how many tokens up to there count
+    next_tokens [B]     the token after each sequence's last query token, in the midst of its prompt; -1: it is sampled.
+                        Empty as follow_rows is
     kept [N, 5]         answers that go into rings before anything else: row of the history, the first of its tokens
                         that is kept, the one after the last, ring, place in the ring
     slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
@@ -138,6 +144,7 @@ class StepPlan:
     rings: Int32 = field(default_factory=no_rows)
     ring_ends: Int32 = field(default_factory=no_rows)
     ring_filled: Int32 = field(default_factory=no_rows)
+    next_tokens: Int32 = field(default_factory=no_rows)
     kept: Int32 = field(default_factory=lambda: no_rows().reshape(0, 5))
 
     @property
@@ -218,8 +225,8 @@ class StepResult:
     tokens [B] (-1: the logits are no numbers; rows outside `sample_rows` are meaningless; [T] in a step with drafts, of
     which a sequence gets 1 + accepted [B] from its first one on); with logprobs: token ids and
     log-probabilities [B, 1 + k], the chosen token first, then the k likeliest, and the rank of the chosen one [B].
-    `prompt_*`: the same for the N prompt tokens that were scored. `recalled` [B]: 1 where the drafts came from a ring
-    of former answers; None where no ring was looked at.
+    `prompt_*`: the same for the N prompt tokens that were scored. `sources` [B]: where the drafts came from,
+    OWN_TOKENS, FORMER_ANSWERS or TRAINED_DRAFT; None where there were own tokens only.
     """
 
     step: int
@@ -231,4 +238,4 @@ class StepResult:
     prompt_logprobs: Float32 | None = None
     prompt_ranks: Int32 | None = None
     accepted: Int32 | None = None
-    recalled: Int32 | None = None
+    sources: Int32 | None = None

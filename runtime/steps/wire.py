@@ -53,6 +53,7 @@ _PLAN = (
     "rings",
     "ring_ends",
     "ring_filled",
+    "next_tokens",
 )
 # step, decode, greedy, num_logprobs, num_prompt_logprobs, rows of the block table, of slot_loads and of kept
 _FLAGS = 8
@@ -154,9 +155,9 @@ def pack_result(result: StepResult) -> bytes:
         (result.ranks, result.logprob_tokens, result.logprobs),
         (result.prompt_ranks, result.prompt_tokens, result.prompt_logprobs),
     )
-    accepted, recalled = (no_rows() if each is None else each for each in (result.accepted, result.recalled))
-    head = [result.step, len(result.tokens), len(accepted), len(recalled)]
-    parts = [each.astype(np.int32, copy=False) for each in (result.tokens, accepted, recalled)]
+    accepted, sources = (no_rows() if each is None else each for each in (result.accepted, result.sources))
+    head = [result.step, len(result.tokens), len(accepted), len(sources)]
+    parts = [each.astype(np.int32, copy=False) for each in (result.tokens, accepted, sources)]
     for ranks, tokens, logprobs in groups:
         if ranks is None or tokens is None or logprobs is None:
             head += [0, 0]
@@ -179,7 +180,7 @@ def unpack_result(frame: bytes) -> StepResult:
         at += array.nbytes
         return array
 
-    tokens, accepted, recalled = take(np.int32, count), take(np.int32, drafted), take(np.int32, looked_up)
+    tokens, accepted, sources = take(np.int32, count), take(np.int32, drafted), take(np.int32, looked_up)
     groups: list[np.ndarray | None] = []
     for rows, columns in (shapes[:2], shapes[2:]):
         if not columns:
@@ -187,5 +188,5 @@ def unpack_result(frame: bytes) -> StepResult:
             continue
         ranks, ids = take(np.int32, rows), take(np.int32, rows, columns)
         groups += [ids, take(np.float32, rows, columns), ranks]
-    groups += [accepted if drafted else None, recalled if looked_up else None]
+    groups += [accepted if drafted else None, sources if looked_up else None]
     return StepResult(step, tokens, *groups)

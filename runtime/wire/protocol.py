@@ -270,8 +270,8 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Usage(Struct, frozen=True):
-    """What a request cost; seconds since arrival. `accepted_tokens`: drafts that became output, `history_*`: of both
-    those that came from former answers.
+    """What a request cost; seconds since arrival. `accepted_tokens`: drafts that became output, `history_*` and
+    `trained_*`: of both those that came from former answers and those that a trained draft made.
     """
 
     prompt_tokens: int
@@ -283,6 +283,8 @@ class Usage(Struct, frozen=True):
     accepted_tokens: int = 0
     history_draft_tokens: int = 0
     history_accepted_tokens: int = 0
+    trained_draft_tokens: int = 0
+    trained_accepted_tokens: int = 0
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):

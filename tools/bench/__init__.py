@@ -12,6 +12,6 @@ scheduler                           what planning costs on the CPU
 model_directory, random_model       models of random weights to measure with
 gpu_time                            how long launches take
 parallel/                           several GPUs: what ranks do together
-drafts/                             drafts of a chosen acceptance
+drafts/                             speculation: drafts of a chosen acceptance, and what real drafts bring
 serving/                            a running server under load
 """

@@ -170,6 +170,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_option(group, "max_num_batched_tokens")
     add_option(group, "speculation", type=speculation, metavar="off|auto|N")
     add_option(group, "speculation_history", metavar="TOKENS")
+    add_option(group, "draft", metavar="DIR")
     add_ranks(group)
     add_run_options(group)
 
@@ -267,6 +268,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "max_num_batched_tokens",
         "speculation",
         "speculation_history",
+        "draft",
         "max_loras",
         "max_lora_rank",
         "gpu_memory_utilization",

@@ -16,6 +16,7 @@ from ...compiler.program.buffers import short_dtype
 from ...compiler.program.layers import step_layers
 from ...compiler.program.program import Bucket, Program
 from ...compiler.records import GraphLine, columns
+from ...compiler.run.captured import capture
 from ...compiler.run.emit import BoundProgram
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
@@ -174,7 +175,7 @@ EXCERPTS: dict[str, Callable[[], str]] = {
     "path": path,
     "changes": changes,
     "two streams": lambda: source(BoundProgram._run_two_streams),
-    "capture": lambda: source(BoundProgram.capture),
+    "capture": lambda: source(capture),
     "walk of LLM.generate": generate_table,
     "walk of Client.stream": stream_table,
 }

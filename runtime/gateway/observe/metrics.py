@@ -65,6 +65,12 @@ class Metrics(Listener):
         self._history_accepted = counter(
             "history_accepted_tokens", "Those of the accepted drafts that came from former answers.", "model"
         )
+        self._trained_drafts = counter(
+            "trained_draft_tokens", "Those of the drafts that a trained draft made.", "model"
+        )
+        self._trained_accepted = counter(
+            "trained_accepted_tokens", "Those of the accepted drafts that a trained draft made.", "model"
+        )
         self._owner_requests = counter("owner_requests", "Requests for tokens that ended.", "owner")
         self._owner_tokens = counter("owner_tokens", "Tokens of prompts and answers.", "owner")
         self._owner_refused = counter("owner_refused", "Requests that a limit refused (429).", "owner")
@@ -114,6 +120,8 @@ class Metrics(Listener):
         self._accepted(model).inc(record.accepted_tokens)
         self._history_drafts(model).inc(record.history_draft_tokens)
         self._history_accepted(model).inc(record.history_accepted_tokens)
+        self._trained_drafts(model).inc(record.trained_draft_tokens)
+        self._trained_accepted(model).inc(record.trained_accepted_tokens)
         self._owner_requests(owner).inc()
         self._owner_tokens(owner).inc(record.prompt_tokens + record.output_tokens)
         self.request_seconds.observe(record.total_seconds)

@@ -40,6 +40,8 @@ class Counts:
     accepted_tokens: int = 0
     history_draft_tokens: int = 0
     history_accepted_tokens: int = 0
+    trained_draft_tokens: int = 0
+    trained_accepted_tokens: int = 0
     adapter_content: str = ""
     first_token_seconds: float = 0.0
     engine_first_token_seconds: float = 0.0
@@ -69,6 +71,8 @@ class Counts:
                 self.accepted_tokens += chunk.usage.accepted_tokens
                 self.history_draft_tokens += chunk.usage.history_draft_tokens
                 self.history_accepted_tokens += chunk.usage.history_accepted_tokens
+                self.trained_draft_tokens += chunk.usage.trained_draft_tokens
+                self.trained_accepted_tokens += chunk.usage.trained_accepted_tokens
                 self.engine_first_token_seconds = chunk.usage.first_token_seconds
                 self.engine_total_seconds = max(self.engine_total_seconds, chunk.usage.total_seconds)
         return aborted
@@ -224,6 +228,8 @@ class Answering:
             accepted_tokens=counts.accepted_tokens,
             history_draft_tokens=counts.history_draft_tokens,
             history_accepted_tokens=counts.history_accepted_tokens,
+            trained_draft_tokens=counts.trained_draft_tokens,
+            trained_accepted_tokens=counts.trained_accepted_tokens,
         )
         self._ticket.finish(record)
         self._desk.observer.finished(exchange, record)

@@ -1,12 +1,16 @@
 """Drafts on a GPU: the demo model and its adapters answer what they were trained to say, in fewer steps."""
 
 import json
+from pathlib import Path
 
 import pytest
 from sidestream import LLM, SamplingParams
+from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools.bench.drafts.injected import InjectedDrafts
+from support.eagle import eagle_head
 
+LAYERS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 PARAMS = SamplingParams(temperature=0, max_tokens=48)
 
 
@@ -48,3 +52,32 @@ def test_answers_with_drafts_are_those_that_were_trained(precision: str, specula
         said, steps[acceptance] = run()
         assert said == answers
     assert steps[1.0] < steps[0.6] < steps[0.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculation", [1, 3, 7, "auto"])
+@pytest.mark.parametrize(("precision", "eager"), [("int8", False), ("bf16", False), ("int8", True)])
+def test_answers_with_a_trained_draft_are_the_same(
+    tmp_path: Path, precision: str, eager: bool, speculation: int | str
+) -> None:
+    """Of random weights, step by step and in CUDA graphs."""
+    head = eagle_head(tmp_path, LlamaConfig.from_directory(DEMO_MODEL), **LAYERS)
+    entries = json.loads((DEMO_MODEL / "prompts.json").read_text(encoding="utf-8"))
+    names = sorted({entry["adapter"] for entry in entries if entry["adapter"]})
+    with LLM(
+        str(DEMO_MODEL),
+        {name: str(DEMO_MODEL / "adapters" / name) for name in names},
+        precision=precision,
+        speculation=speculation,
+        draft=head,
+        device="cuda",
+        enforce_eager=eager,
+        max_num_seqs=8,
+        max_model_len=256,
+        gpu_memory_utilization=0.1,
+        show_progress=False,
+    ) as llm:
+        chosen = [entry["adapter"] for entry in entries]
+        outputs = llm.generate([entry["prompt"] for entry in entries], PARAMS, chosen, use_tqdm=False)
+        assert [output.outputs[0].text.strip() for output in outputs] == [entry["answer"] for entry in entries]
+        assert llm.engine.scheduler.stats().trained_drafted > 0

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import sidestream
 from sidestream import LLM, OptionError, RequestError, RequestOutput, SamplingParams
+from sidestream.graphs.config import LlamaConfig
 from sidestream.tools.bench.model_directory import TINY, write_model
 from support.drafts import with_repeats
+from support.eagle import eagle_head
 from support.tiny import tiny_llama
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "show_progress": False}
@@ -30,9 +32,7 @@ def tiny(adapters, **options) -> LLM:
         max_loras=3,
         max_num_seqs=5,
         max_model_len=MAX_LEN,
-        enable_prefix_caching=False,
-        **OPTIONS,
-        **options,
+        **{"enable_prefix_caching": False, **OPTIONS, **options},
     )
 
 
@@ -93,6 +93,25 @@ def test_the_same_tokens_in_fewer_steps(adapters, plain, speculation, ahead, pag
     assert bool(stats.preemptions) == bool(pages)
     edited = outputs[7:11]
     assert not any(output.num_draft_tokens for output in edited), "their tokens depend on more than those before"
+
+
+def test_a_trained_draft_changes_no_token(adapters, plain, tmp_path):
+    """One of random weights, with prompts in chunks, found prefixes, few pages, and plans ahead of results."""
+    head = eagle_head(tmp_path, LlamaConfig.from_dict(TINY), vocabulary=96)
+    options = {"num_kv_pages": 5, "max_num_batched_tokens": 24, "enable_prefix_caching": True}
+    llm = tiny(adapters, speculation=3, draft=head, **options)
+    llm.engine._depth = 2
+    prompts, params, chosen = requests(adapters)
+    outputs = llm.generate(prompts, params, chosen, use_tqdm=False)
+    assert told(outputs) == plain
+    place = next(place for place, prompt in enumerate(prompts) if len(prompt) > 70 and place < 6)
+    again = [llm.generate(prompts[place], params[place], chosen[place], use_tqdm=False)[0] for _ in range(2)]
+    assert told(again) == [plain[place]] * 2
+    stats = llm.engine.scheduler.stats()
+    assert stats.preemptions and stats.prefix_hits
+    assert 0 < stats.trained_drafted == sum(output.num_trained_draft_tokens for output in (*outputs, *again))
+    assert stats.trained_drafted + stats.history_drafted < stats.drafted, "long repeats are known better"
+    assert not any(output.num_draft_tokens for output in outputs[7:11])
 
 
 def test_a_stop_string_cuts_what_held_behind_it(tmp_path):

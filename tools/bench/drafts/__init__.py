@@ -1,4 +1,7 @@
 """What benches of speculation need.
 
 injected     drafts that are right with a chosen probability
+real         what drafts bring on real answers, by adapter and task
+questions    held-out questions of each adapter and task
+answers      answers at a constant number of requests, their counts, and where they differ from others
 """

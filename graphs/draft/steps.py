@@ -1,0 +1,172 @@
+"""What an engine runs of a head: its first pass over a step's rows, and a row of the chain that follows. Both name the
+tokens that they draft as the target numbers them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.export import Dim
+
+from .eagle import EagleDraft
+
+TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
+
+
+class _Step(EagleDraft):
+    """A head with the arguments' names that programs know."""
+
+    def rows(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_index: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """The layer over hidden_states [T, H]; see `EagleDraft.forward`."""
+        cos, sin = self.rotary_emb(positions)
+        return self.midlayer(
+            self.embed_tokens(input_ids),
+            hidden_states,
+            cos,
+            sin,
+            slot_mapping,
+            adapter_index,
+            block_table,
+            context_lens,
+            query_start,
+            kv_caches[0],
+        )
+
+    def fused(self, features: list[torch.Tensor]) -> torch.Tensor:
+        """The three hidden states [T, H] as one: `fc` of them side by side. Each is multiplied by a part of the weight,
+        which the compiler does not quantize: their sizes differ so much that one scale for a row would be the last
+        one's alone.
+        """
+        width = self.config.hidden_size
+        parts = [
+            F.linear(feature, self.fc.weight[:, place * width : (place + 1) * width])
+            for place, feature in enumerate(features)
+        ]
+        return parts[0] + parts[1] + parts[2]
+
+    def drafted(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, H] -> the most likely tokens [B] int64."""
+        best = F.linear(self.norm(hidden_states), self.lm_head.weight).argmax(-1)
+        return best + self.d2t.index_select(0, best)
+
+    def _inputs(self, tokens: int, sequences: int, pages: int, blocks: int) -> dict[str, Any]:
+        found = EagleDraft.example_inputs(self, tokens, sequences, pages, blocks)
+        found["kv_caches"] = [found.pop("kv_cache")]
+        return found
+
+    def _dimensions(self) -> dict[str, Any]:
+        return {
+            "input_ids": {0: TOKENS},
+            "positions": {0: TOKENS},
+            "slot_mapping": {0: TOKENS},
+            "adapter_index": {0: TOKENS},
+            "block_table": {0: SEQUENCES, 1: BLOCKS},
+            "context_lens": {0: SEQUENCES},
+            "query_start": {0: SEQUENCES + 1},
+            "kv_caches": [{0: PAGES}],
+        }
+
+
+class FirstPass(_Step):
+    """Over all rows of a step that the target has computed."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        features: list[torch.Tensor],
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_index: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor,
+        chosen_rows: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """T rows of B sequences -> drafted tokens [B] int64 and hidden states [B, H] of the rows that `chosen_rows` [B]
+        int32 names: those after the last tokens that hold.
+
+        input_ids [T]: the token after each row's. features: the target's three hidden states [T, H]. The rest is as in
+        `Llama.forward`.
+        """
+        hidden_states = self.rows(
+            input_ids,
+            self.fused(features),
+            positions,
+            slot_mapping,
+            adapter_index,
+            block_table,
+            context_lens,
+            query_start,
+            kv_caches,
+        ).index_select(0, chosen_rows)
+        return self.drafted(hidden_states), hidden_states
+
+    def example_inputs(  # type: ignore[override]
+        self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4
+    ) -> dict[str, Any]:
+        """See `Llama.example_inputs`."""
+        found = self._inputs(tokens, sequences, pages, blocks)
+        found["features"] = [part.contiguous() for part in found.pop("features_or_hidden").chunk(3, dim=-1)]
+        found["chosen_rows"] = found.pop("logits_indices")
+        return found
+
+    def dynamic_shapes(self) -> dict[str, Any]:
+        """See `Llama.dynamic_shapes`."""
+        return self._dimensions() | {"features": [{0: TOKENS}] * 3, "chosen_rows": {0: SEQUENCES}}
+
+
+class ChainStep(_Step):
+    """One row of each sequence, after a row of the head's own."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_index: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids [B]: what was drafted last; hidden_states [B, H]: of the row that did. Returns the same two of
+        these rows. The rest is as in `Llama.forward`, of a decode step.
+        """
+        hidden_states = self.rows(
+            input_ids,
+            hidden_states,
+            positions,
+            slot_mapping,
+            adapter_index,
+            block_table,
+            context_lens,
+            query_start,
+            kv_caches,
+        )
+        return self.drafted(hidden_states), hidden_states
+
+    def example_inputs(  # type: ignore[override]
+        self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4
+    ) -> dict[str, Any]:
+        """See `Llama.example_inputs`."""
+        found = self._inputs(tokens, sequences, pages, blocks)
+        found["hidden_states"] = found.pop("features_or_hidden")[:, : self.config.hidden_size].contiguous()
+        del found["logits_indices"]
+        return found
+
+    def dynamic_shapes(self) -> dict[str, Any]:
+        """See `Llama.dynamic_shapes`."""
+        return self._dimensions() | {"hidden_states": {0: TOKENS}}
