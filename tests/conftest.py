@@ -14,6 +14,7 @@ from support.installed import installed, wheel  # noqa: F401
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 gc.set_threshold(20_000, 20, 100)  # a run keeps a million objects, and the default walks all of them too often
+gc.disable()  # until all tests are collected; see pytest_collection_finish
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports and the collection have made stays to the end, and no later walk looks at it."""
+    gc.freeze()
+    gc.enable()
 
 
 def keep_one_configuration(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,6 +76,18 @@ def shared_captures() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(api, "capture_module", capture_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Kernels in Triton's interpreter take half the time."""
+    if not INTERPRETING:
+        yield
+        return
+    from support.interpreter import without_waste
+
+    with without_waste():
         yield
 
 
