@@ -5,6 +5,7 @@
 before all others: what takes minutes must not be what one process still does when the other has ended.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ def pytest_collection_finish() -> None:
     """What the imports and the collection have made stays to the end, and no later walk looks at it."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # else Triton says of what it finds then that it leaked
 
 
 def keep_one_configuration(config: pytest.Config, items: list[pytest.Item]) -> None:
