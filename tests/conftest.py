@@ -73,11 +73,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def shared_captures() -> Iterator[None]:
     """Llamas of one shape are captured once in a run."""
-    from sidestream.compiler import api
-    from support.captured import capture_once
+    from support.captured import captures_shared
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(api, "capture_module", capture_once)
+    with captures_shared():
         yield
 
 

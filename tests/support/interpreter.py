@@ -27,7 +27,8 @@ def without_waste() -> Iterator[None]:
             patched.setattr(interpreter, "_patch_lang", patch_once(interpreter._patch_lang))
         if hasattr(interpreter, "_get_np_dtype"):
             patched.setattr(interpreter, "_get_np_dtype", remembered(interpreter._get_np_dtype))
-        patched.setattr(tl.block_type, "with_element_ty", known_types(tl.block_type.with_element_ty))
+        for name in ("with_element_ty", "to_ir"):
+            patched.setattr(tl.block_type, name, known_types(getattr(tl.block_type, name)))
         patched.setattr(tl.tensor, "__init__", known_fields(tl.tensor.__init__))
         yield
 
@@ -74,17 +75,19 @@ def remembered(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return look_up
 
 
-def known_types(with_element_ty: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Types are values; a kernel has few, and makes one at each operation."""
-    known: dict[tuple[str, tuple[int, ...]], Any] = {}
+def known_types(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Types are values; a kernel has few, and makes one or two at each operation. `make`: of a type of blocks, with
+    another type of elements or with the interpreter's only builder.
+    """
+    known: dict[tuple[str, Any], Any] = {}
 
-    def make(block: Any, scalar: Any) -> Any:
-        key = scalar.name, block.shape
+    def look_up(block: Any, other: Any) -> Any:
+        key = block.name, getattr(other, "name", None)
         if key not in known:
-            known[key] = with_element_ty(block, scalar)
+            known[key] = make(block, other)
         return known[key]
 
-    return make
+    return look_up
 
 
 def known_fields(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
