@@ -27,7 +27,7 @@ def without_waste() -> Iterator[None]:
             patched.setattr(interpreter, "_patch_lang", patch_once(interpreter._patch_lang))
         if hasattr(interpreter, "_get_np_dtype"):
             patched.setattr(interpreter, "_get_np_dtype", remembered(interpreter._get_np_dtype))
-        for name in ("with_element_ty", "to_ir"):
+        for name in {"with_element_ty", "to_ir"} & vars(tl.block_type).keys():
             patched.setattr(tl.block_type, name, known_types(getattr(tl.block_type, name)))
         patched.setattr(tl.tensor, "__init__", known_fields(tl.tensor.__init__))
         yield
