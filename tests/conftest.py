@@ -5,6 +5,7 @@
 before all others: what takes minutes must not be what one process still does when the other has ended.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from support.installed import installed, wheel  # noqa: F401
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 gc.set_threshold(20_000, 20, 100)  # a run keeps a million objects, and the default walks all of them too often
+gc.disable()  # until all tests are collected; see pytest_collection_finish
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +33,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports and the collection have made stays to the end, and no later walk looks at it."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # else Triton says of what it finds then that it leaked
 
 
 def keep_one_configuration(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,11 +73,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def shared_captures() -> Iterator[None]:
     """Llamas of one shape are captured once in a run."""
-    from sidestream.compiler import api
-    from support.captured import capture_once
+    from support.captured import captures_shared
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(api, "capture_module", capture_once)
+    with captures_shared():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Kernels in Triton's interpreter take half the time."""
+    if not INTERPRETING:
+        yield
+        return
+    from support.interpreter import without_waste
+
+    with without_waste():
         yield
 
 

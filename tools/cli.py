@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ..runtime.processes.garbage import collect_seldom
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
 from .bench import startup as bench_startup
@@ -147,6 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point: returns the exit code (0 done, 2 the user's mistake, 130 interrupted)."""
+    collect_seldom()
     options = build_parser().parse_args(arguments)
     try:
         return options.run(options)

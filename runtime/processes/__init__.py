@@ -1,6 +1,7 @@
 """Processes that are started, and watched while they run.
 
 child       a process and the line to it
+garbage     how often a process looks for garbage
 last_words  what it says before it ends
 watch       who beats, and which step takes too long
 """

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ..processes.garbage import collect_seldom
 from ..processes.watch import Pulse
 from ..steps.plan import AHEAD
 from ..steps.wire import unpack_masks, unpack_plan
@@ -160,6 +161,7 @@ class _Peer:
 
 def main() -> NoReturn:
     """Ends without the interpreter's clean-up, as other threads may be in the middle of tensor operations."""
+    collect_seldom()
     line, plans, meeting = map(int, sys.argv[1:4])
     channel = Channel.from_fd(line)
     try:

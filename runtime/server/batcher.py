@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from ..processes.garbage import collect_seldom
 from ..processes.watch import STALL_SECONDS, AwakeClock
 from ..steps.plan import StepDrafts
 from ..text.chat_template import chat_words
@@ -341,7 +342,7 @@ def _tame_garbage_collector() -> None:
     """What is loaded stays: looking through it again and again would cost milliseconds in the middle of a step."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    collect_seldom()
 
 
 def run(fd: int) -> int:

@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..processes.garbage import collect_seldom
 from ..processes.watch import Pulse
 from ..steps.plan import StepDrafts, StepMasks, StepPlan, no_rows
 from ..steps.runner import Runner
@@ -393,6 +394,7 @@ def main() -> NoReturn:
     """Ends without the interpreter's clean-up: a thread may be in the middle of an import or of a tensor operation, and
     the clean-up would take away what it uses.
     """
+    collect_seldom()
     code = run(int(sys.argv[1]))
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -1,12 +1,15 @@
 """Our Llama captured once for each shape of it in a run: capturing takes seconds, and a copy of its graph is the same.
 
-conftest.py puts `capture_once` in the place of `capture_module` where models are compiled.
+conftest.py puts `capture_once` in the place of `capture_module` wherever sidestream captures a model.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from sidestream.compiler.graph.capture import Captured, capture_module
 from sidestream.graphs.draft.steps import ChainStep, FirstPass
@@ -29,3 +32,13 @@ def capture_once(
         _KNOWN[key] = capture_module(module, example_inputs, dynamic_shapes)
     known = _KNOWN[key].copy()
     return replace(known, constants={**known.constants, **dict(module.named_buffers())})
+
+
+@contextmanager
+def captures_shared() -> Iterator[None]:
+    """Every module of sidestream captures with `capture_once` meanwhile."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("sidestream.") and vars(module).get("capture_module") is capture_module:
+                patched.setattr(module, "capture_module", capture_once)
+        yield

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from sidestream.compiler.api import CompiledModel, Optimized, optimize
-from sidestream.compiler.graph.capture import Captured, capture_module
+from sidestream.compiler.graph.capture import Captured
 from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+
+from .captured import capture_once
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,7 +42,7 @@ FIELDS: dict[str, Any] = {
 def _captured(config: str, lora: LoraShape | None, dtype: torch.dtype) -> tuple[Captured, Sequence[str]]:
     model = Llama(LlamaConfig.from_dict(json.loads(config)), lora, dtype, "meta")
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    return capture_module(model, model.example_inputs(), model.dynamic_shapes()), names
+    return capture_once(model, model.example_inputs(), model.dynamic_shapes()), names
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.hardware import H100
 from sidestream.compiler.cost.work import Assumptions
-from sidestream.compiler.graph.capture import Captured, capture_module
+from sidestream.compiler.graph.capture import Captured
 from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.inspect.difference import read_dump
 from sidestream.compiler.inspect.explain import (
@@ -27,6 +27,7 @@ from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes import Context, PassReport
 from sidestream.compiler.pipeline import PASSES, insert_pass
 from sidestream.ops.attention.rope import rope_angles
+from support.captured import capture_once
 from support.meta_model import DECODE, DECODE_BASE, MIXED, compiled_llama, meta_llama
 from torch import fx
 
@@ -79,7 +80,7 @@ def test_values_are_json_and_the_text_names_what_matters() -> None:
 def captured_once(dtype: torch.dtype) -> tuple[Captured, list[str]]:
     model = meta_llama(1, dtype=dtype)
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    return capture_module(model, model.example_inputs(), model.dynamic_shapes()), names
+    return capture_once(model, model.example_inputs(), model.dynamic_shapes()), names
 
 
 def capture(options: CompileOptions) -> tuple[Captured, list[str]]:

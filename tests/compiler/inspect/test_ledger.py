@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.compiler.graph.capture import Captured, capture_module
+from sidestream.compiler.graph.capture import Captured
 from sidestream.compiler.graph.nodes import aten, bind, insert_call, is_call, set_operands
 from sidestream.compiler.graph.recipe import scale
 from sidestream.compiler.inspect.ledger import CAPTURE, DECODE, DECODE_LORA, PROGRAM, as_json, as_text, largest, ledger
@@ -18,6 +18,7 @@ from sidestream.compiler.pipeline import DECODE_PASSES, PASSES, Pass, insert_pas
 from sidestream.ops.attention.paged_attention import paged_attention
 from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant
+from support.captured import capture_once
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 from torch import fx
@@ -40,7 +41,7 @@ def captured_model(base: TinyBase, adapters: list[Path], dtype: torch.dtype) -> 
     model, _ = plain_model(base, adapters, dtype)
     inputs = PagedRunner(model, len(CHUNKS), blocks=1).inputs(CHUNKS)
     logits = torch.cat(PagedRunner(model, len(CHUNKS), blocks=1).step(CHUNKS))
-    captured = capture_module(model, model.example_inputs(), model.dynamic_shapes())
+    captured = capture_once(model, model.example_inputs(), model.dynamic_shapes())
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return captured, {name: value for name, value in inputs.items() if name != "kv_caches"}, state, logits
 
