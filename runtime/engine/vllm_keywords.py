@@ -56,7 +56,7 @@ FOREIGN: dict[str, Foreign] = {
     "enable_chunked_prefill": Foreign((True,), "raise max_num_batched_tokens to the longest prompt"),
     "max_seq_len_to_capture": Foreign((8192,), "use enforce_eager=True to replay no CUDA graph"),
     "compilation_config": Foreign((0, {}), "use disable_passes and the other compiler options"),
-    "speculative_config": Foreign((), "use speculation, 'auto' or a number of drafts"),
+    "speculative_config": Foreign((), "use speculation, 'auto' or a number of drafts, and draft for an EAGLE-3 head"),
     "structured_outputs_config": Foreign(({},), "leave it out; requests have structured_outputs"),
     "logits_processors": Foreign(((), []), "use logit_bias, temperature, top_k, top_p or min_p in SamplingParams"),
     "disable_async_output_proc": Foreign((False, True), "leave it out"),
