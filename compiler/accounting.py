@@ -178,7 +178,7 @@ def _smoothed(e: Expectation) -> int | None:
         return 0
     if not e.shape.paged or not e.on("lift_rms_norm") or (e.shape.lora_linears and not e.on("lift_lora")):
         return None
-    return (0 if e.shape.stored else 2 * e.shape.layers) + int(e.options.lm_head == "auto")
+    return (0 if e.shape.stored else 3 * e.shape.layers) + int(e.options.lm_head == "auto")
 
 
 def _rounded(e: Expectation) -> int | None:

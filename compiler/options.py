@@ -123,20 +123,21 @@ class CompileOptions:
     )
     rotate_activations: bool = option(
         True,
-        "in int8 mode, blocks of columns of what a norm (8) or SiLU (128) makes are rotated before they are quantized, "
-        "and the weights' with them",
+        "in int8 mode, blocks of columns of what a norm (64) or SiLU (128) makes are rotated before they are "
+        "quantized, and the weights' with them",
     )
     norm_rotation: int = option(
-        8,
+        64,
         "in int8 mode, columns of a rotated block of what a norm makes",
-        unset="as the rounded weights have them, else 8",
+        unset="as the rounded weights have them, else 64",
         more="a power of two up to 128; wider blocks round finer and cost time",
     )
     smooth_channels: bool = option(
         False,
-        "in int8 mode, make the channels after each norm alike by calibrated powers of two",
+        "in int8 mode, make the channels after each norm and after SiLU * mul alike by calibrated powers of two",
         unset="as calibrated, else off",
-        more="folded into the norm's gain and the columns of the weights and adapters that read it",
+        more="folded into the norm's gain, or the rows of up_proj, and the columns of the weights and adapters that "
+        "read it",
         calibrated=True,
     )
     rounded_weights: bool = option(

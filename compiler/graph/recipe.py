@@ -35,7 +35,7 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
     "multiply": (2, frozenset()),
     "key_balance": (None, frozenset({"kv_heads", "width"})),
     "norm_balance": (2, frozenset({"kv_heads"})),
-    "smooth": (2, frozenset({"sign"})),
+    "smooth": (2, frozenset({"sign", "dim"})),
     "cast": (1, frozenset({"dtype"})),
     "quantize": (1, frozenset({"dtype", "rotate"})),
     "dequantize": (2, frozenset({"stored", "dtype"})),
@@ -211,9 +211,9 @@ def norm_balance(query: Recipe, key: Recipe, kv_heads: int) -> Recipe:
     return Recipe("norm_balance", (query, key), {"kv_heads": kv_heads})
 
 
-def smooth(recipe: Recipe, exponents: Recipe, sign: int) -> Recipe:
-    """The last dimension times 2^(sign * exponents), `exponents` [K] of whole numbers: exact in every float dtype."""
-    return Recipe("smooth", (recipe, exponents), {"sign": sign})
+def smooth(recipe: Recipe, exponents: Recipe, sign: int, dim: int) -> Recipe:
+    """Dimension `dim` times 2^(sign * exponents), `exponents` [K] of whole numbers: exact in every float dtype."""
+    return Recipe("smooth", (recipe, exponents), {"sign": sign, "dim": dim})
 
 
 def share_of(size: int, world: int, multiple: int = 1) -> int:
@@ -429,10 +429,12 @@ def _evaluate(
     if recipe.op == "multiply":
         return (first.float() * operands[1].to(first.device).float()).to(first.dtype)
     if recipe.op == "smooth":
-        exponents = operands[1].to(first.device)
-        while 1 < exponents.dim() < first.dim():  # layers [L, K] of stacks [L, R, K]
-            exponents = exponents.unsqueeze(-2)
-        return first * torch.exp2(attrs["sign"] * exponents).to(first.dtype)
+        exponents = operands[1].to(first.device)  # [K], or layers [L, K] of stacks [L, N, K] or [L, K, R]
+        shape = [1] * first.dim()
+        shape[attrs["dim"]] = exponents.shape[-1]
+        if exponents.dim() == 2:
+            shape[0] = exponents.shape[0]
+        return first * torch.exp2(attrs["sign"] * exponents).to(first.dtype).view(shape)
     if recipe.op == "key_balance":
         return key_balance_factors(
             first, operands[1], operands[2], attrs["kv_heads"], attrs["width"], tuple(operands[3:])
@@ -454,6 +456,7 @@ def _found(recipe: Recipe, lookup: Callable[[str], torch.Tensor]) -> torch.Tenso
 
 def _slice(tensor: torch.Tensor, dim: int, rank: int, world: int, multiple: int) -> torch.Tensor:
     """Part `rank` of `world`, a view; where parts are rounded up the last ones are filled with zeros."""
+    dim %= tensor.dim()
     share = share_of(tensor.shape[dim], world, multiple)
     start, end = (min(place * share, tensor.shape[dim]) for place in (rank, rank + 1))
     part = tensor.narrow(dim, start, end - start)

@@ -43,9 +43,12 @@ def sliced(recipe: Recipe, dim: int, share: Share, size: int) -> Recipe:
         raise SliceError(f"blocks of {attrs['width']} channels that are rotated together ({recipe})")
     if op == "multiply" or (op == "cat" and attrs["dim"] != dim):
         return Recipe(op, tuple(map(cut, args)), attrs)
-    # the exponents of `smooth` go with the last dimension, which is cut of no projection after a norm
-    if op in ("hadamard", "scale", "cast") or (op == "pad" and attrs["dim"] != dim) or (op == "smooth" and dim == 0):
+    if op in ("hadamard", "scale", "cast") or (op == "pad" and attrs["dim"] != dim):
         return Recipe(op, (cut(args[0]), *args[1:]), attrs)
+    if op == "smooth":  # the exponents [K] go with one dimension; -1: of several layers [L, K]
+        whole = attrs["dim"] != dim
+        exponents = args[1] if whole else slice_(args[1], -1, share.rank, share.world, share.multiple)
+        return Recipe(op, (cut(args[0]), exponents), attrs)
     if op == "dequantize":  # values [N, K], scales [N, 1]
         return Recipe(op, (cut(args[0]), cut(args[1]) if dim == 0 else args[1]), attrs)
     return slice_(recipe, dim, share.rank, share.world, share.multiple)

@@ -6,7 +6,7 @@ lift_embedding, lift_rms_norm,                 ATen idioms -> semantic ops; ever
 lift_rope_angles, lift_rope, lift_lora         in these
 fold_multipliers    constant factors of a projection or a norm move into its weights
 rotate_values       V's heads rotated by their weights, which costs nothing at run time
-smooth_channels     channels after norms made alike by calibrated powers of two, which costs nothing at run time
+smooth_channels     channels after norms and SiLU * mul made alike by calibrated powers of two, at no cost at run time
 pack_projections    q/k/v and gate/up become one projection each
 shard               one model over several ranks: each has its share of the weights (shard_parts: how one is given its
                     share)

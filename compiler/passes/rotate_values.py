@@ -6,15 +6,11 @@ from torch import fx
 
 from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import paged_attention
-from ...ops.lora.lora import lora
-from ..graph.nodes import aten, bind, is_call, shape_of, split_bias, through_views
+from ..graph.channels import ChannelsError, made_by, read_by
+from ..graph.nodes import bind, is_call, shape_of, through_views
 from ..graph.recipe import hadamard
 from ..program.layers import layer_of_name
 from .base import Context, PassReport
-
-
-class _Refused(Exception):
-    """Why a layer is left alone."""
 
 
 def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
@@ -43,9 +39,9 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
             attention = _only(user for user in cache.users if is_call(user, paged_attention))
             width = int(shape_of(value)[-1])
             if width & (width - 1):
-                raise _Refused(f"heads of {width} are no power of two")
-            rotations = [*_made_by(through_views(value)), *_read_by(attention)]
-        except _Refused as refusal:
+                raise ChannelsError(f"heads of {width} are no power of two")
+            rotations = [*made_by(through_views(value), "rotated"), *read_by(attention, "rotated")]
+        except ChannelsError as refusal:
             report.rejected.append(f"{append.name}: {refusal}")
             continue
         for weight, dim in rotations:
@@ -54,57 +50,8 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
     return report
 
 
-def _made_by(value: Any) -> list[tuple[fx.Node, int]]:
-    """The weights whose rows are V's channels, each with the dimension of the rows: v_proj's, its bias, and B of its
-    adapters.
-    """
-    base, bias = split_bias(value) if isinstance(value, fx.Node) else (value, None)
-    if bias is not None:
-        return [*_made_by(through_views(base)), (_loaded(bias), 0)]
-    if is_call(value, aten.add.Tensor):
-        parts = [through_views(part) for part in (bind(value).self, bind(value).other)]
-        return [rotation for part in sorted(parts, key=lambda part: is_call(part, lora)) for rotation in _made_by(part)]
-    if is_call(value, lora):
-        return [(_loaded(bind(value).b), 1)]
-    if is_call(value, aten.linear.default) and bind(value).bias is None:
-        return [(_loaded(bind(value).weight), 0)]
-    raise _Refused(
-        f"{getattr(value, 'name', value)} is neither a linear nor a LoRA branch (is lift_lora or lift_bias off?)"
-    )
-
-
-def _read_by(attention: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The weights whose columns are attention's channels: o_proj's, and A of its adapters."""
-    found, waiting = [], [attention]
-    while waiting:
-        for user in waiting.pop().users:
-            if through_views(user) is not user:
-                waiting.append(user)
-            elif is_call(user, lora):
-                found.append((_loaded(bind(user).a), 2))
-            elif is_call(user, aten.linear.default):
-                found.append((_loaded(bind(user).weight), 1))
-            else:
-                raise _Refused(
-                    f"{user.name} reads attention's output and is neither a linear nor a LoRA branch (is lift_lora "
-                    "off?)"
-                )
-    return found
-
-
-def _loaded(weight: fx.Node) -> fx.Node:
-    """The placeholder of a weight that nothing else reads."""
-    if weight.op != "placeholder" or "recipe" not in weight.meta:
-        raise _Refused(f"{weight.name} is computed in the graph, not loaded")
-    if weight.meta["recipe"].op == "dequantize":
-        raise _Refused(f"{weight.name} is stored in eight bits, and rotated it would be rounded again")
-    if len(weight.users) != 1:
-        raise _Refused(f"{weight.name} is read by {len(weight.users)} nodes")
-    return weight
-
-
 def _only(nodes: Any) -> fx.Node:
     found = list(nodes)
     if len(found) != 1:
-        raise _Refused(f"{len(found)} paged_attention read its cache")
+        raise ChannelsError(f"{len(found)} paged_attention read its cache")
     return found[0]

@@ -33,5 +33,11 @@ def stage(doing: str, show: bool) -> Iterator[None]:
         yield
 
 
+def say(text: str, show: bool) -> None:
+    """One line of its own."""
+    if show:
+        _line(text)
+
+
 def _line(text: str) -> None:
     print(f"sidestream: {text}", file=sys.stderr, flush=True)

@@ -8,4 +8,5 @@ vllm_keywords    those of vLLM's `LLM` that there are not here
 resolve          what they come to for a given model and device
 calibration      what `sidestream calibrate` measured, as a file
 rounding         the weights that it has rounded, as a file
+files            what both are called next to a model's weights
 """

@@ -1,5 +1,5 @@
 """What `sidestream calibrate` has measured of a model's keys, values and norms, as a file, and what it decides: the KV
-cache's dtype, by layer how K is treated, and how channels after norms are smoothed.
+cache's dtype, by layer how K is treated, and how channels after norms and in MLPs are smoothed.
 
 A calibration is one safetensors file: each layer's mean key and each norm's exponents as tensors, and in the metadata
 one JSON object with the figures and the model that they are of.
@@ -23,9 +23,10 @@ from ...compiler.passes.smooth_channels import SUFFIX
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
 from ...graphs.regular_file import open_regular
+from .files import FILE_NAME
 
-FILE_NAME = "sidestream_calibration.safetensors"
 KEY = "sidestream_calibration"
+AUTO, OFF = "auto", "off"
 VERSION = 1
 KV_DTYPES = ("int8", "fp8_e4m3")
 # How K is treated: (Hadamard, centring), the ones that cost least first.
@@ -45,7 +46,7 @@ class CalibrationError(OptionError):
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """One layer. Errors are simulated with the layer's own queries: see `tools.kv_error`.
+    """One layer. Errors are simulated with the layer's own queries: see `runtime.calibrate.kv_error`.
 
     key_errors    (kv dtype, Hadamard, centring) -> error of the attention scores, in nats
     value_errors  (kv dtype, rotated) -> relative error of attention's output
@@ -83,8 +84,9 @@ class Calibration:
     key_centers   by layer, the mean key [kv heads, head dim] fp32, after RoPE, before any Hadamard transform
     tokens        how many tokens were looked at
     adapters      names of the adapters that ran, next to the base
-    channel_exponents  by name (`channel_exponents_name`) what each channel after a norm is divided by, as powers of
-                  two: int8 [hidden size]; none in files of earlier releases
+    channel_exponents  by name (`channel_exponents_name`) what each channel after a norm, or that an MLP's down_proj
+                  reads, is divided by, as powers of two: int8 [hidden size] or [intermediate size]. Files of earlier
+                  releases have none, or none of down_proj's
     """
 
     fingerprint: str
@@ -244,16 +246,17 @@ def _shape(config: LlamaConfig) -> dict[str, Any]:
 def find_calibration(
     given: "str | Path | Calibration | None", config: LlamaConfig, directory: Path | None
 ) -> Calibration | None:
-    """The calibration that was given, else the one next to the checkpoint, else None; `directory` None: the weights are
-    random, nothing is looked for.
+    """The calibration that was given, for "auto" and None the one next to the checkpoint, else None, as for "off";
+    `directory` None: the weights are random, nothing is looked for.
 
     Raises CalibrationError for a file that cannot be read or is of another model.
     """
     path: Any = "given as a value"
     if not isinstance(given, Calibration):
-        if given is None and (directory is None or not (directory / FILE_NAME).is_file()):
+        found = given in (None, AUTO)
+        if given == OFF or (found and (directory is None or not (directory / FILE_NAME).is_file())):
             return None
-        path = given or Path(str(directory)) / FILE_NAME
+        path = Path(str(directory)) / FILE_NAME if found else given
         given = load_calibration(path)
     if directory is None:
         raise CalibrationError(f"calibration {path} can't be of random weights; leave it out with load_format='dummy'")
@@ -266,18 +269,28 @@ def find_calibration(
         )
         ours = f"{config.num_hidden_layers} of {wanted[0]} x {wanted[1]}"
         raise CalibrationError(f"calibration {path} is of another model: it has {theirs}, this one {ours}; {again}")
-    widths = {len(exponents) for exponents in given.channel_exponents.values()}
-    if widths - {config.hidden_size}:
-        raise CalibrationError(
-            f"calibration {path} is of another model: it has norms of {max(widths)} channels, this one of "
-            f"{config.hidden_size}; {again}"
-        )
+    for name, exponents in given.channel_exponents.items():
+        width = config.intermediate_size if name.endswith(f".down_proj.{SUFFIX}") else config.hidden_size
+        if len(exponents) != width:
+            raise CalibrationError(
+                f"calibration {path} is of another model: {name} has {len(exponents)} channels, and this model {width} "
+                f"there; {again}"
+            )
     if given.fingerprint != fingerprint(config, Checkpoint(directory, config)):
         raise CalibrationError(
             f"calibration {path} is of another model of the same shape: its weights differ from those in "
             f"{directory}; {again}"
         )
-    return given
+    return _completed(given, config)
+
+
+def _completed(given: Calibration, config: LlamaConfig) -> Calibration:
+    """With zeros for MLPs that were not looked at, as in files of earlier releases: these stay as they are."""
+    if not given.channel_exponents:
+        return given
+    names = [f"model.layers.{layer}.mlp.down_proj.{SUFFIX}" for layer in range(config.num_hidden_layers)]
+    unknown = {name: torch.zeros(config.intermediate_size, dtype=torch.int8) for name in names}
+    return replace(given, channel_exponents={**unknown, **given.channel_exponents})
 
 
 def calibrated(

@@ -28,9 +28,10 @@ class EngineOptions:
         "auto", "what the KV cache holds", unset="as the precision says", more="vLLM's name of kv_dtype; also fp8"
     )
     calibration: Any = option(
-        None,
-        "what `sidestream calibrate` wrote",
-        unset="sidestream_calibration.safetensors in the model's directory, if it is there",
+        "auto",
+        "what `sidestream calibrate` wrote, or 'off' for none",
+        unset="sidestream_calibration.safetensors in the model's directory; without it an int8 engine on a GPU "
+        "calibrates a model that takes less than a minute itself, once",
         more="decides what kv_dtype, hadamard, center_keys and smooth_channels come to where they are not given",
     )
     rounded_weights: Any = option(

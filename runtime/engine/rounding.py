@@ -25,6 +25,7 @@ from ...graphs.config import LlamaConfig
 from ...graphs.regular_file import FileRefusedError, open_regular
 from ...graphs.safetensors_file import SafetensorsFile
 from .calibration import Calibration
+from .files import file_name
 
 KEY = "sidestream_rounding"
 VERSION = 1
@@ -60,11 +61,6 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recipes: dict[str, str]
     tokens: int
     adapters: list[str]
-
-
-def file_name(precision: str) -> str:
-    """Of the file in a model's directory that is found without being named."""
-    return f"sidestream_rounded_{precision}.safetensors"
 
 
 def options_of(options: CompileOptions) -> dict[str, Any]:

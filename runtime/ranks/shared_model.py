@@ -17,6 +17,7 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import describe_adapter
 from ...ops.collectives.group import RankGroup
 from ..adapters.registry import KnownAdapter
+from ..calibrate.first_start import with_calibration
 from ..device.model import Model, ModelSource, load_model
 from ..engine.resolve import LoadOptions
 from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
@@ -181,6 +182,7 @@ def load_shared(
     Raises what `load_model` raises, OptionError for what several ranks cannot do, and RankError when one cannot start.
     """
     world, device = options.compiler.tensor_parallel, options.device
+    options = with_calibration(source, options)
     if world == 1:
         return load_model(source, adapters, options, describe)
     _check_devices(device, world)

@@ -4,11 +4,14 @@ channels are smoothed; with --round, round its weights by what they are multipli
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS, NORM_ROTATIONS
+from ...runtime.calibrate.defaults import CPU_LENGTH, CPU_TOKENS, FIGURE_TOKENS, LENGTH, ROUND_TOKENS, ROUNDED_FOR
+from ...runtime.calibrate.texts import CHARACTERS_A_TOKEN, documents, standard_text
+from ...runtime.engine.files import FILE_NAME, file_name
 from ..options.engine import (
     adapters_of,
     add_lora_options,
@@ -32,47 +35,26 @@ keys and values:
                      (--rotate-values)
   K treated          what is chosen for the layer in the mode that --precision names: Hadamard, centring
   gain               error of the scores with that mode's own cache and Hadamard over that of what is chosen
-The largest value of every channel after each norm sets the powers of two by which `smooth_channels` brings them to one
-size in int8 mode: no figure of the table, and the largest gain where a model has channels of outliers.
+The largest value of every channel after each norm and before each down_proj sets the powers of two by which
+`smooth_channels` brings them to one size in int8 mode: no figure of the table, and the largest gain where a model has
+channels of outliers.
 The file holds the keys' means, those powers and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE)
 and --calibration FILE then decide what kv_dtype "auto" means (the mode's own type, int8 or e4m3, unless the other one's
 error is far smaller), and where keys are transformed and centred; as sidestream_calibration.safetensors in the model's
-directory it is found without being named. Without one "auto" is the mode's own type, with Hadamard.
+directory, which is where it is written unless -o says otherwise, it is found without being named. Without one "auto" is
+the mode's own type, with Hadamard; an int8 engine on a GPU calibrates a model that takes less than a minute itself.
 --round also writes the weights in eight bits, rounded so that their products with this text change least (GPTQ):
 sidestream_rounded_PRECISION.safetensors next to the calibration. They hold for this checkpoint, this calibration and
 these options; in the model's directory they are found without being named (--rounded-weights names or leaves them).
-For int8 they are also rotated more: norms by 64 columns, and the heads of V. Who serves them need not say so."""
+For int8 the heads of V are rotated too. Who serves them need not say so."""
 
 EXAMPLES = """\
 examples:
   sidestream calibrate                                                      the demo model and its adapters
-  sidestream calibrate models/llama --lora-modules sql=adapters/sql -o models/llama/sidestream_calibration.safetensors
+  sidestream calibrate models/llama --lora-modules sql=adapters/sql --round
   sidestream calibrate models/llama --prompts corpus.txt --tokens 16384
-  sidestream calibrate models/llama --round -o models/llama/sidestream_calibration.safetensors
-  sidestream serve models/llama --calibration sidestream_calibration.safetensors"""
-
-DEFAULT_TOKENS, DEFAULT_LENGTH = 4096, 512
-CPU_TOKENS, CPU_LENGTH = 1024, 256
-ROUND_TOKENS = 16384
-"""With --round: sums over few tokens fit those tokens alone."""
-ROUNDED_FOR: dict[str, Any] = {"norm_rotation": 64, "rotate_values": True}
-"""What --round rounds for in int8 mode unless it is told otherwise: the arm `int8-calibrated-64-rounded-values` of
-`sidestream eval --real`.
-"""
-ADAPTER_DOCUMENTS = 2
-CHARACTERS_A_TOKEN = 8
-STANDARD_LIBRARY = (
-    "textwrap",
-    "argparse",
-    "statistics",
-    "json.decoder",
-    "difflib",
-    "calendar",
-    "tokenize",
-    "fractions",
-    "heapq",
-    "shlex",
-)
+  sidestream calibrate models/llama --round -o calibrated/llama.safetensors
+  sidestream serve models/llama --calibration calibrated/llama.safetensors"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -90,9 +72,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "-o",
         "--output",
         type=Path,
-        default=Path("sidestream_calibration.safetensors"),
         metavar="FILE",
-        help="default: %(default)s",
+        help=f"default: {FILE_NAME} in the model's directory, where engines find it; of the demo model in this one",
     )
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="UTF-8 text to run (default: sources of Python's standard library)"
@@ -101,14 +82,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--tokens",
         type=positive,
         metavar="N",
-        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {DEFAULT_TOKENS}, "
+        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {FIGURE_TOKENS}, "
         f"{ROUND_TOKENS} with --round, on a CPU {CPU_TOKENS})",
     )
     parser.add_argument(
         "--length",
         type=positive,
         metavar="N",
-        help=f"tokens of a piece, at most the model's limit (default: {DEFAULT_LENGTH}, on a CPU {CPU_LENGTH})",
+        help=f"tokens of a piece, at most the model's limit (default: {LENGTH}, on a CPU {CPU_LENGTH})",
     )
     parser.add_argument(
         "--precision",
@@ -140,7 +121,9 @@ def run(options: argparse.Namespace) -> int:
     """Runs the model twice over the text (means first, then errors), prints the table, writes the file."""
     directory = model_directory(options)
     names = list(adapters_of(options))
-    check_output("--output", options.output)
+    output = options.output or (directory if options.model else Path()) / FILE_NAME
+    check_output("--output", output)
+    _check_rounded(options, output)
     for name in given(options, *ROUNDED_FOR):
         if not (options.round and options.precision == "int8"):
             flag = f"--{name.replace('_', '-')}"
@@ -152,17 +135,17 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from ...graphs.checkpoint import Checkpoint
+    from ...runtime.calibrate.figures import calibrate
     from ...runtime.engine.calibration import fingerprint
     from ...runtime.engine.resolve import resolve_device
     from ...runtime.text.tokenizer import load_tokenizer
-    from ..quality.calibration import calibrate
 
     device = resolve_device(options.device)
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         raise ValueError(f"{directory} has no tokenizer; calibration runs text")
     model = load_model(options, directory, torch.bfloat16).to(device)
-    tokens, length = ROUND_TOKENS if options.round else DEFAULT_TOKENS, DEFAULT_LENGTH
+    tokens, length = ROUND_TOKENS if options.round else FIGURE_TOKENS, LENGTH
     if device.type == "cpu":
         tokens, length = CPU_TOKENS, CPU_LENGTH
     tokens, length = options.tokens or tokens, options.length or length
@@ -181,62 +164,52 @@ def run(options: argparse.Namespace) -> int:
     )
     print(f"{directory.name}: {calibration.tokens} tokens, adapters: {', '.join(names) or 'none'}\n")
     print(as_text(calibration, options.precision))
-    calibration.save(options.output)
-    print(f"written to {options.output}")
+    calibration.save(output)
+    print(f"written to {output}")
     if options.round:
         del model  # the engine has the weights in eight bits
-        output = _round(options, directory, calibration, jobs, progress=sys.stderr.isatty())
-        print(f"rounded weights written to {output}")
+        rounded = output.absolute().parent / file_name(options.precision)
+        _round(options, directory, rounded, calibration, jobs, progress=sys.stderr.isatty())
+        print(f"rounded weights written to {rounded}")
     return 0
+
+
+def _check_rounded(options: argparse.Namespace, output: Path) -> None:
+    """Raises ValueError for rounded weights that would be left with another calibration than their own."""
+    left = [output.parent / file_name(precision) for precision in EIGHT_BITS]
+    left = [
+        path for path in left if path.exists() and not (options.round and path.name == file_name(options.precision))
+    ]
+    if left and output.exists():
+        raise ValueError(
+            f"{left[0]} holds for the calibration that is there now, and engines would refuse it next to another: "
+            "remove it or round it again with --round, or name another file with -o"
+        )
 
 
 def _round(
     options: argparse.Namespace,
     directory: Path,
+    output: Path,
     calibration: Any,
     jobs: Sequence[tuple[list[int], int]],
     progress: bool,
-) -> Path:
-    """Write the rounded weights next to the calibration; `jobs`: the text that it was made with."""
-    from ...runtime.engine.rounding import file_name
-    from ..quality.rounding import round_weights
-    from ..quality.teacher_forced import Document
+) -> None:
+    """Write the rounded weights; `jobs`: the text that the calibration was made with."""
+    from ...runtime.calibrate.reader import Document
+    from ...runtime.calibrate.rounding import round_weights
 
     adapters = adapters_of(options)
     names = [*adapters, None]  # slot -1 is the base model
-    output = options.output.absolute().parent / file_name(options.precision)
-    chosen = {"precision": options.precision, "calibration": calibration, "device": options.device}
+    chosen: dict[str, Any] = {"precision": options.precision, "calibration": calibration, "device": options.device}
     if options.precision == "int8":
-        chosen |= ROUNDED_FOR | given(options, *ROUNDED_FOR)
+        chosen |= {**ROUNDED_FOR, **given(options, *ROUNDED_FOR)}
     texts = [Document(ids, names[slot]) for ids, slot in jobs]
     round_weights(directory, adapters, texts, chosen, output, _bar if progress else lambda stage: None)
-    return output
 
 
 def _bar(stage: str) -> None:
     print(f"\r{stage}\033[K", end="", file=sys.stderr, flush=True)
-
-
-def standard_text() -> str:
-    """Sources of the standard library: code, and the prose of its comments and docstrings."""
-    import importlib.util
-
-    found = (importlib.util.find_spec(name) for name in STANDARD_LIBRARY)
-    return "\n".join(
-        Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec is not None and spec.origin is not None
-    )
-
-
-def documents(ids: Sequence[int], length: int, adapters: int) -> Iterator[tuple[list[int], int]]:
-    """(token ids, adapter slot or -1): every piece of the text for the base, and two pieces for each adapter in
-    turn.
-    """
-    pieces = [list(ids[first : first + length]) for first in range(0, len(ids), length)]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    yield from ((piece, -1) for piece in pieces)
-    for slot in range(adapters):
-        for turn in range(min(ADAPTER_DOCUMENTS, len(pieces))):
-            yield pieces[(slot * ADAPTER_DOCUMENTS + turn) % len(pieces)], slot
 
 
 def as_text(calibration: Any, precision: str) -> str:

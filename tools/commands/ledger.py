@@ -18,7 +18,7 @@ from ..options.engine import (
     demo_prompts,
     model_directory,
 )
-from ..options.models import batch_inputs, load_model, reference_logits
+from ..options.models import load_model, reference_logits
 
 DESCRIPTION = """\
 Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about
@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
     from ...compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ...compiler.options import CompileOptions
     from ...compiler.pipeline import check_disabled
+    from ...runtime.calibrate.inputs import batch_inputs
     from ...runtime.text.tokenizer import load_tokenizer
 
     compile_options = CompileOptions(**compile_arguments(options))

@@ -150,13 +150,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
+    from ...runtime.engine.calibration import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
     from ...runtime.wire.addresses import default_address, parse
 
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format")
     if options.no_prefix_caching:
         llm["enable_prefix_caching"] = False
-    if "calibration" in llm:
+    if llm.get("calibration", OFF) not in (AUTO, OFF):
         llm["calibration"] = str(Path(llm["calibration"]).resolve())
     model, adapters = (
         str(Path(llm.pop("model")).resolve()),

@@ -164,7 +164,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     group = parser.add_argument_group("engine")
     add_option(group, "max_model_len")
-    add_option(advanced(parser), "calibration", metavar="FILE")
+    add_option(advanced(parser), "calibration", metavar="FILE|off")
     add_option(advanced(parser), "rounded_weights", metavar="FILE")
     add_option(group, "max_num_seqs")
     add_option(group, "max_num_batched_tokens")

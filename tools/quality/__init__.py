@@ -18,6 +18,4 @@ suite           what they are asked; exact (questions), teacher_forced (document
 evaluate        runs the arms; divergence and statistics make figures, verdict says what they allow
 report, plot, page   the figures as tables, as a picture, as docs/quality.md
 emulation, outliers  what is measured for comparison: other ways to quantize, planted faults, a checkpoint with outliers
-rounding        weights rounded by what their linears read; error_compensation has the arithmetic
-calibration     what a quantized KV cache would do to a model's keys and values; kv_error simulates it
 """

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from ...compiler.passes.smooth_channels import channel_exponents_name
+
 REFERENCE = "bf16"
 DEFAULT = "int8"
 UNFUSED = "bf16-unfused"
@@ -31,6 +33,8 @@ class Arm:
     eager     its ops can't be captured in a CUDA graph
     slow      its ops are references: it runs on a part of the items
     calibrated  it needs the model's calibration
+    unsmoothed  the projection whose input its calibration leaves as it is
+    automatic   it has what the engine itself calibrates when it first starts; the others have nothing of it
     rounded     it needs weights that were rounded with its options
     """
 
@@ -44,6 +48,16 @@ class Arm:
     slow: bool = False
     calibrated: bool = False
     rounded: bool = False
+    unsmoothed: str = ""
+    automatic: bool = False
+
+    def smoothed(self, calibration: Any) -> Any:
+        """The calibration as this arm takes it."""
+        if calibration is None or not self.unsmoothed:
+            return calibration
+        end = channel_exponents_name(self.unsmoothed)
+        kept = {name: each for name, each in calibration.channel_exponents.items() if not name.endswith(end)}
+        return replace(calibration, channel_exponents=kept)
 
 
 def _int8(name: str, about: str, calibrated: bool = False, rounded: bool = False, **options: Any) -> Arm:
@@ -94,19 +108,21 @@ ARMS: tuple[Arm, ...] = (
         center_keys=True,
         calibrated=True,
     ),
-    _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
-    _int8(
-        "int8-calibrated-not-smoothed",
-        "the same without smoothed channels after norms",
-        smooth_channels=False,
-        calibrated=True,
+    Arm(
+        "int8-auto",
+        "what an engine on a GPU calibrates and rounds by itself when it first starts, for the base model alone",
+        MappingProxyType({"precision": "int8"}),
+        automatic=True,
     ),
-    _int8("int8-rotated-64", "the default with norms rotated by 64 columns instead of 8", norm_rotation=64),
-    _int8(
-        "int8-calibrated-64",
-        "what `sidestream calibrate` chooses, with norms rotated by 64 columns",
-        norm_rotation=64,
+    _int8("int8-rotated-8", "norms rotated by 8 columns instead of 64", norm_rotation=8),
+    _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
+    _int8("int8-calibrated-not-smoothed", "the same without smoothed channels", smooth_channels=False, calibrated=True),
+    Arm(
+        "int8-calibrated-norms-smoothed",
+        "the same with channels smoothed after norms only, not before down_proj",
+        MappingProxyType({"precision": "int8"}),
         calibrated=True,
+        unsmoothed="down_proj",
     ),
     Arm(
         "int8-least-squares",
@@ -117,22 +133,22 @@ ARMS: tuple[Arm, ...] = (
     _int8("int8-rounded", "the default with weights as `sidestream calibrate --round` rounds them", rounded=True),
     _int8(
         "int8-calibrated-rounded",
-        "what `sidestream calibrate --round` chooses for each layer, and its weights",
+        "what `sidestream calibrate --round` chooses for each layer, and its weights, heads of V not rotated",
         calibrated=True,
         rounded=True,
     ),
     _int8(
-        "int8-calibrated-64-rounded",
-        "the same with norms rotated by 64 columns",
-        norm_rotation=64,
-        calibrated=True,
-        rounded=True,
-    ),
-    _int8(
-        "int8-calibrated-64-rounded-values",
-        "the same with each head of V rotated too (folded into the weights)",
-        norm_rotation=64,
+        "int8-calibrated-rounded-values",
+        "the same with each head of V rotated (folded into the weights): what `sidestream calibrate --round` writes",
         rotate_values=True,
+        calibrated=True,
+        rounded=True,
+    ),
+    _int8(
+        "int8-calibrated-rounded-lm-head-bf16",
+        "the same with the output projection in 16 bits",
+        rotate_values=True,
+        lm_head="bf16",
         calibrated=True,
         rounded=True,
     ),
@@ -284,10 +300,12 @@ def open_arm(
     from . import emulation
 
     passes: Callable[[], Any] = getattr(emulation, arm.passes)
-    own = {"calibration": calibration} if arm.calibrated else {}
     if arm.rounded and rounded is None:
         raise ValueError(f"the weights of {arm.name} were not rounded")
-    own["rounded_weights"] = rounded if arm.rounded else "off"
+    own: dict[str, Any] = {}
+    if not arm.automatic:
+        own["calibration"] = arm.smoothed(calibration) if arm.calibrated else "off"
+        own["rounded_weights"] = rounded if arm.rounded else "off"
     llm = LLM(
         model, adapters, passes=passes(), show_progress=False, enforce_eager=True, **{**arm.options, **own, **sizes}
     )

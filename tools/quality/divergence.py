@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...runtime.calibrate.reader import Document
 from .statistics import interval, ratio_interval, resamples, tail_interval
-from .teacher_forced import DRAWN, KINDS, Compared, Document
+from .teacher_forced import DRAWN, KINDS, Compared
 
 RESAMPLES, TAIL_RESAMPLES = 1000, 200
 TAIL = 0.001

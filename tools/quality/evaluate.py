@@ -19,12 +19,13 @@ import torch
 
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import PAGE_SIZE
+from ...runtime.calibrate.reader import Document, Scorer, plan, step_sizes
 from .arms import BY_NAME, DEFAULT, REFERENCE, WHOLE, Arm, open_arm
 from .corpus import documents as library_documents
 from .divergence import Divergence, divergences
 from .exact import accuracies, ask, needles
 from .suite import Suite, by_text, interleaved
-from .teacher_forced import Document, Scorer, compare, plan, step_sizes
+from .teacher_forced import compare
 from .verdict import ArmResult, judge
 
 AGAIN = "bf16 again"
@@ -124,7 +125,7 @@ class Examiner:
     def reference(self) -> Scorer:
         """bf16's logits."""
         if self._reference is None:
-            self._reference = Scorer(self._open(BY_NAME[REFERENCE]), *self.shape)
+            self._reference = Scorer(self._open(BY_NAME[REFERENCE]).model, *self.shape)
         return self._reference
 
     def run(self, name: str, progress: Progress) -> Raw:
@@ -145,7 +146,7 @@ class Examiner:
         found: list[Divergence] = []
         if suite.documents and name != REFERENCE:
             tokens, *others = self.shape
-            scorer = Scorer(llm, tokens + tokens // 2 * order, *others)
+            scorer = Scorer(llm.model, tokens + tokens // 2 * order, *others)
             steps = list(plan([len(document.tokens) for document in suite.documents], *self.shape[:3]))
             found = divergences(compare(self.reference, scorer, suite.documents, steps), suite.documents)
         return Raw(answers, needle_answers, found, time.perf_counter() - begin)
@@ -306,10 +307,10 @@ def calibrate_model(
     from argparse import Namespace
 
     from ...graphs.checkpoint import Checkpoint
+    from ...runtime.calibrate.figures import calibrate
     from ...runtime.engine.calibration import fingerprint
     from ...runtime.engine.resolve import resolve_device
     from ..options.models import load_model
-    from .calibration import calibrate
 
     chosen = resolve_device(device)
     options = Namespace(
@@ -335,9 +336,9 @@ def round_model(
     output: Path,
 ) -> Path:
     """Write the weights of an arm as `sidestream calibrate --round` rounds them with its options."""
-    from .rounding import round_weights
+    from ...runtime.calibrate.rounding import round_weights
 
-    own = {"calibration": calibration} if arm.calibrated else {}
+    own = {"calibration": arm.smoothed(calibration)} if arm.calibrated else {}
     read = [Document(text) for text in texts] + [Document(text, name) for name in adapters for text in texts[:2]]
     round_weights(directory, adapters, read, {**arm.options, **own, "device": device}, output)
     return output

@@ -119,7 +119,8 @@ def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
     """Run the plain model in fp32 on the CPU over the texts, and look at its keys and inner activations."""
     import torch
 
-    from ..options.models import batch_inputs, load_model, reference_logits
+    from ...runtime.calibrate.inputs import batch_inputs
+    from ..options.models import load_model, reference_logits
 
     model = load_model(
         Namespace(model=str(source), lora_modules=[], max_loras=None, max_lora_rank=None), source, torch.float32

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...ops.core.kv_layout import PAGE_SIZE
-from .teacher_forced import ANSWER, DRAWN, TEXT, Document
+from ...runtime.calibrate.reader import Document
+from .teacher_forced import ANSWER, DRAWN, TEXT
 
 SEED = 2026
 NEEDLE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)

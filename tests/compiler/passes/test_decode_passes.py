@@ -100,7 +100,7 @@ def test_switched_off_the_layers_stay_apart(options: dict[str, Any]) -> None:
 
 def test_wider_rotations_after_norms_are_kept() -> None:
     """A rotation and its inverse cancel but for int8's rounding, in one launch as in separate ones."""
-    wide: dict[str, Any] = {"precision": "int8", "norm_rotation": 64}
+    wide: dict[str, Any] = {"precision": "int8", "norm_rotation": 16}
     made = program(whole_layer="on", **wide)
     assert ops(made)["decoder_block"] == 2 and "refused" not in made.passes
     fused, separate = logits(made), logits(program(whole_layer="off", **wide))

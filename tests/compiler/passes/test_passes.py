@@ -191,7 +191,7 @@ def test_int8_rotates_what_norms_and_silu_make_and_the_weights_with_it() -> None
             for node in compiled.graph_module.graph.nodes  # type: ignore[union-attr]
             if node.op == "call_function" and str(node.target).endswith(("_quant.default", "quantize_rowwise.default"))
         }
-        norm, silu = (8, 128) if rotate else (0, 0)
+        norm, silu = (64, 128) if rotate else (0, 0)
         assert forms == {
             "rms_norm_quant": (torch.int8, norm),
             "add_rms_norm_quant": (torch.int8, norm),

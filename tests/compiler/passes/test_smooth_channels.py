@@ -1,4 +1,5 @@
-"""Channels after norms divided by powers of two: nothing changes in 16 bits, and an outlier costs int8 nothing."""
+"""Channels after norms and SiLU * mul divided by powers of two: nothing changes in 16 bits, and an outlier costs int8
+nothing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,18 +56,27 @@ def calibration_of(base: TinyBase) -> Calibration:
     return Calibration(fingerprint(config, Checkpoint(base.path)), [figures] * len(centers), centers)
 
 
-def norms(model: Llama) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if name.endswith("norm")}
+def smoothed_modules(model: Llama) -> dict[str, Any]:
+    """Norms, and what reads SiLU * mul."""
+    return {name: module for name, module in model.named_modules() if name.endswith(("norm", "down_proj"))}
 
 
 def give_exponents(model: Llama) -> dict[str, torch.Tensor]:
     """Constants where a calibration would put them."""
     torch.manual_seed(0)
     chosen = {}
-    for name, norm in norms(model).items():
-        chosen[name] = torch.randint(-4, 5, norm.weight.shape, dtype=torch.int8)
-        norm.register_buffer("channel_exponents", chosen[name])
+    for name, module in smoothed_modules(model).items():
+        chosen[name] = torch.randint(-4, 5, module.weight.shape[-1:], dtype=torch.int8)
+        module.register_buffer("channel_exponents", chosen[name])
     return chosen
+
+
+def change(module: Any, factors: torch.Tensor, rows: bool) -> None:
+    """A projection's rows, or its columns, times `factors`, its adapters' with them."""
+    kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in kept.items():
+        if name == "weight" or name == ("lora_b" if rows else "lora_a"):
+            tensor.mul_(factors[:, None] if rows else factors)
 
 
 def logits(model: Llama, **options: Any) -> torch.Tensor:
@@ -87,35 +97,34 @@ def test_outliers_are_undone_to_the_last_bit(base: TinyBase, adapters: list[Path
     readers = {
         "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        "down_proj": ("down_proj",),
     }
     for name, exponents in give_exponents(model).items():
         if name == "model.norm":
             model.model.norm.channel_exponents.zero_()  # type: ignore[operator]  # a tied head's columns are the embedding's
             continue
         factors = torch.exp2(exponents.float()).bfloat16()
-        layer, _, norm = name.rpartition(".")
+        owner, _, leaf = name.rpartition(".")
         with torch.no_grad():
-            model.get_submodule(name).weight.mul_(factors)  # type: ignore[operator]
-            for reader in readers[norm]:
-                linear: Any = model.get_submodule(layer).get_submodule(reader)
-                linear.weight.div_(factors)
-                for stack in (each for key, each in linear.named_parameters() if key == "lora_a"):
-                    stack.div_(factors)
-                for stack in (each for key, each in linear.named_buffers() if key == "lora_a"):
-                    stack.div_(factors)
+            if leaf == "down_proj":
+                change(model.get_submodule(f"{owner}.up_proj"), factors, rows=True)
+            else:
+                model.get_submodule(name).weight.mul_(factors)  # type: ignore[operator]
+            for reader in readers[leaf]:
+                change(model.get_submodule(owner).get_submodule(reader), 1 / factors, rows=False)
     massive = logits(model, precision="int8")
     assert torch.equal(logits(model, precision="int8", smooth_channels=True), plain)
     assert (massive - plain).norm() > 0.01 * plain.norm()
 
 
-def test_every_norm_is_counted_and_the_pass_has_a_name(base: TinyBase, adapters: list[Path]) -> None:
+def test_every_norm_and_mlp_is_counted_and_the_pass_has_a_name(base: TinyBase, adapters: list[Path]) -> None:
     model, _ = plain_model(base, adapters)
 
     def matches(**options: Any) -> int:
         compiled = sidestream.compile(model, CompileOptions(**options), text=False)
         return sum(each.matches for each in compiled.records if each.name == "smooth_channels")
 
-    assert matches(smooth_channels=True) == 5 and matches(smooth_channels=True, lm_head="bf16") == 4
+    assert matches(smooth_channels=True) == 7 and matches(smooth_channels=True, lm_head="bf16") == 6
     assert matches() == matches(precision="fp8", smooth_channels=True) == 0
     assert matches(smooth_channels=True, disable=("smooth_channels",)) == 0
 
@@ -126,8 +135,11 @@ def test_an_engine_packs_adapters_by_its_calibration(base: TinyBase, adapters: l
     exponents = {channel_exponents_name(f"{name}.weight"): each for name, each in give_exponents(model).items()}
     smoothed = replace(plain, channel_exponents=exponents)
     smoothed.save(tmp_path / "file")
+    of_norms = {name: each for name, each in exponents.items() if "down_proj" not in name}  # as an earlier release has
+    assert 0 < len(of_norms) < len(exponents)
+    replace(plain, channel_exponents=of_norms).save(tmp_path / "earlier")
     answers = []
-    for calibration in (plain, tmp_path / "file"):
+    for calibration in (plain, tmp_path / "file", tmp_path / "earlier"):
         named = {str(number): path for number, path in enumerate(adapters)}
         options = {"kv_dtype": "bf16", "lora_dtype": "bf16", "disable_passes": ("quantize_linears",)}
         llm = LLM(
@@ -138,7 +150,7 @@ def test_an_engine_packs_adapters_by_its_calibration(base: TinyBase, adapters: l
         prompts = [list(range(5, 25))] * 3
         out = llm.generate(prompts, params, adapter=[None, "0", "1"])
         answers.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in out])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     assert [str(answer) for answer in answers[0][:1]] != [str(answer) for answer in answers[0][1:2]]
     with pytest.raises(OptionError, match="measured the norms"):
         LLM(base.path, calibration=plain, smooth_channels=True, device="cpu", show_progress=False)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sidestream.runtime.engine.calibration import FILE_NAME
-from sidestream.runtime.engine.rounding import KEY, RoundingError, file_name, open_rounding
+from sidestream.runtime.calibrate.reader import Document, Scorer, plan
+from sidestream.runtime.engine.files import FILE_NAME, file_name
+from sidestream.runtime.engine.rounding import KEY, RoundingError, open_rounding
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.tools import cli
 from sidestream.tools.quality.real.reference import Reference
-from sidestream.tools.quality.teacher_forced import Document, Scorer, compare, plan
+from sidestream.tools.quality.teacher_forced import compare
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 ENGINE: dict[str, Any] = {
@@ -57,7 +58,7 @@ def divergence(base: TinyBase, adapter: Path, **options: Any) -> dict[str | None
     ids = list(TEXT[40:140].encode())
     texts = [Document(ids), Document(ids, "one")]
     llm = LLM(base.path, {"one": adapter}, kv_dtype="bf16", lora_dtype="bf16", num_kv_pages=16, **ENGINE, **options)
-    scorer = Scorer(llm, 64, 4, 16, 2)
+    scorer = Scorer(llm.model, 64, 4, 16, 2)
     steps = list(plan([100, 100], 64, 4, 16))
     found = compare(Reference(base.path, {"one": adapter}, "cpu"), scorer, texts, steps)
     return {text.adapter: float(found.kl[found.document == place].mean()) for place, text in enumerate(texts)}

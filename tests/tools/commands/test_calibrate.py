@@ -14,6 +14,8 @@ from sidestream.compiler.options import DEFAULT_PRECISION, EIGHT_BITS, CompileOp
 from sidestream.ops.attention.append_kv import append_kv
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.rows.hadamard import hadamard
+from sidestream.runtime.calibrate.figures import attention_inputs
+from sidestream.runtime.calibrate.kv_error import stored
 from sidestream.runtime.engine.calibration import (
     FILE_NAME,
     KEY,
@@ -30,8 +32,6 @@ from sidestream.tools import cli
 from sidestream.tools.commands.calibrate import as_text, documents
 from sidestream.tools.commands.serve import settings_of
 from sidestream.tools.options.engine import compile_arguments, layers
-from sidestream.tools.quality.calibration import attention_inputs
-from sidestream.tools.quality.kv_error import stored
 from support.paged import plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 

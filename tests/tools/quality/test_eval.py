@@ -11,6 +11,7 @@ import pytest
 import torch
 from sidestream.graphs.config import LlamaConfig
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.calibrate.reader import Document, Scorer, plan
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools.cli import main
 from sidestream.tools.quality import emulation, suite
@@ -20,7 +21,7 @@ from sidestream.tools.quality.evaluate import Round, visible_gpus
 from sidestream.tools.quality.exact import accuracies, needles
 from sidestream.tools.quality.report import tables, verdicts
 from sidestream.tools.quality.suite import Limits, Question, Suite, by_text, file_suite
-from sidestream.tools.quality.teacher_forced import ANSWER, DRAWN, TEXT, Compared, Document, Scorer, plan
+from sidestream.tools.quality.teacher_forced import ANSWER, DRAWN, TEXT, Compared
 from sidestream.tools.quality.verdict import ArmResult, conditions
 
 LIMITS = Limits(tasks=100, documents=100, needles=0, longest=512)
@@ -64,7 +65,10 @@ def test_logits_do_not_depend_on_how_texts_are_cut_into_steps() -> None:
     lengths = [len(document.tokens) for document in documents]
     found = []
     for tokens in (32, 288):
-        scorer, rows = Scorer(llm, tokens, 4, 24, 3), [torch.empty(length, config.vocab_size) for length in lengths]
+        scorer, rows = (
+            Scorer(llm.model, tokens, 4, 24, 3),
+            [torch.empty(length, config.vocab_size) for length in lengths],
+        )
         for step in plan(lengths, tokens, 4, 24):
             parts = scorer.logits(step, documents).float().split([piece.count for piece in step])
             for piece, part in zip(step, parts, strict=True):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sidestream.graphs.config import LlamaConfig
+from sidestream.runtime.calibrate.reader import Document, Scorer, plan, step_sizes
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from sidestream.tools.quality.arms import BY_NAME, open_arm
 from sidestream.tools.quality.outliers import BIAS_POWER, QK_POWER, inject, observe, rescalings
-from sidestream.tools.quality.teacher_forced import Document, Scorer, plan, step_sizes
 
 TEXTS = [
     "What is the capital of France? The capital of France is Paris.",
@@ -40,7 +40,7 @@ def test_the_injected_bf16_model_gives_the_same_bits(
     logits = []
     for directory, adapters in ((DEMO_MODEL, ADAPTERS), injected):
         scorer = Scorer(
-            open_arm(BY_NAME["bf16"], directory, adapters, device="cpu", num_kv_pages=sizes[2], max_model_len=64),
+            open_arm(BY_NAME["bf16"], directory, adapters, device="cpu", num_kv_pages=sizes[2], max_model_len=64).model,
             *sizes,
         )
         logits.append(

@@ -58,16 +58,22 @@ def batches(
 
 
 def train_adapters(
-    directory: Path, output: Path, device: torch.device, steps: int = STEPS, size: int = ROWS
+    directory: Path,
+    output: Path,
+    device: torch.device,
+    steps: int = STEPS,
+    size: int = ROWS,
+    names: Sequence[str] = tuple(ADAPTERS),
 ) -> dict[str, Path]:
-    """Train and write the adapters, `size` questions a step; those that are there already stay. Returns their
+    """Train and write the adapters `names`, `size` questions a step; those that are there already stay. Returns their
     directories by name.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
-    written = {name: output / name for name in ADAPTERS}
-    for name, recipe in ADAPTERS.items():
+    written = {name: output / name for name in names}
+    for name in names:
+        recipe = ADAPTERS[name]
         if (written[name] / "adapter_config.json").is_file():
             continue
         torch.manual_seed(SEED)
@@ -94,9 +100,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each adapter (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=ROWS, help="questions of a step (default: %(default)s)")
+    parser.add_argument(
+        "--only", choices=ADAPTERS, help="one of them: several processes then train at the same time (default: all)"
+    )
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_adapters(options.model, options.output, device, max(options.steps, 2), max(options.rows, 1))
+    names = (options.only,) if options.only else tuple(ADAPTERS)
+    train_adapters(options.model, options.output, device, max(options.steps, 2), max(options.rows, 1), names)
     return 0
 
 

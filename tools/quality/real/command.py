@@ -52,8 +52,11 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from .... import __version__
+    from ....runtime.calibrate.defaults import LENGTH, ROUND_TOKENS
+    from ....runtime.calibrate.texts import documents as pieces
+    from ....runtime.calibrate.texts import standard_text
     from ....runtime.text.tokenizer import load_tokenizer
-    from ..evaluate import calibrate_model, other_texts
+    from ..evaluate import calibrate_model
     from .adapters import train_adapters
     from .measure import Findings, measure, real_arms
     from .report import screen
@@ -79,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{directory} has no tokenizer; convert the model again")
     documents = natural_documents(tokenizer.encode, options.tokens, (None, *adapters))
     count, most = (CALIBRATION_TEXTS, ROUNDING_TEXTS) if on_gpu else (CPU_CALIBRATION_TEXTS, CPU_ROUNDING_TEXTS)
-    texts = other_texts(tokenizer.encode, most)
+    read = tokenizer.encode(standard_text())[: min(most * LENGTH, ROUND_TOKENS)]  # as `sidestream calibrate` reads
+    texts = [piece for piece, _ in pieces(read, LENGTH, 0)]
     calibration = None
     if any(arm.calibrated for arm in arms):
         progress("calibration")

@@ -16,24 +16,26 @@ import torch
 
 from ....graphs.config import LlamaConfig
 from ....ops.core.kv_layout import PAGE_SIZE
+from ....runtime.calibrate.reader import Document, Scorer, plan, step_sizes
 from ..arms import BY_NAME, REFERENCE, UNFUSED, Arm, open_arm
 from ..divergence import Divergence, divergences
 from ..evaluate import round_model
-from ..teacher_forced import Document, Scorer, compare, plan, step_sizes
+from ..teacher_forced import compare
 from .reference import Reference
 
 ARMS = (
     REFERENCE,
     UNFUSED,
     "int8",
+    "int8-auto",
     "int8-calibrated",
-    "int8-calibrated-64",
     "int8-rounded",
     "int8-calibrated-rounded",
-    "int8-calibrated-64-rounded",
-    "int8-calibrated-64-rounded-values",
+    "int8-calibrated-rounded-values",
+    "int8-calibrated-rounded-lm-head-bf16",
+    "int8-calibrated-norms-smoothed",
     "int8-calibrated-not-smoothed",
-    "int8-rotated-64",
+    "int8-rotated-8",
     "int8-not-rotated",
     "int8-lm-head-bf16",
     "int8-kv-bf16",
@@ -157,7 +159,7 @@ def _in_turn(asked: Asked, arms: Sequence[Arm], progress: Callable[[str], None])
                     output = Path(place) / "rounded.safetensors"
                     rounded = round_model(arm, directory, adapters, calibration, texts, device, output)
                 llm = open_arm(arm, directory, adapters, calibration, rounded, **sizes)
-                scorer = Scorer(llm, tokens, sequences, pages, blocks)
+                scorer = Scorer(llm.model, tokens, sequences, pages, blocks)
                 compared = compare(reference, scorer, documents, steps)
             result = Measured(
                 arm.name, arm.about, divergences(compared, documents), round(time.perf_counter() - begin, 1)

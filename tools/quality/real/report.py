@@ -10,7 +10,7 @@ from ..report import Table
 from .measure import Findings, Measured
 
 MOST_MEAN_KL, LEAST_TOP_1, MOST_PERPLEXITY_RATIO = 0.004, 0.96, 1.003
-CALIBRATED, ROUNDED = "int8-calibrated", "int8-calibrated-64-rounded-values"
+AUTOMATIC, CALIBRATED, ROUNDED = "int8-auto", "int8-calibrated", "int8-calibrated-rounded-values"
 PEERS = ("peer-fp8", "peer-int8")
 BASE = "base"
 
@@ -29,7 +29,7 @@ def verdict(found: Findings) -> str:
         f"{found.model}, {found.tokens:,} tokens of natural text for {readers}, compared with transformers in fp32 on "
         f"{found.device}."
     ]
-    for arm in (REFERENCE, DEFAULT, CALIBRATED, ROUNDED, *PEERS):
+    for arm in (REFERENCE, AUTOMATIC, DEFAULT, CALIBRATED, ROUNDED, *PEERS):
         one = _base(found, arm)
         if one is not None:
             judged = "" if arm == REFERENCE or arm in PEERS else _judged(one)
@@ -76,7 +76,8 @@ def section(found: Findings, picture: str) -> str:
 def _title(arm: str) -> str:
     return {
         REFERENCE: "bf16 itself",
-        DEFAULT: "int8, the default",
+        AUTOMATIC: "int8, the default on a GPU, which calibrates itself at its first start",
+        DEFAULT: "int8 without a calibration",
         CALIBRATED: "int8 with what `sidestream calibrate` wrote",
         ROUNDED: "int8 with what `sidestream calibrate --round` wrote",
         "peer-fp8": "fp8 as other engines serve it",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from ....runtime.calibrate.reader import Document
 from ..corpus import documents as library_documents
-from ..teacher_forced import Document
 
 LENGTH, SHORTEST = 512, 256  # of a document, in tokens
 PROSE_TO_CODE = 3  # so many documents of prose come before one of code

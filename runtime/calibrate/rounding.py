@@ -22,8 +22,19 @@ from ...graphs.llama import Llama
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.rows.quantize import rotate_blocks
+from ..device.model import Model, find_model, load_model
+from ..device.weights import checkpoint_lookup, load_weights
+from ..engine.resolve import load_options
+from ..engine.rounding import (
+    VERSION,
+    Origin,
+    checkpoint_digest,
+    exponents_digest,
+    options_of,
+    write_rounding,
+)
 from .error_compensation import Compensation, compensation, round_rows
-from .teacher_forced import Document, Piece, Scorer, plan, step_sizes
+from .reader import Document, Piece, Scorer, plan, step_sizes
 
 PRODUCT_BYTES = 4 << 30
 ROW_ELEMENTS = 1 << 26  # of a weight's rows that are rounded together: 256 MiB in fp32
@@ -50,22 +61,13 @@ def round_weights(
     output: Path,
     progress: Progress = lambda stage: None,
 ) -> int:
-    """Write rounded weights of a checkpoint for an `LLM` with `options`, its calibration among them; `texts`: what the
-    base model and the adapters read. Returns how many linears there are.
+    """Write rounded weights of a checkpoint for `LLM`'s keywords `options`, its calibration among them; `texts`: what
+    the base model and the adapters read. Returns how many linears there are.
 
     Raises OptionError, CheckpointError or OSError, and ValueError where the options quantize no weight.
     """
-    from ...runtime.engine.rounding import (
-        VERSION,
-        Origin,
-        checkpoint_digest,
-        exponents_digest,
-        options_of,
-        write_rounding,
-    )
-
     config = LlamaConfig.from_directory(directory)
-    llm, scorer, steps = _open(directory, config, adapters, texts, options)
+    model, scorer, steps = _open(directory, config, adapters, texts, options)
     linears = list(_linears(scorer))
     if not linears:
         raise ValueError(f"{directory}: these options quantize no weight that is stored in 16 or 32 bits")
@@ -76,7 +78,7 @@ def round_weights(
         shape = expected[rounded_from(part)]
         shapes[rounded_name(part)] = shape, _dtype(part)
         shapes[rounded_name(_scales(part))] = shape[:1], torch.float32
-    used, calibration = llm.compiled.options, llm.calibration
+    used, calibration = model.compiled.options, model.calibration
     origin = Origin(
         VERSION,
         checkpoint_digest(Checkpoint(directory, config)),
@@ -97,10 +99,8 @@ def _open(
     adapters: Mapping[str, Any],
     texts: Sequence[Document],
     options: Mapping[str, Any],
-) -> tuple[Any, Scorer, list[list[Piece]]]:
-    """The engine, what reads texts through it, and in which steps."""
-    from ...runtime.llm import LLM
-
+) -> tuple[Model, Scorer, list[list[Piece]]]:
+    """The model, what reads texts through it, and in which steps."""
     on_cpu = options.get("device") == "cpu" or not torch.cuda.is_available()
     longest = max(len(text.tokens) for text in texts)
     tokens, sequences, pages, blocks = step_sizes(config.vocab_size, longest, on_cpu)
@@ -112,9 +112,10 @@ def _open(
         "enforce_eager": True,
         "show_progress": False,
     }
-    llm = LLM(directory, adapters, rounded_weights="off", **sizes, **ONE_OP, **options)
-    scorer = Scorer(llm, tokens, sequences, pages, blocks)
-    return llm, scorer, list(plan([len(text.tokens) for text in texts], tokens, sequences, pages))
+    chosen = load_options(rounded_weights="off", **sizes, **ONE_OP, **{"calibration": "off", **options})
+    model = load_model(find_model(directory, chosen), adapters, chosen)
+    scorer = Scorer(model, tokens, sequences, pages, blocks)
+    return model, scorer, list(plan([len(text.tokens) for text in texts], tokens, sequences, pages))
 
 
 def _linears(scorer: Scorer) -> Iterator[Linear]:
@@ -147,8 +148,6 @@ def _weights(
     dtype: torch.dtype,
 ) -> Callable[[Recipe], torch.Tensor]:
     """What makes a recipe's tensor of the checkpoint and the calibration, as the engine does."""
-    from ...runtime.device.weights import checkpoint_lookup, load_weights
-
     lookup, names = checkpoint_lookup(directory, expected, config)
     constants = {} if calibration is None else calibration.tensors()
     return lambda recipe: load_weights({"": recipe}, lookup, names, constants, device, dtype)[""]
@@ -171,10 +170,7 @@ def _rounded(
         products = _products(scorer, group, texts, steps)
         for linear in group:
             how = compensation(products.pop(linear.step))
-            for values in linear.values:
-                results = _round(values, how, weights)
-                for part, tensor in zip((values, _scales(values)), results, strict=True):
-                    yield rounded_name(part), tensor
+            yield from _round(linear.values, how, weights)
             done += 1
             progress(f"{done} of {len(linears)} linears rounded")
 
@@ -222,12 +218,23 @@ def _products(
 
 
 @torch.no_grad()
-def _round(values: Recipe, how: Compensation, weights: Callable[[Recipe], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """A weight's values and scales, some rows at a time."""
-    (quantize,) = values.args
-    weight = weights(quantize.args[0])
-    rows = max(1, ROW_ELEMENTS // weight.shape[1])
-    made = [
-        round_rows(rotate_blocks(part, quantize.attrs["rotate"]), how, _dtype(values)) for part in weight.split(rows)
-    ]
-    return tuple(torch.cat(part) for part in zip(*made, strict=True))
+def _round(
+    parts: Sequence[Recipe], how: Compensation, weights: Callable[[Recipe], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the values and scales of weights that read the same. Rows are rounded each by itself, so those
+    of all parts together, some at a time: what takes long is a step for each column.
+    """
+    rows = []
+    for values in parts:
+        (quantize,) = values.args
+        rows.append(rotate_blocks(weights(quantize.args[0]), quantize.attrs["rotate"]))
+    sizes = [len(each) for each in rows]
+    whole = torch.cat(rows)
+    del rows
+    at_once = max(1, ROW_ELEMENTS // whole.shape[1])
+    made = [round_rows(some, how, _dtype(parts[0])) for some in whole.split(at_once)]
+    del whole
+    both = [torch.cat(each).split(sizes) for each in zip(*made, strict=True)]
+    for values, *tensors in zip(parts, *both, strict=True):
+        for part, tensor in zip((values, _scales(values)), tensors, strict=True):
+            yield rounded_name(part), tensor

@@ -7,14 +7,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..options.models import batch_inputs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
-# a norm's name in its module -> the linears there that read it; what remains is read by the head
+from ...compiler.graph.recipe import key_balance_factors
+from ...compiler.passes.smooth_channels import channel_exponents_name
+from ...ops.attention.append_kv import append_kv
+from ...ops.attention.paged_attention import paged_attention
+from ...ops.core.kv_layout import kv_cache_shape
+from ..engine.calibration import KV_DTYPES, MOST_EXPONENT, TREATMENTS, Calibration, LayerFigures
+from .inputs import batch_inputs
+from .kv_error import attention_weights, outliers, score_variance, value_error
+
+# what makes or reads channels that are smoothed, by its name -> the linears next to it that read them (none: the head)
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
     "norm": (),
+    "down_proj": ("down_proj",),
 }
+# how much of what a channel stands out by goes to the weights, the rest stays with the activations
+SHARES = {"input_layernorm": 0.65, "post_attention_layernorm": 0.65, "norm": 0.5, "down_proj": 0.5}
 
 
 @dataclass
@@ -39,8 +53,6 @@ class Sums:
 
     def look(self, k: Any, v: Any) -> None:
         """Keys and values [T, HK, D] of one piece: sizes and means."""
-        from .kv_error import outliers
-
         self.tokens += len(k)
         self.key = self.key + k.double().sum(0)
         self.key_square += float(k.double().square().sum())
@@ -53,9 +65,6 @@ class Sums:
 
     def simulate(self, q: Any, k: Any, v: Any, softmax_scale: float) -> None:
         """Errors of one piece for every cache dtype and treatment."""
-        from ...runtime.engine.calibration import KV_DTYPES, TREATMENTS
-        from .kv_error import attention_weights, score_variance, value_error
-
         weights = attention_weights(q, k, softmax_scale)
         self.queries += len(q)
         for kv_dtype in KV_DTYPES:
@@ -71,10 +80,8 @@ class Sums:
                 self.value[kv_dtype, rotated] = self.value.get((kv_dtype, rotated), 0.0) + error
         self.output_square += square
 
-    def figures(self) -> Any:
-        """As `LayerFigures`."""
-        from ...runtime.engine.calibration import LayerFigures
-
+    def figures(self) -> LayerFigures:
+        """What the sums come to."""
         bias = self.tokens * float((self.key / self.tokens).square().sum()) / max(self.key_square, 1e-30)
         return LayerFigures(
             {key: (total / self.queries) ** 0.5 for key, total in self.score.items()},
@@ -94,19 +101,15 @@ def calibrate(
     mark: str,
     names: Sequence[str],
     progress: bool = False,
-) -> Any:
+) -> Calibration:
     """The `Calibration` of our plain Llama (with adapter i in slot i) from (token ids, slot) pairs.
 
     `mark`: the model's fingerprint.
     """
-    from tqdm import tqdm
-
-    from ...runtime.engine.calibration import Calibration
-
     layers = [Sums() for _ in range(model.config.num_hidden_layers)]
     factors = [_balance(layer, model.config) for layer in model.model.layers]
     softmax_scale = model.config.head_dim**-0.5
-    norms = NormSizes(model)
+    channels = ChannelSizes(model)
     with tqdm(total=2 * len(jobs), desc="Calibrating", unit="run", disable=not progress, leave=False) as bar:
         for second in (False, True):
             for ids, slot in jobs:
@@ -119,28 +122,34 @@ def calibrate(
                     else:
                         layer.look(k, v)
                 bar.update()
-    norms.remove()
+    channels.remove()
     # of keys as the model makes them
     centers = [(layer.center() / factor).cpu() for layer, factor in zip(layers, factors, strict=True)]
     figures = [layer.figures() for layer in layers]
-    return Calibration(mark, figures, centers, layers[0].tokens, tuple(names), exponents(model, norms.largest))
+    return Calibration(mark, figures, centers, layers[0].tokens, tuple(names), exponents(model, channels.largest))
 
 
-class NormSizes:
-    """The largest magnitude of every channel that each norm makes, from now until `remove`."""
+class ChannelSizes:
+    """The largest magnitude of every channel that each norm makes and each down_proj reads, from now until `remove`."""
 
     def __init__(self, model: Any) -> None:
-        self.largest: dict[str, Any] = {}
-        self._hooks = [
-            module.register_forward_hook(partial(self._look, name))
-            for name, module in model.named_modules()
-            if name.rpartition(".")[2] in READERS
-        ]
+        self.largest: dict[str, torch.Tensor] = {}
+        self._hooks = []
+        for name, module in model.named_modules():
+            leaf = name.rpartition(".")[2]
+            if leaf == "down_proj":
+                self._hooks.append(module.register_forward_pre_hook(partial(self._look_before, name)))
+            elif leaf in READERS:
+                self._hooks.append(module.register_forward_hook(partial(self._look_after, name)))
 
-    def _look(self, name: str, module: Any, arguments: Any, output: Any) -> None:
-        import torch
+    def _look_before(self, name: str, module: Any, arguments: Any) -> None:
+        self._look(name, arguments[0])
 
-        sizes = output.float().abs().flatten(0, -2).amax(0)
+    def _look_after(self, name: str, module: Any, arguments: Any, output: Any) -> None:
+        self._look(name, output)
+
+    def _look(self, name: str, value: torch.Tensor) -> None:
+        sizes = value.float().abs().flatten(0, -2).amax(0)
         self.largest[name] = torch.maximum(self.largest.get(name, sizes), sizes)
 
     def remove(self) -> None:
@@ -149,38 +158,31 @@ class NormSizes:
             hook.remove()
 
 
-def exponents(model: Any, largest: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> int8 [hidden size]: what each channel after a norm is divided by, as a power of two.
+def exponents(model: Any, largest: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name -> int8 [channels]: what each channel after a norm, or before a down_proj, is divided by, as a power of two.
 
-    A channel's size is its largest magnitude over the text, and so is its weight column's over all rows; the square
-    root of their ratio, each by its median, leaves both alike (SmoothQuant with its default share of one half).
+    A channel's size is its largest magnitude over the text, and so is its weight column's over all rows, each by its
+    median. With SmoothQuant's share of one half, the square root of their ratio, both become alike; a larger share
+    leaves more of it to the weights (`SHARES`, as measured on SmolLM2).
     """
-    import torch
-
-    from ...compiler.passes.smooth_channels import channel_exponents_name
-    from ...runtime.engine.calibration import MOST_EXPONENT
-
     found = {}
     for name, sizes in largest.items():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        readers = READERS[name.rpartition(".")[2]]
+        owner, _, leaf = name.rpartition(".")
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        weights = [owner.get_submodule(reader).weight for reader in readers] or [head.weight]
-        columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
-        ratio = (sizes / sizes.median().clamp_min(1e-12)) / (columns / columns.median().clamp_min(1e-12)).clamp_min(
-            1e-6
-        )
-        powers = (ratio.clamp_min(1e-9).log2() / 2).round().clamp(-MOST_EXPONENT, MOST_EXPONENT)
+        readers = [model.get_submodule(owner).get_submodule(reader) for reader in READERS[leaf]] or [head]
+        columns = torch.stack([reader.weight.detach().abs().amax(0).float() for reader in readers]).amax(0)
+        powers = (SHARES[leaf] * _by_median(sizes).log2() - (1 - SHARES[leaf]) * _by_median(columns).log2()).round()
+        powers = powers.clamp(-MOST_EXPONENT, MOST_EXPONENT)
         found[channel_exponents_name(f"{name}.weight")] = powers.to(torch.int8).cpu()
     return found
 
 
+def _by_median(sizes: torch.Tensor) -> torch.Tensor:
+    return (sizes / sizes.median().clamp_min(1e-12)).clamp_min(1e-6)
+
+
 def _balance(layer: Any, config: Any) -> Any:
     """[kv heads, head dim]: the factors of a layer's keys (see the pass `balance_keys`)."""
-    import torch
-
-    from ...compiler.graph.recipe import key_balance_factors
-
     attention = layer.self_attn
     weights = attention.q_proj.weight.detach(), attention.k_proj.weight.detach(), layer.input_layernorm.weight.detach()
     factors = key_balance_factors(*weights, config.num_key_value_heads, config.head_dim)
@@ -189,13 +191,6 @@ def _balance(layer: Any, config: Any) -> Any:
 
 def attention_inputs(model: Any, ids: Sequence[int], slot: int, device: Any) -> list[tuple[Any, Any, Any]]:
     """q, k (after RoPE) and v of every layer for one sequence, in the model's dtype."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from ...ops.attention.append_kv import append_kv
-    from ...ops.attention.paged_attention import paged_attention
-    from ...ops.core.kv_layout import kv_cache_shape
-
     appended: list[tuple[Any, Any]] = []
     queries: list[Any] = []
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from sidestream.ops.rows.quantize import quantize_rowwise
-from sidestream.tools.quality.error_compensation import compensation, round_rows
+from sidestream.runtime.calibrate.error_compensation import compensation, round_rows
 
 
 def inputs(tokens: int, width: int) -> torch.Tensor:

@@ -1,0 +1,8 @@
+"""Names of what is found next to a model's weights. Does without torch."""
+
+FILE_NAME = "sidestream_calibration.safetensors"
+
+
+def file_name(precision: str) -> str:
+    """Of the rounded weights for a precision."""
+    return f"sidestream_rounded_{precision}.safetensors"
