@@ -37,10 +37,9 @@ PURPOSE = "exchange"  # its place in RankGroup.buffers
 SLOT_BYTES = 16 << 20  # 1,024 rows of 8,192 columns in 16 bits; longer prompts go in pieces
 MOST_ROWS = 2048  # that one launch exchanges
 PLACES = 3  # for parts that their producers write here
-# What one-shot may bring in from the peers of a rank. On two H200 torch's two-shot kernel was 0.5 us slower than its
-# one-shot kernel at 64 KB, 0.5 faster at 128 KB and 1.8 at 512 KB. Its one-shot ends with a barrier that ours lacks: an
-# estimated 1.8 us. `python -m sidestream.tools.bench.parallel.all_reduce` times both.
-ONE_SHOT_BYTES = 512 << 10
+# What one-shot may bring in from the peers of a rank. On two H200 it took 10.1 us for 1 MiB and 13.5 for 2, where
+# two-shot took 12.3 and 15.0; for 4 MiB two-shot was faster, 21.6 us against 23.4 (measurements/all_reduce_h200.txt).
+ONE_SHOT_BYTES = 2 << 20
 READY = 128  # tickets have a cache line of their own
 EPOCH = 8  # bytes
 

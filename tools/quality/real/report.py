@@ -49,8 +49,10 @@ def table(found: Findings) -> Table:
     return Table(found.model, rows, note=note + "".join(broken))
 
 
-def section(found: Findings, picture: str) -> str:
-    """The top of docs/quality.md: a paragraph, the table, the picture, and what each arm is."""
+def section(found: Findings, picture: str, later: str = "") -> str:
+    """The top of docs/quality.md: a paragraph, what was measured `later`, the table, the picture, and what each arm
+    is.
+    """
     shown = table(found).markdown().partition("\n\n")[2]
     arms = [f"- `{each.arm}`: {'nothing quantized' if each.arm == REFERENCE else each.about}" for each in found.arms]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
@@ -64,6 +66,7 @@ def section(found: Findings, picture: str) -> str:
         (
             "## A real model\n",
             verdict(found) + "\n",
+            *([later] if later else []),
             shown,
             f"![Mean KL divergence of each arm to transformers in fp32]({picture})\n",
             *arms,
