@@ -27,11 +27,12 @@ REAL, LATER = "real_model_h200.json", "real_model_auto_h200.txt"
 ARM = re.compile(r"^ *[0-9.]+ s  (\S+): (base KL .*)$", re.MULTILINE)
 FIGURES = re.compile(r"(\S+) KL ([0-9.]+), top-1 ([0-9.]+)%, perplexity ([0-9.]+)")
 LATER_SAYS = """\
-The default on a GPU is `int8-auto`: an engine calibrates and rounds a model of this size itself when it first starts. It
-and `int8-calibrated`, whose channels before down_proj are smoothed too, are newer than the table below. They were
+The default on a GPU is `int8-auto`: an engine calibrates and rounds a model of this size itself when it first starts.
+It and `int8-calibrated`, whose channels before down_proj are smoothed too, are newer than the table below. They were
 measured in the same way with the same adapters, in a run of which only the lines printed by then are known
-([real_model_auto_h200.txt](measurements/real_model_auto_h200.txt)). For the base model the default is within our limits.
-With the adapter `json` it misses two of them, the mean KL and the perplexity ratio, and with the two others the ratio.
+([real_model_auto_h200.txt](measurements/real_model_auto_h200.txt)). For the base model the default is within our
+limits. With the adapter `json` it misses two of them, the mean KL and the perplexity ratio, and with the two others
+the ratio.
 """
 MODELS = """\
 `python -m sidestream.tools.quality.train` makes the models with its defaults (base `a443dc3361f6d6b4`,

@@ -205,8 +205,8 @@ def check_order(code: Any, waits: int) -> None:
 
 def test_few_bytes_go_in_one_shot() -> None:
     row = 2 * 8192
-    assert [is_one_shot(count * row, 2) for count in (1, 16, 64, 256)] == [True, True, False, False]
-    assert is_one_shot(4 * row, 8) and not is_one_shot(16 * row, 8)
+    assert [is_one_shot(count * row, 2) for count in (1, 64, 128, 256)] == [True, True, True, False]
+    assert is_one_shot(16 * row, 8) and not is_one_shot(32 * row, 8)
 
 
 def test_what_can_not_be_exchanged_is_refused() -> None:
