@@ -88,7 +88,8 @@ class Scorer:
     def __init__(self, model: Model, tokens: int, sequences: int, pages: int, blocks: int) -> None:
         runner = model.runner
         self.model, self.device, self.tokens = model, model.options.device, tokens
-        lora = runner.stacks is not None
+        stacks = runner.stacks
+        lora = stacks is not None
         have = next(tensor.shape[0] for name, tensor in runner.tensors.items() if name.startswith("kv_caches"))
         if have < pages:
             raise ValueError(f"the engine has {have} KV pages, scoring needs {pages}; raise num_kv_pages")
@@ -102,9 +103,10 @@ class Scorer:
         self.bound = BoundProgram(program, {**runner.tensors, **self.inputs}, self.device)
         self.on_step: OnStep | None = None  # is told of each step of the program, as `BoundProgram.run` does it
         self.slots: dict[str | None, int] = {None: -1}
-        for slot, (name, number) in enumerate(model.registry.numbers.items() if lora else ()):
-            runner.stacks.load(slot, number)
-            self.slots[name] = slot
+        for slot, (name, number) in enumerate(model.registry.numbers.items()):
+            if stacks is not None:
+                stacks.load(slot, number)
+                self.slots[name] = slot
 
     def logits(self, step: Sequence[Piece], documents: Sequence[Document]) -> torch.Tensor:
         """[tokens of the step, vocabulary], valid until the next call."""
