@@ -88,10 +88,12 @@ class Scorer:
     def __init__(self, model: Model, tokens: int, sequences: int, pages: int, blocks: int) -> None:
         runner = model.runner
         self.model, self.device, self.tokens = model, model.options.device, tokens
+        stacks = runner.stacks
+        lora = stacks is not None
         have = next(tensor.shape[0] for name, tensor in runner.tensors.items() if name.startswith("kv_caches"))
         if have < pages:
             raise ValueError(f"the engine has {have} KV pages, scoring needs {pages}; raise num_kv_pages")
-        bucket = Bucket(tokens, sequences, have, blocks, False, runner.stacks is not None)
+        bucket = Bucket(tokens, sequences, have, blocks, False, lora)
         program = build_program(_all_rows(model.compiled.graph_module), bucket, model.compiled.options)
         self.inputs = {
             buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=self.device)
@@ -101,9 +103,9 @@ class Scorer:
         self.bound = BoundProgram(program, {**runner.tensors, **self.inputs}, self.device)
         self.on_step: OnStep | None = None  # is told of each step of the program, as `BoundProgram.run` does it
         self.slots: dict[str | None, int] = {None: -1}
-        if runner.stacks is not None:
-            for slot, (name, number) in enumerate(model.registry.numbers.items()):
-                runner.stacks.load(slot, number)
+        for slot, (name, number) in enumerate(model.registry.numbers.items()):
+            if stacks is not None:
+                stacks.load(slot, number)
                 self.slots[name] = slot
 
     def logits(self, step: Sequence[Piece], documents: Sequence[Document]) -> torch.Tensor:

@@ -129,6 +129,16 @@ def test_every_norm_and_mlp_is_counted_and_the_pass_has_a_name(base: TinyBase, a
     assert matches(smooth_channels=True, disable=("smooth_channels",)) == 0
 
 
+def test_products_that_are_read_in_another_way_are_left_with_the_reason(base: TinyBase, adapters: list[Path]) -> None:
+    model, _ = plain_model(base, adapters)
+    options = CompileOptions(smooth_channels=True, disable=("lift_lora",), check_counts=False)
+    (record,) = (
+        each for each in sidestream.compile(model, options, text=False).records if each.name == "smooth_channels"
+    )
+    left = [reason for reason in record.rejected if reason.startswith("mul")]
+    assert len(left) == 2 and all("is lift_lora" in reason or "nodes" in reason for reason in left), record.rejected
+
+
 def test_an_engine_packs_adapters_by_its_calibration(base: TinyBase, adapters: list[Path], tmp_path: Path) -> None:
     plain = calibration_of(base)
     model, _ = plain_model(base)

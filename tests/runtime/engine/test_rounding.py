@@ -176,6 +176,22 @@ def test_flags(base: TinyBase, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{flag} says how --round" in capsys.readouterr().err
 
 
+def test_a_calibration_goes_next_to_the_model_and_never_to_anothers_weights(
+    base: TinyBase, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["calibrate", str(base.path), "--prompts", str(written / "text"), "--tokens", "40", "--length", "40"]
+    file, rounded = base.path / FILE_NAME, base.path / ROUNDED
+    try:
+        assert cli.main(asked) == 0 and LLM(base.path, **ENGINE).compiled.options.smooth_channels
+        shutil.copy(written / ROUNDED, rounded)
+        before = file.read_bytes()
+        assert cli.main(asked) == 2 and "round it again with --round" in capsys.readouterr().err
+        assert file.read_bytes() == before
+    finally:
+        for path in (file, rounded):
+            path.unlink(missing_ok=True)
+
+
 def test_each_of_two_ranks_takes_its_part(base: TinyBase, adapter: Path, written: Path) -> None:
     """Their answers are closer to one process's than those of weights that are rounded to nearest."""
     given: dict[str, Any] = {"calibration": str(written / FILE_NAME), "norm_rotation": 64, "kv_dtype": "bf16", **ENGINE}
