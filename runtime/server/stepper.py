@@ -23,10 +23,13 @@ Progress = tuple[list[Delta], list[RequestOutput]]
 
 
 class RemoteRunner:
-    """The GPU process in place of a runner: steps are shipped by `Stepper.pump`, loads are reported by messages."""
+    """The GPU process in place of a runner: steps are shipped by `Stepper.pump`, loads are reported by messages.
 
-    def __init__(self, link: BatcherEnd) -> None:
-        self._link = link
+    `hashes`: adapter number -> content hash; what nobody uses any more is taken out of it.
+    """
+
+    def __init__(self, link: BatcherEnd, hashes: dict[int, str]) -> None:
+        self._link, self._hashes = link, hashes
         self._reports: list[tuple[int, int, str | None]] = []
 
     def start_load(self, slot: int, number: int) -> None:
@@ -35,6 +38,7 @@ class RemoteRunner:
 
     def forget_adapter(self, number: int) -> None:
         """Have an adapter dropped."""
+        self._hashes.pop(number, None)  # not before: its last requests share pages by it
         self._link.tell(Retire(number))
 
     def report(self, done: LoadDone) -> None:
@@ -98,7 +102,7 @@ class Stepper:
             speculation_history=ready.speculation_history,
         )
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
-        self._remote = RemoteRunner(link)
+        self._remote = RemoteRunner(link, self.hashes)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
