@@ -45,6 +45,7 @@ def read_json_object(
 
 
 def integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer below 2**31; `default` where the field is missing or null. Raises ConfigError."""
     value = fields.get(name)
     value = default if value is None else value
     if value is None:
@@ -55,6 +56,7 @@ def integer(fields: Mapping[str, Any], name: str, default: int | None = None) ->
 
 
 def number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
+    """A positive number below 1e30; `default` where the field is missing or null. Raises ConfigError."""
     value = fields.get(name)
     value = default if value is None else value
     if value is None:
@@ -65,6 +67,7 @@ def number(fields: Mapping[str, Any], name: str, default: float | None) -> float
 
 
 def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The ids of a field that holds one token id or a list of them. Raises ConfigError."""
     value = fields[name]
     ids = value if isinstance(value, list) else [value]
     if not ids or any(isinstance(token, bool) or not isinstance(token, int) for token in ids):

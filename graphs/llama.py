@@ -37,6 +37,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size], any float dtype -> the same."""
         wide = x.to(torch.float32)
         variance = wide.pow(2).mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(variance + self.eps)
@@ -171,6 +172,7 @@ class DecoderLayer(nn.Module):
         query_start: torch.Tensor,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
+        """hidden_states [T, H] -> [T, H]; the other arguments as in `Attention.forward`, which writes the KV cache."""
         attended = self.self_attn(
             self.input_layernorm(hidden_states),
             cos,

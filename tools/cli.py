@@ -43,7 +43,7 @@ from .options.environment import version_text
 from .tuning import tune
 
 DESCRIPTION = """\
-Serve many LoRA fine-tunes of one Llama from one GPU.
+Serve many LoRA fine-tunes of one base model from one GPU.
 
 MODEL is a directory in the Hugging Face format (config.json, *.safetensors, tokenizer.json). Leave it out and the small
 demo model inside the package is taken, with its four adapters, so every command can be tried at once, without a GPU."""
@@ -69,6 +69,7 @@ class Parser(ConfigParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
+        """End with exit code 2 and one line; a choice that is nearly one of ours is named."""
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if choice is not None:
             near = difflib.get_close_matches(choice[1], re.findall(r"'(.*?)'", choice[2]), 1)

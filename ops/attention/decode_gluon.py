@@ -12,7 +12,7 @@ takes as many of them as its 8 or 16 columns hold, next to each other with their
 other in the grid, read the same pages. What a sequence lacks of ROWS it has of the rows of nobody after all sequences'
 own, so that each row is written once.
 
-Splits as in attention_decode; with a window, of the pages that it reaches. Under PDL every page but those of a
+Splits as in `decode`; with a window, of the pages that it reaches. Under PDL every page but those of a
 sequence's newest tokens is fetched before the wait, since earlier steps wrote it; lengths and block table are read
 before it as well.
 
@@ -62,7 +62,7 @@ def decode_kernel(
     WHOLE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr,
     WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as in attention_decode.decode_kernel; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128]
+    """Arguments as in `decode.decode_kernel`; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128]
     are TMA descriptors.
 
     With PADDED, out is e4m3 or int8 and out_scale [HQ, PADDED] takes one scale a head and row (a head is a block of

@@ -246,10 +246,12 @@ class Ticket(Protocol):
     """
 
     @property
-    def headers(self) -> Mapping[str, str]: ...
+    def headers(self) -> Mapping[str, str]:
+        """See the class."""
 
     @property
-    def max_tokens(self) -> int | None: ...
+    def max_tokens(self) -> int | None:
+        """See the class."""
 
     def finish(self, record: UsageRecord) -> None:
         """The request ended, in whatever way. Called exactly once."""
