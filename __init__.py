@@ -1,4 +1,4 @@
-"""Sidestream serves many LoRA fine-tunes of one Llama from one Hopper GPU.
+"""Sidestream serves many LoRA fine-tunes of one base model from one Hopper GPU.
 
 The names below load on first use, so that `import sidestream` takes milliseconds and no torch.
 """
