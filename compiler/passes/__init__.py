@@ -1,6 +1,5 @@
 """The passes, one idea a file; `compiler/pipeline.py` has their order.
 
-base                what every pass takes and returns
 normalize           one spelling for what PyTorch spells in several ways
 lift_stored_weights, lift_bias,
 lift_embedding, lift_rms_norm,                 ATen idioms -> semantic ops; every dependence on a model's spelling lives

@@ -8,7 +8,6 @@ embedding        rows of the embedding table
 argmax           greedy tokens
 best_of_part     the best token of a rank's part of the vocabulary
 sample           temperature, min-p, top-k, top-p, Gumbel-max; log-probabilities
-token_masks      which tokens a row may get, one bit a token, for the last three
 """
 
 from . import (

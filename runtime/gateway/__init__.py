@@ -3,7 +3,6 @@ process of its own, also on another machine.
 
 contracts     what the parts expect of each other: engines, admission, observer
 settings      what the gateway is told
-tools         how models spell calls of tools
 shapes        bodies of requests and answers, and the OpenAPI document made of them
 routes        one file for each family of endpoints; errors, bodies, streams
 governance    keys, limits, usage

@@ -8,7 +8,6 @@ state            what its parts know of the server as a whole
 front_desk       what clients ask for, one message at a time
 submissions      requests on their way into the engine
 adapter_desk     adapters that clients load, unload and list
-grammar_desk     constraints on answers, compiled next to the batcher's loop
 token_desk       texts that clients have tokenized
 open_requests    requests that are not finished, and their chunks
 retries          requests that go on after a step that did not return

@@ -2,7 +2,6 @@
 
 demo, generate                  a model in this process
 serve, complete, chat, keygen   a server and its clients (streaming: answers as they grow)
-run_batch                       a file of requests, answered by a server
 keys, usage                     a gateway's API keys, and who used what
 dump, explain, diff, ledger     what the compiler did (measured_steps: a dump's measured side)
 calibrate, eval                 how the KV cache is quantized, how close the answers are to bf16

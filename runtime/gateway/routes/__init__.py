@@ -4,7 +4,6 @@ desk          what all handlers share: engines, admission, observer; who asks, a
 bodies        a request's body: bounded, in time, decoded
 errors        whatever goes wrong, as OpenAI spells it
 answering     one request for tokens from admission to its usage record
-spoken        an answer's text as a chat's message: what is said, and which functions are called
 event_stream  an answer as a stream of events
 sse           how an event is spelled
 completions   /v1/completions

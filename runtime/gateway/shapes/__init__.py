@@ -2,8 +2,6 @@
 
 common        names, numbers and lists with their limits
 sampling      the fields that say how tokens are drawn, as `SamplingParams`
-constraints   the form that an answer must have
-tools         functions that a chat's model may call, and its calls
 completions   /v1/completions
 chat          /v1/chat/completions
 responses     /v1/responses

