@@ -1,5 +1,7 @@
 """The floors and rooms of the house: no import upward, no circle, no crowded folder."""
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,16 @@ def test_the_command_prints_rooms_arrows_and_what_is_broken(
     assert house.main() == 0
     shown = capsys.readouterr().out
     assert "  tools/pages " in shown and "  ops/rows -> ops/core\n" in shown and "upward imports: none\n" in shown
+
+
+def test_every_folder_has_a_map_of_its_files() -> None:
+    """A folder's `__init__` names each of its modules and folders."""
+    root = Path(house.__file__).parents[2]
+    missing = []
+    for floor in ("ops", "graphs", "compiler", "runtime", "tools"):
+        for path in sorted((root / floor).rglob("__init__.py")):
+            others = {each.stem for each in path.parent.glob("*.py") if not each.name.startswith("__")}
+            rooms = {each.parent.name for each in path.parent.glob("*/__init__.py")}
+            words = set(re.findall(r"\w+", ast.get_docstring(ast.parse(path.read_text())) or ""))
+            missing += [f"{path.relative_to(root)}: {name}" for name in sorted((others | rooms) - words)]
+    assert missing == []

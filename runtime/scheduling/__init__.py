@@ -7,6 +7,7 @@ speculation      one sequence's drafts, and how likely they are to hold
 states           waiting, running, held, finished
 sequence         one sequence's state
 rows             tables of the running sequences, and a step's plan gathered from them
+masks            which tokens the constrained sequences of an issued step may get
 logit_edits      what a step changes about single logits: biases, bans, penalties' history
 prompt_scores    which rows of logits a prompt's log-probabilities need
 forbidden        which tokens would complete a bad word

@@ -90,7 +90,7 @@ def decoder_block_inputs(
     tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, device: str = "cpu", dtype: torch.dtype = FP8
 ) -> tuple[Any, ...]:
     """Arguments of `decoder_block`, e4m3 or int8, whose activations are of order 1; qkv 0: nothing is projected
-    behind it.
+    after it.
     """
 
     def linear(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

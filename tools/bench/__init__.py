@@ -8,7 +8,7 @@ layer, ablation                     one decode layer; what each optimisation is 
 cost_error, floors                  the cost model and the bandwidth's floor, next to what is measured
 estimated_changes                   what the cost model says of each arm of the ablation
 profile_run                         a trace of an engine at work
-scheduler                           what planning costs on the CPU
+scheduler, structured               what planning costs on the CPU, and what constraints cost there
 model_directory, random_model       models of random weights to measure with
 gpu_time                            how long launches take
 parallel/                           several GPUs: what ranks do together

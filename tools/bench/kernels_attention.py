@@ -76,6 +76,7 @@ def operations(sequences: Sequence[tuple[int, int]]) -> int:
 
 
 def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int) -> AttentionRow:
+    """Decode attention of one sequence for each of `contexts` tokens, next to the memory's bandwidth."""
     us = time_attention([(context, 1) for context in contexts], cache, repeats, decode=True)
     moved = moved_bytes(contexts, cache)
     return AttentionRow(
@@ -84,6 +85,7 @@ def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int) ->
 
 
 def prefill_row(shape: str, sequences: Sequence[tuple[int, int]], cache: str, repeats: int) -> AttentionRow:
+    """Attention of prompts, (tokens before, new tokens) each, next to the tensor cores' peak."""
     us = time_attention(sequences, cache, repeats, decode=False)
     done = operations(sequences)
     peak = 2 / (1 / PEAK_16_BIT + 1 / PEAK_8_BIT) if cache == "fp8_e4m3" else PEAK_16_BIT

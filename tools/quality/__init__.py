@@ -17,5 +17,6 @@ arms            what is compared: named sets of engine options
 suite           what they are asked; exact (questions), teacher_forced (documents) ask it
 evaluate        runs the arms; divergence and statistics make figures, verdict says what they allow
 report, plot, page   the figures as tables, as a picture, as docs/quality.md
+real/                a real model next to transformers: `sidestream eval --real`
 emulation, outliers  what is measured for comparison: other ways to quantize, planted faults, a checkpoint with outliers
 """

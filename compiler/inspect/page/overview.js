@@ -59,13 +59,13 @@ function overlaps(times, lanes, index) {
 
 function hiddenShare(of) {
   const times = placed(of, false), lanes = of.steps.map((step) => step.lane);
-  let all = 0, beside = 0;
+  let all = 0, shared = 0;
   times.forEach((time, index) => {
     if (lanes[index] !== "side") return;
     all += time.end - time.start;
-    for (const other of overlaps(times, lanes, index)) beside += Math.min(time.end, times[other].end) - Math.max(time.start, times[other].start);
+    for (const other of overlaps(times, lanes, index)) shared += Math.min(time.end, times[other].end) - Math.max(time.start, times[other].start);
   });
-  return all ? beside / all : null;
+  return all ? shared / all : null;
 }
 
 function layerTable() {

@@ -163,7 +163,7 @@ def test_the_critical_path_leads_from_the_start_to_the_end_without_a_gap(seed: i
     assert all(placed[second].start == pytest.approx(placed[first].end, abs=1e-12) for first, second in pairwise(path))
 
 
-def test_lora_beside_the_base_costs_less_than_behind_it() -> None:
+def test_lora_next_to_the_base_costs_less_than_after_it() -> None:
     times = {}
     for lowering in ("serial", "side_stream"):
         program = compiled_llama(CompileOptions(lora_lowering=lowering)).program(DECODE)
@@ -193,7 +193,7 @@ def cost(seconds: float, whole: bool = False) -> StepCost:
     return StepCost(Work(1, {}), seconds, seconds, seconds, "launch", whole)
 
 
-def test_nothing_runs_beside_a_step_that_takes_whole_sms() -> None:
+def test_nothing_runs_next_to_a_step_that_takes_whole_sms() -> None:
     steps = (
         Step(0, "shrink", "aten.a.default", (), (), "side"),
         Step(1, "linear", "aten.b.default", (), (), "main"),
@@ -201,9 +201,9 @@ def test_nothing_runs_beside_a_step_that_takes_whole_sms() -> None:
         Step(3, "norm", "aten.d.default", (), (), "main"),
     )
     program = Program(None, (), steps, 0, ())
-    beside = estimate(program, costs=[cost(4e-6), cost(10e-6), cost(2e-6), cost(1e-6)])
+    together = estimate(program, costs=[cost(4e-6), cost(10e-6), cost(2e-6), cost(1e-6)])
     alone = estimate(program, costs=[cost(4e-6), cost(10e-6, whole=True), cost(2e-6), cost(1e-6)])
-    assert total_seconds(beside) == pytest.approx(11e-6)
+    assert total_seconds(together) == pytest.approx(11e-6)
     assert [(place.start, place.end) for place in alone] == [
         pytest.approx(place) for place in ((0, 4e-6), (6e-6, 16e-6), (4e-6, 6e-6), (16e-6, 17e-6))
     ]

@@ -115,7 +115,7 @@ def test_a_graph_can_be_copied_before_passes_rewrite_it() -> None:
     assert made.records and len(captured.graph_module.graph.nodes) == before > len(copy.graph_module.graph.nodes)
 
 
-def angles_beside(graph: fx.Graph, context: Context) -> PassReport:
+def angles_apart(graph: fx.Graph, context: Context) -> PassReport:
     report = PassReport(0, ["embedding: is not an angle"])
     for node in graph.nodes:
         if is_call(node, rope_angles):
@@ -126,32 +126,32 @@ def angles_beside(graph: fx.Graph, context: Context) -> PassReport:
 
 def test_a_pass_of_ones_own_shows_up_everywhere(tmp_path: Path) -> None:
     compiled = sidestream.compile(
-        meta_llama(), passes=insert_pass(angles_beside, after="lift_rope_angles", tier="lowers")
+        meta_llama(), passes=insert_pass(angles_apart, after="lift_rope_angles", tier="lowers")
     )
     names = [record.name for record in compiled.records]
-    assert names.index("angles_beside") == names.index("lift_rope_angles") + 1
-    assert "angles_beside" in compiled.report() and "angles_beside" in compiled.explain([DECODE_BASE])
+    assert names.index("angles_apart") == names.index("lift_rope_angles") + 1
+    assert "angles_apart" in compiled.report() and "angles_apart" in compiled.explain([DECODE_BASE])
     program = compiled.program(DECODE_BASE)
     assert [step.op for step in program.steps if step.stream == "side"] == ["sidestream.rope_angles"]
     compiled.dump(tmp_path, [DECODE_BASE])
     assert (
-        list(tmp_path.glob("*_angles_beside.diff"))
-        and "angles_beside: embedding: is not an angle" in (tmp_path / "rejected.txt").read_text()
+        list(tmp_path.glob("*_angles_apart.diff"))
+        and "angles_apart: embedding: is not an angle" in (tmp_path / "rejected.txt").read_text()
     )
-    assert "angles_beside" in (tmp_path / "index.html").read_text()
+    assert "angles_apart" in (tmp_path / "index.html").read_text()
     dumped = read_dump(tmp_path)
-    assert dumped.passes["angles_beside"]["matches"] == 1 and dumped.passes["angles_beside"]["tier"] == "lowers"
+    assert dumped.passes["angles_apart"]["matches"] == 1 and dumped.passes["angles_apart"]["tier"] == "lowers"
     without = sidestream.compile(
-        meta_llama(), CompileOptions(disable=("angles_beside",)), passes=insert_pass(angles_beside, before="lift_rope")
+        meta_llama(), CompileOptions(disable=("angles_apart",)), passes=insert_pass(angles_apart, before="lift_rope")
     )
     assert {step.stream for step in without.program(DECODE_BASE).steps} == {"main"}
 
 
 def test_a_pass_goes_where_it_is_told() -> None:
-    names = [each.name for each in insert_pass(angles_beside, before="normalize")]
+    names = [each.name for each in insert_pass(angles_apart, before="normalize")]
     ours = [each.name for each in PASSES]
-    assert names == ["angles_beside", *ours]
-    assert [each.name for each in insert_pass(angles_beside, after=ours[-1])] == [*ours, "angles_beside"]
+    assert names == ["angles_apart", *ours]
+    assert [each.name for each in insert_pass(angles_apart, after=ours[-1])] == [*ours, "angles_apart"]
 
 
 @pytest.mark.parametrize(("place", "message"), [
@@ -161,11 +161,11 @@ def test_a_pass_goes_where_it_is_told() -> None:
 ])  # fmt: skip
 def test_a_place_that_there_is_not_is_refused(place: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        insert_pass(angles_beside, **place)
+        insert_pass(angles_apart, **place)
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(OptionError, match="already"):
-        insert_pass(angles_beside, after="normalize", passes=insert_pass(angles_beside, after="normalize"))
+        insert_pass(angles_apart, after="normalize", passes=insert_pass(angles_apart, after="normalize"))
     with pytest.raises(OptionError, match="no pass"):
-        sidestream.compile(meta_llama(), CompileOptions(disable=("angles_beside",)))
+        sidestream.compile(meta_llama(), CompileOptions(disable=("angles_apart",)))

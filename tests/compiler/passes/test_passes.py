@@ -39,7 +39,7 @@ def test_counts_follow_from_the_config(layers: int, targets: tuple[str, ...] | N
     assert (counts["lift_lora"], counts["lower_lora"]) == (lora[0] * layers, lora[1] * layers)
 
 
-def test_a_layer_is_nine_kernels_on_the_main_lane_and_eight_beside_it() -> None:
+def test_a_layer_is_nine_kernels_on_the_main_lane_and_eight_next_to_it() -> None:
     one, two = (
         sidestream.compile(model(num_hidden_layers=layers), text=False).records[-1].ops_after for layers in (1, 2)
     )

@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_dequantized_adapters(model: Any, precision: str
 
 @PRECISIONS
 @pytest.mark.parametrize("lora_input", ["bf16", "auto"])
-def test_quantized_linears_beside_quantized_adapters(model: Any, lora_input: str, precision: str) -> None:
+def test_quantized_linears_next_to_quantized_adapters(model: Any, lora_input: str, precision: str) -> None:
     found, most = (
         logits(model, precision=precision, lora_dtype=precision, lora_input=lora_input),
         {"fp8": 0.15, "int8": 0.05}[precision],

@@ -92,8 +92,8 @@ def test_pdl_chains_neighbours_but_not_the_fork() -> None:
 def test_pdl_and_budgets_leave_foreign_ops_alone() -> None:
     operations = [op("a", "x"), op("b", "a", library="aten"), op("c", "b"), op("d", "c")]
     assert [step.pdl for step in schedule(operations, two_streams=False)] == [False, False, False, True]
-    beside = [op("s", "x", side=True), op("m", "x", library="aten"), op("n", "m s")]
-    assert named(schedule(beside, two_streams=True))["m"].sm_budget is None
+    together = [op("s", "x", side=True), op("m", "x", library="aten"), op("n", "m s")]
+    assert named(schedule(together, two_streams=True))["m"].sm_budget is None
 
 
 def test_serial_lowering_uses_one_stream_in_graph_order() -> None:

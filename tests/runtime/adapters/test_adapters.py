@@ -89,7 +89,7 @@ def wait_for(stacks, count):
     return sorted(reports)
 
 
-def test_copies_beside_the_steps(config, paths):
+def test_copies_next_to_the_steps(config, paths):
     registry = AdapterRegistry(config, 16, keep=1)
     numbers = [registry.add(f"a{index}", path).number for index, path in enumerate(paths[:4])]
     stacks = make_stacks(config, registry)

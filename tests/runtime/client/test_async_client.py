@@ -304,7 +304,7 @@ def test_a_program_that_slept_does_not_take_the_engine_for_dead(address: str) ->
     go(work())
 
 
-def test_a_connection_that_the_server_forgot_is_made_anew_for_a_new_request(server: WireServer) -> None:
+def test_a_connection_that_the_server_forgot_is_made_again_for_a_new_request(server: WireServer) -> None:
     async def work() -> None:
         async with AsyncClient(server.address) as client:
             await client.generate("x")

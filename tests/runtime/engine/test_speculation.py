@@ -114,7 +114,7 @@ def test_a_trained_draft_changes_no_token(adapters, plain, tmp_path):
     assert not any(output.num_draft_tokens for output in outputs[7:11])
 
 
-def test_a_stop_string_cuts_what_held_behind_it(tmp_path):
+def test_a_stop_string_cuts_what_held_after_it(tmp_path):
     """The text ends where it would end without drafts, streamed or whole, wherever in a step's tokens it falls."""
     base = tiny_llama(tmp_path, tokenizer=True)
     llm = LLM(base.path, speculation=7, max_model_len=MAX_LEN, max_num_seqs=4, **OPTIONS)

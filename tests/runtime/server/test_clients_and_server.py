@@ -64,7 +64,7 @@ def test_faults_are_told_to_whom_they_belong(server: Server) -> None:
         assert sum(len(chunk.token_ids) for chunk in stream) == 399
 
 
-def test_whoever_leaves_leaves_no_pages(server: Server) -> None:
+def test_a_client_that_leaves_leaves_no_pages(server: Server) -> None:
     async def work() -> None:
         async with AsyncClient(server.address, connect_timeout=GUARD) as client:
 

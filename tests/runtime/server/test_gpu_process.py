@@ -42,7 +42,7 @@ class SlowReader:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_ends_behind_the_adapter_that_is_being_read_and_reads_no_other(tmp_path, monkeypatch):
+def test_it_ends_after_the_adapter_that_is_being_read_and_reads_no_other(tmp_path, monkeypatch):
     served, codes = SlowReader(), []
 
     class Watched(Channel):

@@ -110,7 +110,7 @@ def test_what_cannot_go_on_is_told_so(wire):
     assert "1 entries for n=2" in wire.others[0].message and "stream=true" in wire.others[1].message
 
 
-def test_a_long_text_is_encoded_beside_the_loop(wire):
+def test_a_long_text_is_encoded_next_to_the_loop(wire):
     text = "x" * 300 + "y" * 100
     wire.submit("long", prompt=text)
     wire.submit("longer", prompt="z" * 5000)

@@ -127,7 +127,7 @@ def test_what_is_written_can_be_read_again(written: Path, tmp_path: Path) -> Non
     assert all(map(torch.equal, again.key_centers, found.key_centers))
 
 
-def test_the_centers_are_the_mean_keys_behind_rope(base: TinyBase, tmp_path: Path) -> None:
+def test_the_centers_are_the_mean_keys_after_rope(base: TinyBase, tmp_path: Path) -> None:
     """Against the keys of transformers' own cache."""
     path, text = tmp_path / "c.safetensors", "The quick brown fox jumps over the lazy dog."
     (tmp_path / "text.txt").write_text(text)
@@ -257,7 +257,7 @@ def test_rotated_values_with_adapters_loaded_into_slots(base: TinyBase, adapter:
     assert answers[0] == answers[1] and len(answers[0][0]) > 1
 
 
-def test_a_calibration_beside_the_checkpoint_is_found(base: TinyBase, written: Path) -> None:
+def test_a_calibration_next_to_the_checkpoint_is_found(base: TinyBase, written: Path) -> None:
     (base.path / FILE_NAME).write_bytes(written.read_bytes())
     try:
         found = LLM(base.path, **ENGINE).calibration

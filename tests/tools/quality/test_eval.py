@@ -174,7 +174,7 @@ def test_figures_are_those_of_each_adapter() -> None:
     assert found["a"].mean_kl[1] < found["a"].mean_kl[0] < found["a"].mean_kl[2]
 
 
-def test_what_was_drawn_does_not_count_and_is_shown_beside() -> None:
+def test_what_was_drawn_does_not_count_and_is_shown_apart() -> None:
     torch.manual_seed(1)
     kl, kind = torch.rand(30), torch.arange(30) % 3
     nll = torch.rand(30)

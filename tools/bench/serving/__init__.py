@@ -9,6 +9,7 @@ batcher          what the batcher alone costs
 gateway          the command: what the HTTP front costs
 bare_app         what that compares with
 http             the command: what clients get over HTTP, next to ZeroMQ
+http_report      its figures and tables
 closed_loop      its clients, one process of them
 cores            cores for clients and others for the server
 simulated_gpu    a GPU process that only takes its time
