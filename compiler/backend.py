@@ -37,6 +37,7 @@ def sidestream_backend(
     if "precision" not in values:
         dtypes = {value.dtype for value in example_inputs if isinstance(value, torch.nn.Parameter)}
         values["precision"] = "fp32" if torch.float32 in dtypes else "bf16"
+    values.setdefault("finer_logits", False)  # Dynamo has promised the caller the model's own dtype
     return _ByShape(graph_module, CompileOptions(**values))
 
 

@@ -148,6 +148,11 @@ class CompileOptions:
     lm_head: Literal["auto", "bf16"] = option(
         "auto", "whether the output projection is quantized as the other linears are, or stays in bf16"
     )
+    finer_logits: bool = option(
+        True,
+        "in int8 mode, give the logits of a bf16 model in fp16, whose steps are eight times finer",
+        more="torch.compile, whose caller expects the model's own dtype, leaves it out",
+    )
     disable: tuple[str, ...] = option(
         (),
         "leave a compiler pass out by its name, as `sidestream dump` lists them",

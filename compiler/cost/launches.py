@@ -120,9 +120,10 @@ def _is_int8(program: Program, step: Step) -> bool:
 
 
 def _config(program: Program, step: Step, rows: int, gpu: Gpu) -> LinearConfig:
-    (n, k), out = _weight(program, step).shape, step.outs[0]
-    takes = scaled_mm_takes(n, k, out.dtype or program.by_name[out.buffer].dtype)
-    return linear_config(rows, n, k, gpu.sms, takes, int8=_is_int8(program, step))
+    weight, out, int8 = _weight(program, step), step.outs[0], _is_int8(program, step)
+    n, k = weight.shape
+    result, operand = (view.dtype or program.by_name[view.buffer].dtype for view in (out, weight))
+    return linear_config(rows, n, k, gpu.sms, scaled_mm_takes(n, k, result, operand), int8=int8)
 
 
 def _tuned(program: Program, step: Step, rows: int) -> bool:

@@ -346,8 +346,8 @@ def launch_large(
     split: WorkSplit,
     pdl: bool,
 ) -> None:
-    """As `launch_triton` for int8 operands and bf16 results; q, weight and out must begin on 16-byte boundaries, N
-    be a multiple of 8.
+    """As `launch_triton` for int8 operands and results of 16 bits; q, weight and out must begin on 16-byte boundaries,
+    N be a multiple of 8.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     consumers = config.warps // 4

@@ -421,7 +421,8 @@ def launch_wide(
     pdl: bool,
     activate: bool = False,
 ) -> None:
-    """As `launch_triton` for bf16 results; q, weight and out must begin on 16-byte boundaries, N be a multiple of 8.
+    """As `launch_triton` for results of 16 bits; q, weight and out must begin on 16-byte boundaries, N be a multiple
+    of 8.
 
     With `activate` out [T, N / 2] = silu(left half) * right half of what it would be; N / 2 must be a multiple of half
     a tile, tiles whole.

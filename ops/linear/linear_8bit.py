@@ -163,9 +163,8 @@ def launch(
     x, token_scale = q.reshape(-1, k), scale.contiguous() if blocks else scale.reshape(-1)
     addends = [None if t is None else t.reshape(-1, n) for t in (delta, residual)]
     sms = multiprocessors(q.device)
-    config = linear_config(
-        tokens, n, k, sms, scaled_mm=scaled_mm_takes(n, k, out_dtype) and not INTERPRETED, int8=q.dtype == torch.int8
-    )
+    many = scaled_mm_takes(n, k, out_dtype, q.dtype) and not INTERPRETED
+    config = linear_config(tokens, n, k, sms, scaled_mm=many, int8=q.dtype == torch.int8)
     if blocks:
         config = takes_block_scales(config, tokens, n, k, sms)
     in_boxes = (x, weight, y, token_scale) if blocks else (x, weight, y)

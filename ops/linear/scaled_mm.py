@@ -18,9 +18,12 @@ from ..core.triton_support import cdiv
 ADD_BLOCK = 2048
 
 
-def scaled_mm_takes(n: int, k: int, out_dtype: torch.dtype) -> bool:
-    """Whether `torch._scaled_mm` computes this rowwise product: N and K multiples of 16, bf16 results."""
-    return n % 16 == 0 and k % 16 == 0 and out_dtype == torch.bfloat16
+def scaled_mm_takes(n: int, k: int, out_dtype: torch.dtype, dtype: torch.dtype = torch.float8_e4m3fn) -> bool:
+    """Whether `torch._scaled_mm`, or for int8 operands a kernel in its place, computes this rowwise product: N and K
+    multiples of 16, bf16 results, of int8 also fp16.
+    """
+    results = (torch.bfloat16, torch.float16) if dtype == torch.int8 else (torch.bfloat16,)
+    return n % 16 == 0 and k % 16 == 0 and out_dtype in results
 
 
 @triton.jit

@@ -186,8 +186,8 @@ def most_registers(warps: int, ctas_per_sm: int) -> int:
 def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True) -> LinearConfig:
     """A configuration for a shape that was never measured, by what won on the shapes that were.
 
-    `scaled_mm` says whether bf16 results are wanted and N and K are multiples of 16: `torch._scaled_mm` and the wide
-    kernel do nothing else.
+    `scaled_mm` says whether results and sizes are such as `torch._scaled_mm` and the wide kernel take
+    (`scaled_mm_takes`).
     """
     if scaled_mm and tokens > 64:
         shared = (

@@ -83,7 +83,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=positive,
         metavar="N",
         help=f"tokens of text for the base; each adapter gets two pieces of it (default: {FIGURE_TOKENS}, "
-        f"{ROUND_TOKENS} with --round, on a CPU {CPU_TOKENS})",
+        f"and {ROUND_TOKENS} to round by, on a CPU {CPU_TOKENS})",
     )
     parser.add_argument(
         "--length",
@@ -154,9 +154,12 @@ def run(options: argparse.Namespace) -> int:
     jobs = list(documents(ids, min(length, model.config.max_position_embeddings), len(names)))
     if not jobs:
         raise ValueError(f"{options.prompts} has less than two tokens; give it some text")
+    base_pieces = sum(slot < 0 for _, slot in jobs)
+    # weights are rounded by more than figures need, unless the caller says how much is read
+    figured = base_pieces if options.tokens else min(base_pieces, max(FIGURE_TOKENS // length, 1))
     calibration = calibrate(
         model,
-        jobs,
+        jobs[:figured] + jobs[base_pieces:],
         device,
         fingerprint(model.config, Checkpoint(directory, model.config)),
         names,

@@ -114,6 +114,12 @@ ARMS: tuple[Arm, ...] = (
         MappingProxyType({"precision": "int8"}),
         automatic=True,
     ),
+    Arm(
+        "int8-auto-logits-bf16",
+        "the same with logits in bf16 instead of fp16",
+        MappingProxyType({"precision": "int8", "finer_logits": False}),
+        automatic=True,
+    ),
     _int8("int8-rotated-8", "norms rotated by 8 columns instead of 64", norm_rotation=8),
     _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
     _int8("int8-calibrated-not-smoothed", "the same without smoothed channels", smooth_channels=False, calibrated=True),

@@ -28,6 +28,7 @@ ARMS = (
     UNFUSED,
     "int8",
     "int8-auto",
+    "int8-auto-logits-bf16",
     "int8-calibrated",
     "int8-rounded",
     "int8-calibrated-rounded",
