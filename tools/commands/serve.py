@@ -99,8 +99,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--step-timeout",
         type=seconds,
         metavar="S",
-        help="end the GPU process when a step takes longer (default: ten times the longest of the last steps, at least "
-        "120 s, on a CPU 600 s); 0: end no process for being late or silent",
+        help="end the GPU process when a step takes longer (default: ten times what the cost model gives the longest "
+        "step, at least 120 s; on a CPU ten times the longest of the last steps, at least 600 s); 0: end no process "
+        "for being late or silent",
     )
     group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)"
