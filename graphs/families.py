@@ -105,6 +105,18 @@ REFUSED: dict[str, tuple[str, str]] = {
         ("some of its layers have a recurrent state instead of keys and values", _DENSE),
     ),
 }
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _why_refused(kind: Any, fields: Fields) -> tuple[str, str] | None:
+    """(reason, remedy) for a model type that is not served: as it is known for, or as its fields give it away."""
+    if isinstance(kind, str) and kind in REFUSED:
+        return REFUSED[kind]
+    if any(isinstance(fields.get(name), Mapping) for name in ("vision_config", "audio_config")):
+        return _EYES
+    if fields.get("kv_lora_rank"):
+        return _LATENT, _DENSE
+    return _EXPERTS if any(fields.get(name) for name in _EXPERT_COUNTS) else None
 
 
 def family_of(fields: Fields) -> Family:
@@ -118,8 +130,9 @@ def family_of(fields: Fields) -> Family:
     if family is not None and kind in (None, family.model_type):
         return family
     served = ", ".join(FAMILIES)
-    if isinstance(kind, str) and kind in REFUSED:
-        why, remedy = REFUSED[kind]
+    known = _why_refused(kind, fields)
+    if known is not None:
+        why, remedy = known
         raise ConfigError(f"architecture {found} is not supported, because {why}: {remedy}; served are {served}")
     raise ConfigError(f"architecture {found} (model_type {kind!r}) is not supported: serve one of {served}")
 

@@ -9,7 +9,7 @@ histories        the tokens of the sequences that run, and where their drafts co
 trained_draft    a trained draft: its pass over a step's rows, and the chain that drafts for the next
 draft_parts      from a head's directory to what that runs
 programs         the programs that are ready, and who waits for others
-step_times       what programs take, measured at a start
+step_times       what programs take, measured or estimated at a start
 buckets          which sizes have a program
 model            from a directory to a model that runs: `load_model`
 weights          a program's weights from a checkpoint

@@ -47,6 +47,7 @@ from .histories import Histories
 from .progress import progress, stage
 from .runner import ModelRunner
 from .sleep import Sleeper, Sleeps
+from .step_times import longest_step
 from .threads import fit_threads
 from .weights import WeightSource
 
@@ -69,6 +70,7 @@ class Model:
     registry     the adapters by name
     sleeper      gives this process's device memory back for a while; None without enable_sleep_mode
     seconds      where the start-up's time went
+    longest_step seconds that the cost model gives the longest step; 0.0: it has no figures of this device
     """
 
     source: ModelSource
@@ -81,6 +83,7 @@ class Model:
     compiled: CompiledModel
     sleeper: Sleeper | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    longest_step: float = 0.0
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -364,7 +367,9 @@ def _build(
         step_times=step_times,
         speculation_history=ring_tokens,
     )
-    return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    longest = longest_step(largest, sizes.max_model_len, name)
+    return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest)
 
 
 def _program_cache(parts: Mapping[str, object], options: CompileOptions) -> ProgramCache:

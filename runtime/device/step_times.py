@@ -1,4 +1,6 @@
-"""What programs take, measured at a start, so that a scheduler knows what a step with drafts costs."""
+"""What programs take: measured at a start, so that a scheduler knows what a step with drafts costs, and estimated, so
+that a server knows which step does not end.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -6,7 +8,9 @@ from itertools import pairwise
 
 import torch
 
-from ...compiler.program.program import Bucket
+from ...compiler.cost.cost import Assumptions, estimate, total_seconds
+from ...compiler.cost.hardware import UnknownGpu, gpu_named
+from ...compiler.program.program import Bucket, Program
 
 REPLAYS = 5
 
@@ -18,6 +22,19 @@ def time_programs(
     after one that is not timed. What else the device does meanwhile, such as copies of adapters, makes runs slower.
     """
     return tuple((bucket.sequences, bucket.rows, _fastest_run(run, device)) for bucket, run in programs)
+
+
+def longest_step(largest: Program, max_model_len: int, gpu: str) -> float:
+    """Seconds that the cost model gives an engine's longest step: its largest program, with every sequence at its full
+    length and every adapter in use. Steps of other programs have fewer rows.
+
+    `gpu`: the driver's name of it; 0.0 for one of which the cost model has no figures.
+    """
+    try:
+        known = gpu_named(gpu)
+    except UnknownGpu:
+        return 0.0
+    return total_seconds(estimate(largest, Assumptions(context=max_model_len), known))
 
 
 def _fastest_run(run: Callable[[], object], device: torch.device) -> float:

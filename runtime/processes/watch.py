@@ -82,13 +82,15 @@ class StopWatch:
 class StepWatch:
     """How long the oldest step in flight has taken, and how long it may take.
 
-    timeout  seconds that a step may take; 0: any time; None: ten times the longest of the last steps, and at least 120
-             (on a CPU 600)
+    timeout  seconds that a step may take; 0: any time; None: ten times the longest step, and at least 120 (on a CPU
+             600)
     device   what the GPU process says that it runs on
+    longest  what the cost model gives the longest step; 0.0: it knows nothing of the device, and the longest of the
+             last steps stands for it
     """
 
-    def __init__(self, clock: AwakeClock, timeout: float | None, device: str) -> None:
-        self._clock, self._timeout = clock, timeout
+    def __init__(self, clock: AwakeClock, timeout: float | None, device: str, longest: float = 0.0) -> None:
+        self._clock, self._timeout, self._longest = clock, timeout, longest
         self._floor = CPU_STEP_SECONDS if device == "cpu" else GPU_STEP_SECONDS
         self._steps: deque[int] = deque()
         self._since = 0.0
@@ -111,7 +113,7 @@ class StepWatch:
         """Seconds that a step may take."""
         if self._timeout is not None:
             return self._timeout or float("inf")
-        return max(self._floor, STEP_FACTOR * max(self._recent, default=0.0))
+        return max(self._floor, STEP_FACTOR * (self._longest or max(self._recent, default=0.0)))
 
     @property
     def late(self) -> bool:

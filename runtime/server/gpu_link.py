@@ -67,6 +67,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     step_times: list[tuple[int, int, float]] = []
     speculation_history: int = 0
     seconds: dict[str, float] = {}
+    longest_step: float = 0.0
 
 
 class Alive(Notice, frozen=True, tag="alive"):

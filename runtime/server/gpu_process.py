@@ -321,6 +321,7 @@ class ServedModel:
             speculation=limits.speculation,
             step_times=list(limits.step_times),
             speculation_history=limits.speculation_history,
+            longest_step=model.longest_step,
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:

@@ -106,7 +106,7 @@ class Stepper:
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
-        self.watch = StepWatch(clock or AwakeClock(), step_timeout, ready.device)
+        self.watch = StepWatch(clock or AwakeClock(), step_timeout, ready.device, ready.longest_step)
         self.steps = self.late_plans = self.failed_steps = 0
         self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = (
             self.launch_seconds

@@ -18,6 +18,8 @@ from sidestream.tools import cli
 ASK = ("generate", "-p", "hi")
 QUICK = ("--connect-timeout", "0.2")
 
+KEYED = ("serve", "--bind", "tcp://127.0.0.1:0", "--keys", "{keys}/server")
+
 # (what is wrong, the command line, what the line must name, what it must advise)
 WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     # the command itself
@@ -136,6 +138,24 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         ("serve", "--bind", "tcp://127.0.0.1:0", "--keys", "{keys}/client-default"),
         "server.secret",
         "sidestream keygen",
+    ),
+    (
+        "a secret that others can read",
+        ("serve", "--bind", "tcp://127.0.0.1:0", "--keys", "{open_keys}/server"),
+        "{open_keys}/server/server.secret is open to other users (mode 644)",
+        "chmod 600",
+    ),
+    (
+        "a client's secret that others can read",
+        ("chat", "--keys", "{open_keys}/client-default"),
+        "{open_keys}/client-default/client.secret",
+        "chmod 600",
+    ),
+    (
+        "a secret of HTTP's that others can read",
+        (*KEYED, "--engine-keys", "{open_keys}/client-default"),
+        "{open_keys}/client-default/client.secret",
+        "chmod 600",
     ),
     ("adapters from nowhere", ("serve", "--adapter-root", "{nowhere}"), "--adapter-root {nowhere}", "name one"),
     (
@@ -277,7 +297,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         "bad_value": "enforce-eager = 3",
     }.items():
         found[name] = _written(root / f"{name}.toml", text)
-    assert cli.main(["keygen", str(found["keys"])]) == 0
+    found["open_keys"] = root / "open_keys"
+    for name in ("keys", "open_keys"):
+        assert cli.main(["keygen", str(found[name])]) == 0
+    for secret in found["open_keys"].rglob("*.secret"):
+        secret.chmod(0o644)
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()

@@ -148,6 +148,16 @@ REFUSED = [
     ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "images or sound"),
     ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "recurrent state"),
     ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, "serve one of LlamaForCausalLM"),
+    ({"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 128}, "of experts, and"),
+    ({"architectures": ["YoutuForCausalLM"], "model_type": "youtu", "kv_lora_rank": 512}, "latent vector (MLA)"),
+    (
+        {
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "model_type": "paligemma",
+            "vision_config": {"model_type": "siglip_vision_model"},
+        },
+        "images or sound as well",
+    ),
     ({"architectures": {"a": 1}, "model_type": ["x"]}, "is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),

@@ -99,8 +99,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--step-timeout",
         type=seconds,
         metavar="S",
-        help="end the GPU process when a step takes longer (default: ten times the longest of the last steps, at least "
-        "120 s, on a CPU 600 s); 0: end no process for being late or silent",
+        help="end the GPU process when a step takes longer (default: ten times what the cost model gives the longest "
+        "step, at least 120 s; on a CPU ten times the longest of the last steps, at least 600 s); 0: end no process "
+        "for being late or silent",
     )
     group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)"
@@ -218,17 +219,21 @@ def check_place(bind: str, keys: str | None) -> None:
 def front_of(options: argparse.Namespace, settings: Any) -> Any:
     """The HTTP front that the options ask for; None where the engine has keys and HTTP was given none.
 
-    Raises ValueError for an address that is taken, or that would let everyone in.
+    Raises ValueError for an address that is taken or that would let everyone in, and for keys that are not a client's,
+    before a model is loaded.
     """
     from msgspec.structs import replace
 
     from ...runtime.gateway.serving.process import listen
     from ...runtime.server.front import Front
+    from ...runtime.wire.keys import load_client_keys
 
     gateway = gateway_settings(options)
     if settings.keys is not None and options.engine_keys is None:
         print("no HTTP, since the engine asks for keys: give --engine-keys too", file=sys.stderr, flush=True)
         return None
+    if options.engine_keys is not None:
+        load_client_keys(options.engine_keys)
     listener = listen(gateway.host, gateway.port)
     command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())

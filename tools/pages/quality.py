@@ -7,17 +7,22 @@ python -m sidestream.tools.pages.quality --write    write them
 import json
 import re
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ..quality.arms import BY_NAME, DEFAULT
+from ..quality.divergence import Divergence, Estimate
 from ..quality.page import page
 from ..quality.plot import plot
-from ..quality.real.measure import Findings
+from ..quality.real.judgement import AUTOMATIC, read
+from ..quality.real.measure import ARMS as REAL_ARMS
+from ..quality.real.measure import Findings, Measured
 from ..quality.real.picture import picture as real_picture
 from ..quality.real.report import section
-from ..quality.report import Table, rounds_of
+from ..quality.report import rounds_of
 from .excerpts import keep_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -27,12 +32,10 @@ REAL, LATER = "real_model_h200.json", "real_model_auto_h200.txt"
 ARM = re.compile(r"^ *[0-9.]+ s  (\S+): (base KL .*)$", re.MULTILINE)
 FIGURES = re.compile(r"(\S+) KL ([0-9.]+), top-1 ([0-9.]+)%, perplexity ([0-9.]+)")
 LATER_SAYS = """\
-The default on a GPU is `int8-auto`: an engine calibrates and rounds a model of this size itself when it first starts.
-It and `int8-calibrated`, whose channels before down_proj are smoothed too, are newer than the table below. They were
-measured in the same way with the same adapters, in a run of which only the lines printed by then are known
-([real_model_auto_h200.txt](measurements/real_model_auto_h200.txt)). For the base model the default is within our
-limits. With the adapter `json` it misses two of them, the mean KL and the perplexity ratio, and with the two others
-the ratio.
+{} are newer than the other rows. They were measured in the same way with the same adapters, in a run of
+which only the lines printed by then are known ([{}](measurements/{})). Their figures are rounded as they stand
+here, and so judged; one that stands at a limit may miss it by less than its last digit. Intervals and the 99.9th
+percentile are not known.
 """
 MODELS = """\
 `python -m sidestream.tools.quality.train` makes the models with its defaults (base `a443dc3361f6d6b4`,
@@ -51,17 +54,43 @@ of 1.79e-03, top-1 agreement of 97.29%, a loss of at most 0.32 points, and 170 o
 def measured(_: str = "") -> str:
     """The page as the raw output has it."""
     about = _raw()
-    return page(rounds_of(about), about, PICTURE, PAGE, MODELS, section(_real(), REAL_PICTURE.name, later()))
+    return page(rounds_of(about), about, PICTURE, PAGE, MODELS, top(real_findings()))
 
 
-def later() -> str:
-    """What is known of the newest arms, from the lines that a run printed of each."""
-    rows: list[Sequence[str]] = [("arm", "mean KL", "adapters", "top-1", "adapters", "perplexity", "adapters")]
-    for arm, line in ARM.findall((DOCS / "measurements" / LATER).read_text(encoding="utf-8")):
-        (_, *base), *others = FIGURES.findall(line)
-        worst = [pick(each[place] for each in others) for place, pick in ((1, max), (2, min), (3, max))]
-        rows.append((arm, base[0], worst[0], f"{base[1]}%", f"{worst[1]}%", base[2], worst[2]))
-    return LATER_SAYS + "\n" + Table("", rows).markdown().partition("\n\n")[2]
+def top(found: Findings, lines: str | None = None) -> str:
+    """What the page says of the real model; `lines`: see `with_later`."""
+    full, newer = with_later(found, lines)
+    names = " and ".join(f"`{name}`" for name in newer)
+    return section(full, REAL_PICTURE.name, LATER_SAYS.format(names, LATER, LATER) if newer else "")
+
+
+def with_later(found: Findings, lines: str | None = None) -> tuple[Findings, list[str]]:
+    """The same with the arms that only `lines` (default: those of LATER) know, after the default without a calibration;
+    and their names.
+
+    Without the default on a GPU a measurement is from before it; one that has it needs no lines.
+    """
+    if read(found, AUTOMATIC):
+        return found, []
+    lines = (DOCS / "measurements" / LATER).read_text(encoding="utf-8") if lines is None else lines
+    known = {each.arm for each in found.arms}
+    printed = {arm: line for arm, line in ARM.findall(lines) if arm not in known}
+    newer = [Measured(arm, BY_NAME[arm].about, _divergences(printed[arm])) for arm in REAL_ARMS if arm in printed]
+    place = next((at for at, each in enumerate(found.arms, 1) if each.arm == DEFAULT), len(found.arms))
+    arms = [*found.arms[:place], *newer, *found.arms[place:]]
+    return msgspec.structs.replace(found, arms=arms), [each.arm for each in newer]
+
+
+def _divergences(line: str) -> list[Divergence]:
+    """The figures of a printed line; what it does not say is not a number."""
+
+    def estimate(value: float) -> Estimate:
+        return value, nan, nan
+
+    return [
+        Divergence(adapter, 0, 0, estimate(float(kl)), (nan,) * 3, estimate(float(top_1) / 100), estimate(float(ratio)))
+        for adapter, kl, top_1, ratio in FIGURES.findall(line)
+    ]
 
 
 def picture(_: str = "") -> str:
@@ -71,10 +100,10 @@ def picture(_: str = "") -> str:
 
 def picture_of_the_real_model(_: str = "") -> str:
     """The same for the real model."""
-    return real_picture(_real())
+    return real_picture(with_later(real_findings())[0])
 
 
-def _real() -> Findings:
+def real_findings() -> Findings:
     """What was measured on the real model."""
     return msgspec.json.decode((DOCS / "measurements" / REAL).read_bytes(), type=Findings)
 

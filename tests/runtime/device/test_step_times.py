@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from sidestream import LLM, SamplingParams
+from sidestream.runtime.device.step_times import longest_step
 from sidestream.tools.bench.model_directory import TINY, write_model
 
 OPTIONS: dict[str, Any] = {
@@ -37,6 +38,16 @@ def test_every_size_is_timed_and_nothing_is_stored(tmp_path):
     assert answers() == before and llm.engine.scheduler.stats().prefix_hits > hits, "pages have what they had"
 
 
+def test_the_longest_step_reads_all_weights_and_whole_contexts(tmp_path):
+    adapters = write_model(tmp_path, TINY, 2, 8)
+    llm = LLM(TINY, adapters, device="cpu", max_num_batched_tokens=64, **OPTIONS)
+    largest = llm.model.compiled.program(llm.model.runner.buckets.largest())
+    assert llm.model.longest_step == longest_step(largest, 192, "NVIDIA A100") == 0.0, "the cost model has no figures"
+    weights = sum(buffer.nbytes for buffer in largest.of_kind("weight"))
+    short, long = (longest_step(largest, length, "NVIDIA H200") for length in (64, 192))
+    assert weights / 4.8e12 < short < long < 1.0, "the datasheet's 4.8 TB/s"
+
+
 @pytest.mark.gpu
 def test_a_start_on_a_gpu_times_what_it_captured(tmp_path):
     adapters = write_model(tmp_path, TINY, 2, 8)
@@ -44,4 +55,5 @@ def test_a_start_on_a_gpu_times_what_it_captured(tmp_path):
         llm = LLM(TINY, adapters, device="cuda", speculation=speculation, **OPTIONS)
         measured = llm.engine.scheduler.limits.step_times
         assert {entry[:2] for entry in measured} == sizes and all(0 < entry[2] < 1 for entry in measured)
+        assert llm.model.longest_step > 0, "the cost model knows the GPU"
         del llm

@@ -36,10 +36,10 @@ GUARD = 120.0
 class Time:
     """A clock that goes on when it is told to; `watch` looks at it as a loop would."""
 
-    def __init__(self, timeout: float | None = None, device: str = "cuda:0") -> None:
+    def __init__(self, timeout: float | None = None, device: str = "cuda:0", longest: float = 0.0) -> None:
         self.now = 1000.0
         self.clock = AwakeClock(lambda: self.now)
-        self.watch = StepWatch(self.clock, timeout, device)
+        self.watch = StepWatch(self.clock, timeout, device, longest)
 
     def pass_by(self, seconds: float) -> None:
         """The process is awake for so long."""
@@ -89,6 +89,19 @@ def test_a_step_may_take_what_others_took(device, floor):
     time.pass_by(floor / 2)
     time.watch.returned()
     assert time.watch.limit == STEP_FACTOR * floor / 2
+
+
+def test_a_slow_step_raises_no_bound_that_the_cost_model_gives():
+    time = Time(longest=20.0)
+    for step in range(3):
+        time.watch.shipped(step)
+        time.pass_by(199)
+        assert time.watch.late and time.watch.overdue is None
+        time.watch.returned()
+    time.watch.shipped(3)
+    time.pass_by(201)
+    assert time.watch.overdue == 3
+    assert Time(longest=0.01).watch.limit == GPU_STEP_SECONDS
 
 
 def test_zero_waits_for_ever():

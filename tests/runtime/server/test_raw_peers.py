@@ -1,13 +1,19 @@
 """Peers that do what no libzmq does: the server goes on, keeps nothing of them, and serves everybody else."""
 
+import ctypes
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import zmq
+from sidestream.runtime.client.client import Client
+from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.wire import keys as curve
 from sidestream.runtime.wire.protocol import NO_INSTANCE, Abort, Beat, Error, Sampling, Submit, encode
 from support.fake_runner import continuation
 from support.raw_peer import MORE, PING, RawPeer, frame
-from support.serving import GREEDY, serve_fake
+from support.serving import GREEDY, free_port, serve_fake
 
 MIB = 1 << 20
 
@@ -58,6 +64,40 @@ def test_claimed_routing_ids_are_nobodys(server):
     for peer in peers:
         peer.close()
     assert_serves(server, batcher)
+
+
+def test_who_has_a_key_can_claim_no_id_that_libzmq_would_give(tmp_path):
+    """With keys libzmq reads the connections. It counts ids up from two calls of rand(), and a newcomer whose id is
+    taken would abort the process.
+    """
+    libc = ctypes.CDLL(None)
+    libc.srand(1)  # as in a process that nobody seeded
+    drawn = [libc.rand() for _ in range(12)]
+    starts = [low | (high & 1) << 31 for low, high in pairwise(drawn)]
+    (friend,) = curve.generate(tmp_path / "keys", ["friend"])
+    keys, bind = curve.load_client_keys(friend), "tcp://127.0.0.1:{}"
+    with (
+        free_port() as port,
+        serve_fake(tmp_path, bind=bind.format(port), keys=str(tmp_path / "keys" / "server")) as server,
+        zmq.Context() as context,
+    ):
+        with Client(server.address, keys=friend, connect_timeout=60) as client:
+            client.health()
+        batcher, peers = server.child("server.batcher"), []
+        for claim in sorted({start + count for start in starts for count in range(6)}):
+            peers.append(context.socket(zmq.DEALER))
+            peers[-1].linger, peers[-1].routing_id = 0, b"\0" + claim.to_bytes(4, "big")
+            keys.secure(peers[-1])
+            peers[-1].connect(server.address)
+            peers[-1].send(encode(Beat()))
+        assert all(peer.poll(60_000) for peer in peers), "each is told to say hello"
+        for _ in range(8):
+            with Client(server.address, keys=friend, connect_timeout=60) as client:
+                answer = client.generate([[7, 8]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+                assert answer[0].outputs[0].token_ids == continuation([7, 8], -1, 6, 251)
+        assert server.child("server.batcher") == batcher, "it is the same process"
+        for peer in peers:
+            peer.close()
 
 
 @pytest.mark.parametrize("size", [0, MIB])

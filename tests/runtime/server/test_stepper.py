@@ -69,6 +69,12 @@ def test_the_scheduler_goes_by_what_the_gpu_process_says_of_speculation() -> Non
     assert limits.remembered == 300 and replace(limits, speculation="off").remembered == 0
 
 
+def test_a_step_may_take_ten_times_what_the_gpu_process_says_of_the_longest() -> None:
+    told = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], "cuda:0", longest_step=60.0)
+    ready = msgspec.convert(msgspec.to_builtins(told), Ready)
+    assert Stepper(ready, Link(), None).watch.limit == 600.0  # type: ignore[arg-type]
+
+
 def test_two_steps_ahead_of_short_ones() -> None:
     prompts = [[1, 2, 3], [5], [7, 7]]
     answers, depths, _ = serve(prompts, 20)

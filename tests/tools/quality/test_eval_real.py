@@ -30,7 +30,7 @@ def test_arms_are_read_next_to_transformers_and_peft(tmp_path: Path, capsys: pyt
         assert 0 < kl["bf16", adapter] < kl["int8", adapter] < kl["peer-fp8", adapter]
         assert kl["bf16", adapter] < 1e-3, "ours is the model that transformers and peft compute"
     shown = capsys.readouterr().out
-    assert shown.index("int8 without a calibration: mean KL") < shown.index("peer-fp8")
+    assert shown.index("int8 without a calibration: the base model") < shown.index("peer-fp8")
     assert "real.svg" in files["md"].read_text() and "| peer-fp8 |" in files["md"].read_text()
     assert xml.etree.ElementTree.parse(files["svg"]).getroot().tag.endswith("svg")
 

@@ -6,5 +6,7 @@ adapters    `python -m sidestream.tools.quality.real.adapters MODEL -o DIR` trai
 reference   transformers (and peft) in fp32, as `teacher_forced.compare` reads it
 command     what `sidestream eval --real` does
 measure     runs the arms over the texts, each next to the reference
-report      the figures as a verdict of one screen, as tables, as the top of docs/quality.md, as a picture
+judgement   which limits the kinds of int8 keep, next to what bf16 itself has
+report      the figures as one screen, as tables, as the top of docs/quality.md
+picture     each arm's mean KL
 """

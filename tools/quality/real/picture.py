@@ -5,8 +5,8 @@ from math import ceil, floor, log10
 
 from ..arms import DEFAULT
 from ..plot import STYLE
+from .judgement import AUTOMATIC, BASE, MEAN_KL, read
 from .measure import Findings
-from .report import BASE, MOST_MEAN_KL
 
 NAME, PANEL, ROW, HEAD, MARGIN = 236, 500, 28, 66, 16
 
@@ -14,8 +14,9 @@ NAME, PANEL, ROW, HEAD, MARGIN = 236, 500, 28, 66, 16
 def picture(found: Findings) -> str:
     """SVG text, readable at a width of 830 pixels: a full dot for the base model, an open one for each adapter."""
     shown = [each for each in found.arms if each.divergences]
+    default = AUTOMATIC if read(found, AUTOMATIC) else DEFAULT
     kls = [max(one.mean_kl[0], 1e-9) for each in shown for one in each.divergences]
-    low, high = floor(log10(min([*kls, MOST_MEAN_KL]))), ceil(log10(max([*kls, MOST_MEAN_KL]) * 1.2))
+    low, high = floor(log10(min([*kls, MEAN_KL.bound]))), ceil(log10(max([*kls, MEAN_KL.bound]) * 1.2))
     left, bottom = MARGIN + NAME, HEAD + ROW * len(shown)
     width, height = left + PANEL + MARGIN, bottom + 30
 
@@ -29,18 +30,18 @@ def picture(found: Findings) -> str:
         f'<rect class="page" width="{width}" height="{height}"/>',
         f'<text class="title" x="{MARGIN}" y="24">Mean KL to transformers in fp32, {escape(found.model)}</text>',
         f'<text class="small" x="{MARGIN}" y="42">nats; full: the base model, open: an adapter; dashed: our limit for '
-        f"the default, {MOST_MEAN_KL}</text>",
+        f"the default, {MEAN_KL.bound}</text>",
     ]
     for power in range(low, high + 1):
         x = at(10.0**power)
         parts.append(f'<line class="grid" x1="{x:.1f}" y1="{HEAD - 12}" x2="{x:.1f}" y2="{bottom}"/>')
         parts.append(f'<text class="small" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{10.0**power:g}</text>')
-    limit = at(MOST_MEAN_KL)
+    limit = at(MEAN_KL.bound)
     parts.append(f'<line class="limit" x1="{limit:.1f}" y1="{HEAD - 12}" x2="{limit:.1f}" y2="{bottom}"/>')
     for index, each in enumerate(shown):
         y = HEAD + ROW * index + ROW / 2
-        title = f"{each.arm} (default)" if each.arm == DEFAULT else each.arm
-        kind = "default" if each.arm == DEFAULT else ""
+        title = f"{each.arm} (default)" if each.arm == default else each.arm
+        kind = "default" if each.arm == default else ""
         parts.append(
             f'<g><title>{escape(each.about)}</title><text class="{kind}" x="{MARGIN}" y="{y + 5:g}">{title}</text>'
         )

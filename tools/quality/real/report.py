@@ -1,40 +1,40 @@
-"""What was measured on the real model: a verdict of one screen, its table, the top of docs/quality.md."""
+"""What was measured on the real model: one screen, tables, the top of docs/quality.md."""
 
 from collections.abc import Sequence
+from math import isnan
 from textwrap import fill
 
 from ....compiler.records import WIDTH
 from ..arms import DEFAULT, REFERENCE
 from ..divergence import Divergence
 from ..report import Table
+from .judgement import AUTOMATIC, BASE, LIMITS, PEER_FP8, PEER_INT8, Limit, judgements, read, verdict
 from .measure import Findings, Measured
 
-MOST_MEAN_KL, LEAST_TOP_1, MOST_PERPLEXITY_RATIO = 0.004, 0.96, 1.003
-AUTOMATIC, CALIBRATED, ROUNDED = "int8-auto", "int8-calibrated", "int8-calibrated-rounded-values"
-PEERS = ("peer-fp8", "peer-int8")
-BASE = "base"
+OPENING = {
+    REFERENCE: "bf16",
+    AUTOMATIC: "int8, the default on a GPU (`int8-auto`)",
+    DEFAULT: "int8 without a calibration (`int8`)",
+    PEER_INT8: "int8 as other engines serve it (`peer-int8`)",
+    "peer-fp8-rowwise": "fp8 as other engines serve it, a scale for each row (`peer-fp8-rowwise`)",
+    PEER_FP8: "fp8 as other engines serve it, a scale for each tensor (`peer-fp8`)",
+}
 
 
 def screen(found: Findings) -> str:
-    """The verdict, then the table: what a terminal shows at once."""
-    return f"{fill(verdict(found), WIDTH)}\n\n{table(found).text()}"
+    """The verdict, then the tables: what a terminal shows at once."""
+    return f"{fill(verdict(found), WIDTH)}\n\n{judgements(found).text()}\n{table(found).text()}"
 
 
-def verdict(found: Findings) -> str:
-    """Sentences about bf16 itself, the default, what calibration makes of it, and eight bits as other engines have
-    them: the base model's figures.
-    """
-    readers = f"the base model and each of {len(found.adapters)} adapters" if found.adapters else "the base model"
-    said = [
-        f"{found.model}, {found.tokens:,} tokens of natural text for {readers}, compared with transformers in fp32 on "
-        f"{found.device}."
-    ]
-    for arm in (REFERENCE, AUTOMATIC, DEFAULT, CALIBRATED, ROUNDED, *PEERS):
-        one = _base(found, arm)
-        if one is not None:
-            judged = "" if arm == REFERENCE or arm in PEERS else _judged(one)
-            said.append(f"{_title(arm)}: {_figures(one)}{judged}.")
-    return " ".join(said)
+def opening(found: Findings) -> Table:
+    """The arms that a reader asks for first: the base model's figures, and those of the worst adapter."""
+    rows = [("served as", *(name for limit in LIMITS for name in (limit.name, "worst adapter")))]
+    for arm, title in OPENING.items():
+        base, others = _parted(read(found, arm))
+        if base or others:
+            figures = [_worst(limit, some) for limit in LIMITS for some in (base, others)]
+            rows.append((title, *figures))
+    return Table("A real model", rows)
 
 
 def table(found: Findings) -> Table:
@@ -49,11 +49,10 @@ def table(found: Findings) -> Table:
     return Table(found.model, rows, note=note + "".join(broken))
 
 
-def section(found: Findings, picture: str, later: str = "") -> str:
-    """The top of docs/quality.md: a paragraph, what was measured `later`, the table, the picture, and what each arm
-    is.
+def section(found: Findings, picture: str, note: str = "") -> str:
+    """The top of docs/quality.md: one table, one picture, one paragraph; then the limits, and every arm with what it
+    is. `note`: what else is to be said of the arms.
     """
-    shown = table(found).markdown().partition("\n\n")[2]
     arms = [f"- `{each.arm}`: {'nothing quantized' if each.arm == REFERENCE else each.about}" for each in found.arms]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     adapters = f" with the adapters {', '.join(found.adapters)}" if found.adapters else ""
@@ -65,10 +64,13 @@ def section(found: Findings, picture: str, later: str = "") -> str:
     return "\n".join(
         (
             "## A real model\n",
-            verdict(found) + "\n",
-            *([later] if later else []),
-            shown,
+            _bare(opening(found)),
             f"![Mean KL divergence of each arm to transformers in fp32]({picture})\n",
+            verdict(found) + "\n",
+            judgements(found).markdown(),
+            "### Every arm\n",
+            *([note] if note else []),
+            _bare(table(found)),
             *arms,
             "",
             how + "\n",
@@ -76,61 +78,38 @@ def section(found: Findings, picture: str, later: str = "") -> str:
     )
 
 
-def _title(arm: str) -> str:
-    return {
-        REFERENCE: "bf16 itself",
-        AUTOMATIC: "int8, the default on a GPU, which calibrates itself at its first start",
-        DEFAULT: "int8 without a calibration",
-        CALIBRATED: "int8 with what `sidestream calibrate` wrote",
-        ROUNDED: "int8 with what `sidestream calibrate --round` wrote",
-        "peer-fp8": "fp8 as other engines serve it",
-        "peer-int8": "int8 as other engines serve it",
-    }[arm]
-
-
-def _figures(one: Divergence) -> str:
-    return (
-        f"mean KL {one.mean_kl[0]:.4f}, top-1 agreement {one.top_1[0]:.1%}, perplexity ratio "
-        f"{one.perplexity_ratio[0]:.4f}"
-    )
-
-
-def _judged(one: Divergence) -> str:
-    """Which of the three limits the figures miss."""
-    missed = [
-        text
-        for text, met in (
-            (f"mean KL of at most {MOST_MEAN_KL:.4f}", one.mean_kl[0] <= MOST_MEAN_KL),
-            (f"top-1 of at least {LEAST_TOP_1:.0%}", one.top_1[0] >= LEAST_TOP_1),
-            (f"perplexity ratio of at most {MOST_PERPLEXITY_RATIO}", one.perplexity_ratio[0] <= MOST_PERPLEXITY_RATIO),
-        )
-        if not met
-    ]
-    return f" (misses our limits: {', '.join(missed)})" if missed else " (within our limits)"
-
-
-def _base(found: Findings, arm: str) -> Divergence | None:
-    return next(
-        (one for each in found.arms if each.arm == arm for one in each.divergences if one.adapter == BASE), None
-    )
+def _bare(shown: Table) -> str:
+    """A table under a heading of the page."""
+    return shown.markdown().partition("\n\n")[2]
 
 
 def _row(each: Measured) -> tuple[str, ...]:
-    base = [one for one in each.divergences if one.adapter == BASE]
-    others = [one for one in each.divergences if one.adapter != BASE]
-    kl = "".join(f"{one.mean_kl[0]:.4f} [{one.mean_kl[1]:.4f}, {one.mean_kl[2]:.4f}]" for one in base)
+    base, others = _parted(each.divergences)
+    kl, top_1, perplexity = LIMITS
     return (
         each.arm,
-        kl,
-        _worst([one.mean_kl[0] for one in others], "{:.4f}"),
-        _worst([one.tail_kl[0] for one in base], "{:.3f}"),
-        _worst([one.tail_kl[0] for one in others], "{:.3f}"),
-        _worst([one.top_1[0] for one in base], "{:.2%}", least=True),
-        _worst([one.top_1[0] for one in others], "{:.2%}", least=True),
-        _worst([one.perplexity_ratio[0] for one in base], "{:.4f}"),
-        _worst([one.perplexity_ratio[0] for one in others], "{:.4f}"),
+        "".join(map(_with_interval, base)),
+        _worst(kl, others),
+        _tail(base),
+        _tail(others),
+        *(_worst(limit, some) for limit in (top_1, perplexity) for some in (base, others)),
     )
 
 
-def _worst(values: Sequence[float], form: str, least: bool = False) -> str:
-    return form.format((min if least else max)(values)) if values else ""
+def _parted(divergences: Sequence[Divergence]) -> tuple[list[Divergence], list[Divergence]]:
+    """The base model's, and the adapters'."""
+    return [one for one in divergences if one.adapter == BASE], [one for one in divergences if one.adapter != BASE]
+
+
+def _with_interval(one: Divergence) -> str:
+    mean, low, high = one.mean_kl
+    return f"{mean:.4f}" if isnan(low) else f"{mean:.4f} [{low:.4f}, {high:.4f}]"
+
+
+def _tail(some: Sequence[Divergence]) -> str:
+    known = [one.tail_kl[0] for one in some if not isnan(one.tail_kl[0])]
+    return f"{max(known):.3f}" if known else ""
+
+
+def _worst(limit: Limit, some: Sequence[Divergence]) -> str:
+    return limit.form.format((min if limit.least else max)(map(limit.of, some))) if some else ""

@@ -1,0 +1,111 @@
+"""What is said of the real model's figures: judged by the limits, next to bf16's own. And how the page opens."""
+
+import re
+from math import nan
+
+import pytest
+from msgspec.structs import replace
+from sidestream.tools.pages.quality import DOCS, PAGE, REAL_PICTURE, picture_of_the_real_model, real_findings, top
+from sidestream.tools.quality.divergence import Divergence
+from sidestream.tools.quality.real.judgement import judgements, verdict
+from sidestream.tools.quality.real.measure import Findings, Measured
+from sidestream.tools.quality.real.report import section
+
+NEWER = "real_model_auto_h200.txt"
+
+
+def read(adapter: str, kl: float, top_1: float, ratio: float) -> Divergence:
+    return Divergence(adapter, 4, 900, (kl,) * 3, (10 * kl,) * 3, (top_1,) * 3, (ratio,) * 3)
+
+
+def findings(**arms: list[Divergence]) -> Findings:
+    measured = [Measured(name.replace("_", "-"), "as it is", found) for name, found in arms.items()]
+    return Findings("a model", ["sql", "law"], "a GPU", {}, 900, 4, "0" * 64, 1.0, measured)
+
+
+BF16 = [read("base", 0.0012, 0.975, 1.0003), read("sql", 0.0014, 0.9742, 1.0012), read("law", 0.0013, 0.977, 1.0019)]
+
+
+def test_each_reader_is_judged_next_to_what_bf16_has_there() -> None:
+    """The limits: mean KL <= 0.0040, top-1 >= 96.0%, perplexity ratio <= 1.003, none of them lower for an adapter."""
+    auto = [read("base", 0.004, 0.96, 1.003), read("sql", 0.0045, 0.9599, 1.0029), read("law", 0.0039, 0.97, 1.0087)]
+    found = findings(bf16=BF16, int8_auto=auto, int8=[read("base", 0.0066, 0.954, 1.0056)])
+    said = verdict(found)
+    assert "base model keeps all three, with mean KL 0.0040 [0.0012], top-1 96.00% [97.50%] and perplexity 1.00" in said
+    assert (
+        "`sql` misses mean KL 0.0045 [0.0014] and top-1 95.99% [97.42%]; `law` misses perplexity 1.0087 [1.0019]."
+        in said
+    )
+    assert "mean KL 0.0066 [0.0012], and 0 of 3 limits kept" in said
+    assert [(row[0], row[1], row[-1]) for row in judgements(found).rows[1:]] == [
+        ("int8-auto", "base", "none"),
+        ("int8-auto", "sql", "mean KL, top-1"),
+        ("int8-auto", "law", "perplexity"),
+        ("int8", "base", "all three"),
+    ]
+    assert judgements(found).rows[2][2:8] == ("0.0045", "0.0014", "95.99%", "97.42%", "1.0029", "1.0012")
+
+
+def test_a_limit_that_is_missed_by_less_than_a_digit_is_not_shown_as_kept() -> None:
+    near = [read("base", 0.00401, 0.95999, 1.00304)]
+    said = verdict(findings(bf16=BF16, int8_auto=near))
+    assert "misses mean KL 0.004010 [0.0012], top-1 95.9990% [97.50%] and perplexity 1.003040 [1.0003]" in said
+    assert "[" not in verdict(findings(int8_auto=near)), "without bf16 its own distance is not known"
+
+
+def blocks(text: str) -> list[str]:
+    """The page's parts between empty lines, without the heading."""
+    return text.split("\n\n")[1:]
+
+
+def complete() -> Findings:
+    """Today's measurement as it would be with the default on a GPU among its arms."""
+    found = real_findings()
+    default = next(each for each in found.arms if each.arm == "int8")
+    rest = [each for each in found.arms if each.arm != "int8-auto"]
+    return replace(found, arms=[*rest, replace(default, arm="int8-auto")])
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_page_opens_with_a_table_a_picture_and_a_paragraph(measured: bool) -> None:
+    found = complete()
+    if not measured:
+        found = replace(found, arms=[each for each in found.arms if each.arm != "int8-auto"])
+    table, picture, paragraph, heading, *rest = blocks(top(found))
+    rows = table.splitlines()
+    assert len(rows) == 2 + 6 and all(row.startswith("| ") for row in rows)
+    assert [re.findall(r"`(.*)`", row) for row in rows[3:]] == [
+        ["int8-auto"], ["int8"], ["peer-int8"], ["peer-fp8-rowwise"], ["peer-fp8"]
+    ]  # fmt: skip
+    assert picture.startswith("![") and picture.endswith(f"({REAL_PICTURE.name})")
+    assert paragraph.startswith(found.model) and "\n" not in paragraph
+    assert heading.startswith("### ") and "### Every arm" in rest
+    every = "\n\n".join(rest[rest.index("### Every arm") :])
+    assert all(f"\n| {each.arm} | " in every for each in found.arms)
+    assert (NEWER in every) is not measured, "lines of another run are needed only where the default is missing"
+    assert "nan" not in top(found)
+
+
+def test_lines_of_another_run_give_only_what_is_missing() -> None:
+    raw = (DOCS / "measurements" / NEWER).read_text()
+    kl, top_1, ratio = re.findall(r"int8-auto: base KL ([\d.]+), top-1 ([\d.]+%), perplexity ([\d.]+);", raw)[0]
+    old = replace(complete(), arms=[each for each in complete().arms if each.arm != "int8-auto"])
+    assert re.search(rf"int8-auto`\) \| {kl} \| [\d.]+ \| {top_1} \| [\d.%]+ \| {ratio} \|", top(old))
+    changed = raw.replace("int8: base KL 0.0066", "int8: base KL 0.9999")
+    assert changed != raw and "0.9999" not in top(old, changed), "what was measured stands"
+    assert "int8-auto" not in top(old, "") and NEWER not in top(old, "")
+
+
+def test_without_adapters_and_peers_the_report_says_what_there_is() -> None:
+    found = replace(findings(bf16=BF16[:1], int8=[read("base", 0.0066, nan, 1.0056)]), adapters=[])
+    found = replace(found, arms=[*found.arms, Measured("fp8", "e4m3", [], problem="no such kernel")])
+    text = section(found, "p.svg")
+    assert "fp8 did not run: no such kernel." in text and "| bf16 | 0.0012 |  | 97.50% |  | 1.0003 |  |" in text
+    assert "peer" not in text
+
+
+def test_page_and_picture_are_what_was_measured_of_the_real_model() -> None:
+    assert top(real_findings()) in PAGE.read_text()
+    assert REAL_PICTURE.read_text() == picture_of_the_real_model(), (
+        "run `python -m sidestream.tools.pages.quality --write`"
+    )
