@@ -20,8 +20,9 @@ from .vocabulary import import_llguidance
 _log = logging.getLogger(__name__)
 FEW = 8
 """So many masks are filled sooner than other threads wake up."""
-MOST_THREADS = 4
+MOST_THREADS = 8
 """More would have few of a step's masks each, and the lexers that they need take memory."""
+_chosen: int | None = None
 
 
 def empty_masks(matchers: Sequence[Matcher], count: int) -> Int32:
@@ -72,10 +73,15 @@ def suspect_slow(matchers: Sequence[Matcher], seconds: float) -> None:
             matcher.suspicious = True
 
 
-@lru_cache(maxsize=1)
 def fill_threads() -> int:
     """How many threads are to fill masks on this machine."""
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+    return _chosen or max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+def use_threads(count: int | None) -> None:
+    """Have so many from now on, for constraints that are compiled from now on; None: as many as fit this machine."""
+    global _chosen
+    _chosen = count
 
 
 @lru_cache(maxsize=MOST_THREADS)

@@ -4,6 +4,7 @@ import gc
 import json
 import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,8 @@ import numpy as np
 import pytest
 from sidestream import LLM, SamplingParams, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.structured import compiler as compiling
-from sidestream.runtime.structured import filling
 from sidestream.runtime.structured.compiler import GrammarCompiler
-from sidestream.runtime.structured.filling import FEW, Filler, empty_masks
+from sidestream.runtime.structured.filling import FEW, Filler, empty_masks, use_threads
 from sidestream.runtime.structured.matcher import Grammar
 from sidestream.runtime.text.tokenizer import eos_token_ids, load_tokenizer
 from support.tiny import tiny_llama
@@ -26,10 +25,11 @@ LIST = {"type": "array", "items": {"type": "object", "properties": {"name": {"ty
 
 
 @pytest.fixture(autouse=True)
-def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def several_threads() -> Iterator[None]:
     """However few cores there are."""
-    for module in (filling, compiling):
-        monkeypatch.setattr(module, "fill_threads", lambda: THREADS)
+    use_threads(THREADS)
+    yield
+    use_threads(None)
 
 
 @pytest.fixture(scope="module")
