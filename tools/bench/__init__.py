@@ -9,7 +9,6 @@ cost_error, floors                  the cost model and the bandwidth's floor, ne
 estimated_changes                   what the cost model says of each arm of the ablation
 profile_run                         a trace of an engine at work
 scheduler, structured               what planning costs on the CPU, and what constraints cost there
-structured_steps                    whether a device waits for constraints
 model_directory, random_model       models of random weights to measure with
 gpu_time                            how long launches take
 parallel/                           several GPUs: what ranks do together

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 from sidestream.runtime.structured.filling import fill_threads
-from sidestream.tools.bench import structured_steps
-from sidestream.tools.bench.structured_steps import main
+from sidestream.tools.bench.serving import structured_steps
+from sidestream.tools.bench.serving.structured_steps import main
 
 
 def test_steps_next_to_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

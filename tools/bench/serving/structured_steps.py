@@ -1,4 +1,4 @@
-"""Whether a device waits for constraints: `python -m sidestream.tools.bench.structured_steps MODEL`.
+"""Whether a device waits for constraints: `python -m sidestream.tools.bench.serving.structured_steps MODEL`.
 
 MODEL is a directory with a tokenizer and a config.json (`tools/bench/model_directory.py` makes one); without it, it is
 the demo model. An engine plans ahead of a simulated device, which takes `--step-ms` for a step, whatever this processor
@@ -16,20 +16,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...ops.core.kv_layout import pages_for
-from ...runtime.demo_model import DEMO_MODEL
-from ...runtime.engine.engine import Engine
-from ...runtime.requests.request import Request
-from ...runtime.requests.sampling_params import SamplingParams
-from ...runtime.requests.structured_outputs import StructuredOutputsParams
-from ...runtime.scheduling.limits import SchedulerLimits
-from ...runtime.scheduling.scheduler import Scheduler
-from ...runtime.structured.compiler import GrammarCompiler
-from ...runtime.structured.filling import fill_threads, use_threads
-from ...runtime.text.tokenizer import eos_token_ids, load_tokenizer
-from ..options.engine import positive
-from .latency import ENDLESS
-from .serving.simulated_gpu import HashRunner, TimedRunner
+from ....ops.core.kv_layout import pages_for
+from ....runtime.demo_model import DEMO_MODEL
+from ....runtime.engine.engine import Engine
+from ....runtime.requests.request import Request
+from ....runtime.requests.sampling_params import SamplingParams
+from ....runtime.requests.structured_outputs import StructuredOutputsParams
+from ....runtime.scheduling.limits import SchedulerLimits
+from ....runtime.scheduling.scheduler import Scheduler
+from ....runtime.structured.compiler import GrammarCompiler
+from ....runtime.structured.filling import fill_threads, use_threads
+from ....runtime.text.tokenizer import eos_token_ids, load_tokenizer
+from ...options.engine import positive
+from ..latency import ENDLESS
+from .simulated_gpu import HashRunner, TimedRunner
 
 PROMPT, OUTPUT = 128, 256
 WARM_UP = 32
@@ -70,7 +70,7 @@ def line(name: str, found: list[tuple[list[float], float]]) -> str:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.bench.structured_steps",
+        prog="python -m sidestream.tools.bench.serving.structured_steps",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
