@@ -317,11 +317,12 @@ class Scheduler:
         To be called after `schedule`, `take_drafts`, `commit` and `fail_step`.
         """
         self.begin_masks()
-        masks = self._masks
-        if masks is None or self.drafts_due:
+        making = self._masks
+        if making is None or self.drafts_due:
             return None
-        self._masks, self._masked = None, masks.step
-        return masks.finish(self._drafts if self._issued[masks.step][0].masks_drafts else None)
+        masks = making.finish(self._drafts if self._issued[making.step][0].masks_drafts else None)
+        self._masks, self._masked = None, making.step  # not before: the wait may be interrupted
+        return masks
 
     def close(self) -> None:
         """End the thread that has masks made. May be called twice."""

@@ -21,7 +21,7 @@ from ...runtime.requests.structured_outputs import StructuredOutputsParams
 from ...runtime.steps.plan import Int32
 from ...runtime.structured.compiler import GrammarCompiler
 from ...runtime.structured.drafted import fill_drafted
-from ...runtime.structured.filling import fill_masks
+from ...runtime.structured.filling import FEW, fill_masks, fill_threads
 from ...runtime.structured.matcher import Matcher
 from ...runtime.text.tokenizer import eos_token_ids, load_tokenizer
 
@@ -117,6 +117,9 @@ def main() -> None:
     print(f"schema of {len(text)} bytes to its first mask: median {statistics.median(firsts):.1f} ms of {REPEATS}")
     print(f"  of processor time: median {statistics.median(computed):.1f} ms, at best {min(computed):.1f} ms")
     grammar = compiler.compile(StructuredOutputsParams(json=big_schema(0)))
+    while grammar.lexers < fill_threads():  # as for one that is asked for again and again
+        grammar.add_lexer()
+    print(f"masks are filled by {fill_threads()} threads where there are more than {FEW}")
     ends, chance = set(grammar.eos_ids), random.Random(0)
     for count in (1, 8, 64, 256):
         matchers, outputs = [grammar.matcher() for _ in range(count)], [[] for _ in range(count)]  # type: ignore[var-annotated]

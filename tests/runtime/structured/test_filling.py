@@ -141,6 +141,34 @@ def test_masks_are_made_while_answers_are_delivered_and_the_next_step_is_planned
     assert events[8 : 8 + 6 * 6] == 6 * step
 
 
+def test_answers_are_the_same_ahead_of_a_device_and_with_few_pages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that end while the step after is planned, and those that are put back and computed again."""
+    constraints = [{"regex": "([a-d]{3}[0-9])+"}, {"choice": ["yes", "no", "noon"]}, {"json": LIST}, {}]
+    others = [{}, {"ignore_eos": True}, {"min_tokens": 4}, {"stop": ["ab", "cc"]}, {"bad_words": ["a"]}, {"n": 2}]
+    params = [
+        SamplingParams(
+            temperature=1.0, seed=number, max_tokens=40, **others[number % 6],
+            structured_outputs=constraints[number % 4] or None,
+        )
+        for number in range(24)
+    ]  # fmt: skip
+    prompts = ["abcd" * (1 + number % 9) for number in range(24)]
+
+    def answers() -> list[Any]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        completions = [completion for output in outputs for completion in output.outputs]
+        return [(each.token_ids, each.text, each.finish_reason, each.stop_reason) for each in completions]
+
+    expected = answers()
+    monkeypatch.setattr(llm.engine, "_depth", 1)
+    assert answers() == expected
+    states = llm.engine.scheduler.states
+    held, before = states.pages.allocate(states.pages.num_free - COUNT // 2), states.preemptions
+    assert held is not None
+    assert answers() == expected and states.preemptions > before
+    states.pages.free(held)
+
+
 def test_its_thread_ends_with_it(tmp_path: Path) -> None:
     gc.collect()
     before = len(threads())
