@@ -122,6 +122,7 @@ class LLM:
         if self._renderer is not None:
             self._renderer.close()
         self._grammars.close()
+        self.engine.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._end()

@@ -94,13 +94,13 @@ class Sampler:
     def _upload(self, masks: StepMasks, first: Int32, rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The masks, and which of them holds for a row (-1: none), on the device."""
         if self._masks is None:
-            sizes = {"masks": (self._max_rows, cdiv(vocabulary, 32)), "mask_rows": (self._max_rows,)}
+            sizes = {"mask_rows": (self._max_rows,), "masks": (self._max_rows, cdiv(vocabulary, 32))}
             self._masks = Staging([(name, shape, torch.int32) for name, shape in sizes.items()], self.device)
         host, count = self._masks.host, len(masks.rows)
         host["masks"][:count] = masks.words
         host["mask_rows"][:rows] = -1
         host["mask_rows"][first[masks.rows] + masks.places] = np.arange(count)
-        self._masks.upload()
+        self._masks.upload(count)
         return self._masks.device["masks"][:count], self._masks.device["mask_rows"][:rows]
 
     def _draw(

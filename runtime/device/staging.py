@@ -56,10 +56,16 @@ class Staging:
         """The arrays to write before the next `upload`."""
         return self._hosts[self._generation]
 
-    def upload(self) -> None:
-        """Send the host's arrays to the device, in stream order; on the CPU they are the same memory."""
+    def upload(self, rows: int | None = None) -> None:
+        """Send the host's arrays to the device, in stream order; on the CPU they are the same memory. `rows`: so many
+        of the last field's are enough.
+        """
         if self._crossings:
-            self._crossings[self._generation].send(self._host_flat[self._generation], self._flat)
+            count = len(self._flat)
+            if rows is not None:
+                _, shape, _, first, nbytes = self._fields[-1]
+                count = first + nbytes // shape[0] * rows
+            self._crossings[self._generation].send(self._host_flat[self._generation][:count], self._flat[:count])
             self._generation = (self._generation + 1) % len(self._hosts)
 
 
@@ -75,14 +81,15 @@ class _Crossing:
         self._taken.record(torch.cuda.current_stream(flat.device))  # what used this memory before is done with it
 
     def send(self, host: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy pinned `host` to `flat`; work queued on the current stream from now on finds it there."""
+        """Copy pinned `host` to `flat`, which is as long; work queued on the current stream from now on finds it."""
         current = torch.cuda.current_stream(flat.device)
         with torch.cuda.stream(self._stream):
             self._taken.wait(self._stream)
-            self._landed.copy_(host, non_blocking=True)
+            landed = self._landed[: len(host)]
+            landed.copy_(host, non_blocking=True)
             self._arrived.record(self._stream)
         self._arrived.wait(current)
-        flat.copy_(self._landed)
+        flat.copy_(landed)
         self._taken.record(current)
 
 

@@ -148,7 +148,8 @@ class Engine:
     def step(self) -> tuple[list[Delta], list[RequestOutput]]:
         """Advance by one step: what was added to requests that stream, and the requests that finished."""
         self.take_loads_in()
-        plan = self.plan()
+        plan = self.plan()  # while masks are made
+        self._constrain()
         if plan is not None:
             self._in_flight.append(self.runner.submit(plan))
             self._constrain()
@@ -156,7 +157,7 @@ class Engine:
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             result = self.runner.collect(self._in_flight.popleft())
             progress = self.commit(result)
-            self._constrain()
+            self.begin_masks()
             more, others = self.deliver(progress, result)
             deltas, finished = deltas + more, finished + others
         elif plan is None and self.scheduler.has_work:  # everything waits for an adapter on its way
@@ -164,15 +165,27 @@ class Engine:
         return deltas, finished
 
     def _constrain(self) -> None:
+        """Have the oldest step sampled if it waits for masks: the forward of the next one can follow at once."""
+        if not self._in_flight:
+            return
         if self.scheduler.drafts_due:
+            self.begin_masks()
             self.scheduler.take_drafts(self.runner.drafts(self._in_flight[0]))
         masks = self.masks_due()
         if masks is not None:
             self.runner.constrain(self._in_flight[0], masks)
 
+    def begin_masks(self) -> None:
+        """Have masks made while the caller goes on; see `Scheduler.begin_masks`."""
+        self.scheduler.begin_masks()
+
     def masks_due(self) -> StepMasks | None:
         """The masks that the oldest issued step waits for, once; see `Scheduler.masks_due`."""
         return self.scheduler.masks_due()
+
+    def close(self) -> None:
+        """End the engine's threads. May be called twice."""
+        self.scheduler.close()
 
     def plan(self) -> StepPlan | None:
         """The next step; the copies of adapters that go with it are started."""

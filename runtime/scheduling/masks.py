@@ -1,7 +1,8 @@
 """The masks of an issued step: what its constrained sequences may get, and what may come after each of their drafts,
-computed while the device works on the step.
+computed while the device works on the step and the caller on other things.
 """
 
+import time
 from collections.abc import Callable, Collection
 from typing import cast
 
@@ -10,7 +11,8 @@ import numpy as np
 from ..requests.errors import RequestError
 from ..steps.plan import Int32, StepDrafts, StepMasks, StepPlan
 from ..structured.drafted import fill_drafted
-from ..structured.matcher import Matcher, fill_masks
+from ..structured.filling import Filler, Filling, empty_masks, suspect_slow
+from ..structured.matcher import Matcher
 from .sequence import Sequence
 
 End = Callable[[Sequence, str, str | None], None]
@@ -19,76 +21,124 @@ NOTHING_LEFT = (
     "forbids here; allow more tokens"
 )
 
+Verdict = tuple[str, str | None]
+GOES_ON: Verdict = ("", None)
 
-def masks_of(
-    plan: StepPlan,
-    sequences: list[Sequence],
-    void: Collection[Sequence],
-    end: End,
-    drafted: StepDrafts | None = None,
-) -> StepMasks:
-    """The masks of a step whose sequences' last tokens are known, and their drafts if the plan has any. Sequences whose
-    tokens will be wrong (`void`) have none, and `end` is called with (sequence, finish reason, text) for those that
-    cannot or need not go on.
+
+class MasksOfStep:
+    """The masks of a step whose sequences' last tokens are known. They are being filled from the beginning on; `finish`
+    waits for them. Until then nobody else may touch the matchers.
+
+    Sequences whose tokens will be wrong (`void`) have none, and `end` is called with (sequence, finish reason, text)
+    for those that cannot or need not go on.
     """
-    rows: list[int] = []
-    matchers: list[Matcher] = []
-    drafts: list[list[int]] = []
-    tokens = [] if drafted is None else drafted.tokens.tolist()
-    for place, row in enumerate(plan.masked_rows.tolist()):
-        sequence = sequences[row]
-        if sequence.finished or sequence in void:
-            continue
-        matcher = cast(Matcher, sequence.matcher)
-        try:
-            matcher.advance(sequence.tokens, sequence.prompt_length)
-        except RequestError as error:
-            end(sequence, "error", str(error))
-            continue
-        rows.append(row)
-        matchers.append(matcher)
-        drafts.append(tokens[place][: plan.drafts[row]] if tokens else [])
 
-    def judge(index: int, place: int, words: Int32) -> bool:
-        sequence, matcher = sequences[rows[index]], matchers[index]
-        reason, text = _judged(words, sequence, matcher, place)
-        if reason and not place:  # after a draft: only if that holds, and then the next step says so again
-            end(sequence, reason, text)
-        return not reason
+    def __init__(
+        self, plan: StepPlan, sequences: list[Sequence], void: Collection[Sequence], end: End, filler: Filler
+    ) -> None:
+        self._plan, self._end = plan, end
+        self._rows: list[int] = []
+        self._places: list[int] = []  # of `_rows`, in the plan's `masked_rows`
+        self._sequences: list[Sequence] = []
+        self._matchers: list[Matcher] = []
+        self._filling: Filling | None = None
+        begin = time.thread_time()
+        for place, row in enumerate(plan.masked_rows.tolist()):
+            sequence = sequences[row]
+            if sequence.finished or sequence in void:
+                continue
+            matcher = cast(Matcher, sequence.matcher)
+            try:
+                matcher.advance(sequence.tokens, sequence.prompt_length)
+            except RequestError as error:
+                end(sequence, "error", str(error))
+                continue
+            self._rows.append(row)
+            self._places.append(place)
+            self._sequences.append(sequence)
+            self._matchers.append(matcher)
+        suspect_slow(self._matchers, time.thread_time() - begin)
+        if self._matchers:
+            drafts = int(np.maximum(plan.drafts[self._rows], 0).sum()) if len(plan.drafts) else 0
+            masks = empty_masks(self._matchers, len(self._matchers) + drafts)
+            self._filling = filler.begin(masks, self._matchers)
 
-    own = np.array(rows, np.int32)
-    if any(drafts):
-        of, places, words = fill_drafted(matchers, drafts, judge)
-        return StepMasks(plan.step, own[of], places, words)
-    words = fill_masks(matchers)
-    for index in range(len(matchers)):
-        judge(index, 0, words[index])
-    return StepMasks(plan.step, own, np.zeros_like(own), words)
+    @property
+    def step(self) -> int:
+        """Of which step."""
+        return self._plan.step
+
+    def finish(self, drafted: StepDrafts | None = None) -> StepMasks:
+        """The masks, once they are there. `drafted`: the step's drafts if the plan's constrained sequences have any."""
+        plan, filling, matchers = self._plan, self._filling, self._matchers
+        rows = np.array(self._rows, np.int32)
+        if filling is None:
+            return StepMasks(plan.step, rows, np.zeros_like(rows), np.zeros((0, 0), np.int32))
+        tokens = [] if drafted is None else drafted.tokens.tolist()
+        drafts = [
+            tokens[place][: plan.drafts[row]] if tokens else []
+            for place, row in zip(self._places, self._rows, strict=True)
+        ]
+        if any(drafts):
+            of, places, words = fill_drafted(matchers, drafts, self._judge, filling)
+            return StepMasks(plan.step, rows[of], places, words)
+        words = filling.wait()[: len(rows), : matchers[0].grammar.words]
+        self._judge(list(range(len(rows))), 0, words)
+        return StepMasks(plan.step, rows, np.zeros_like(rows), words)
+
+    def drop(self) -> None:
+        """Nobody wants them any more: the matchers may be used when this returns."""
+        if self._filling is not None:
+            self._filling.wait()
+
+    def _judge(self, indices: list[int], place: int, words: Int32) -> list[bool]:
+        sequences, matchers = [self._sequences[each] for each in indices], [self._matchers[each] for each in indices]
+        verdicts = _judged(words, sequences, matchers, place)
+        if not place:  # after a draft: only if that holds, and then the next step says so again
+            for sequence, (reason, text) in zip(sequences, verdicts, strict=True):
+                if reason and not sequence.finished:
+                    self._end(sequence, reason, text)
+        return [not reason for reason, _ in verdicts]
 
 
-def _judged(words: Int32, sequence: Sequence, matcher: Matcher, drafts: int) -> tuple[str, str | None]:
-    """("", None) where a sequence goes on with this mask, which so many drafts precede; else (finish reason, text)."""
-    if matcher.failed:
-        return "error", matcher.problem()
-    if sequence.edits_logits or not sequence.eos_ids:
-        return _narrowed(words, sequence, matcher, drafts)
-    return "", None
-
-
-def _narrowed(words: Int32, sequence: Sequence, matcher: Matcher, drafts: int) -> tuple[str, str | None]:
-    """Take out what the request's other parameters forbid. A text that is complete, and may only end, ends."""
-    step = len(sequence.tokens) - sequence.prompt_length + drafts
-    banned = sequence.banned(step)
-    if not sequence.eos_ids or step < sequence.params.min_tokens:
-        banned |= set(matcher.grammar.eos_ids)
+def _judged(words: Int32, sequences: list[Sequence], matchers: list[Matcher], drafts: int) -> list[Verdict]:
+    """Of each sequence GOES_ON where it goes on with its mask, which so many drafts precede; else (finish reason,
+    text). Takes out of the masks what the requests' other parameters forbid.
+    """
+    verdicts = [GOES_ON] * len(sequences)
+    edited: list[int] = []
+    without: dict[tuple[int, ...], list[int]] = {}  # tokens, and the rows that may not get them: mostly all the same
+    for row, (sequence, matcher) in enumerate(zip(sequences, matchers, strict=True)):
+        if matcher.failed:
+            verdicts[row] = "error", matcher.problem()
+        elif sequence.edits_logits or not sequence.eos_ids:
+            edited.append(row)
+            without.setdefault(_banned(sequence, matcher, drafts), []).append(row)
+    if not edited:
+        return verdicts
     bits = words.view(np.uint32)
-    for token in banned:
-        if token // 32 < len(bits):
-            bits[token // 32] &= ~np.uint32(1 << token % 32)
-    if sequence.allowed is not None:
-        kept = np.zeros_like(bits)
-        np.bitwise_or.at(kept, sequence.allowed // 32, np.uint32(1) << (sequence.allowed % 32).astype(np.uint32))
-        bits &= kept
-    if bits.any():
-        return "", None
-    return ("stop", None) if matcher.accepting else ("error", NOTHING_LEFT)
+    for tokens, rows in without.items():
+        for token in tokens:
+            if token // 32 < bits.shape[1]:
+                bits[rows, token // 32] &= ~np.uint32(1 << token % 32)
+    for row in edited:
+        allowed = sequences[row].allowed
+        if allowed is not None:
+            kept = np.zeros_like(bits[row])
+            np.bitwise_or.at(kept, allowed // 32, np.uint32(1) << (allowed % 32).astype(np.uint32))
+            bits[row] &= kept
+    left: list[bool] = np.bitwise_or.reduce(bits, axis=1).astype(bool).tolist()
+    for row in edited:
+        if not left[row]:  # a text that is complete, and may only end, ends
+            verdicts[row] = ("stop", None) if matchers[row].accepting else ("error", NOTHING_LEFT)
+    return verdicts
+
+
+def _banned(sequence: Sequence, matcher: Matcher, drafts: int) -> tuple[int, ...]:
+    """The tokens that the request's other parameters forbid after so many drafts."""
+    step = len(sequence.tokens) - sequence.prompt_length + drafts
+    early = step < sequence.params.min_tokens
+    ends = matcher.grammar.eos_ids if early or not sequence.eos_ids else ()
+    if not early and sequence.forbidden is None:
+        return ends
+    return tuple(sorted(sequence.banned(step).union(ends)))

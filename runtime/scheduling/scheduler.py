@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from ..requests.errors import RequestError
 from ..steps.plan import FORMER_ANSWERS, OWN_TOKENS, TRAINED_DRAFT, StepDrafts, StepMasks, StepPlan, StepResult
+from ..structured.filling import Filler
 from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
-from .masks import masks_of
+from .masks import MasksOfStep
 from .prompt_scores import Scored, scored_by
 from .rows import SequenceFault, Work, build_plan
 from .sequence import Sequence, Status
@@ -83,6 +84,8 @@ class Scheduler:
         self.trained_drafted = self.trained_accepted = 0
         self._issued: dict[int, Issued] = {}
         self._masked = -1  # the last step whose masks were made
+        self._masks: MasksOfStep | None = None  # that are being made
+        self._filler = Filler()
         self._drafts: StepDrafts | None = None  # the last ones that the device told
         self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
         self._loads: list[tuple[int, int]] = []  # for the plan that is being made
@@ -294,20 +297,36 @@ class Scheduler:
         """What the device drafted in an issued step; that of one that has failed meanwhile changes nothing."""
         self._drafts = drafts
 
-    def masks_due(self) -> StepMasks | None:
-        """The masks of the oldest step that has not come back, if it needs some and has none yet: the tokens that they
-        depend on are known, and no drafts are due. To be called after `schedule`, `take_drafts`, `commit` and
-        `fail_step`.
+    def begin_masks(self) -> None:
+        """Have the masks of the oldest step that has not come back made by other threads, if it needs some and has none
+        yet: the tokens that they depend on are known. To be called after `schedule`, `commit` and `fail_step`, before
+        other work; `masks_due` waits for them.
         """
         step = next(iter(self._issued), self._masked)
-        if step == self._masked or self.drafts_due:
-            return None
+        if self._masks is not None and self._masks.step != step:
+            self._masks.drop()  # their step has failed
+            self._masks = None
+        if step == self._masked or self._masks is not None:
+            return
         plan, sequences = self._issued[step]
-        if not len(plan.masked_rows):
+        if len(plan.masked_rows):
+            self._masks = MasksOfStep(plan, sequences, self._void.get(step, ()), self._end, self._filler)
+
+    def masks_due(self) -> StepMasks | None:
+        """The masks of the oldest step that has not come back, if it needs some, has none yet, and no drafts are due.
+        To be called after `schedule`, `take_drafts`, `commit` and `fail_step`.
+        """
+        self.begin_masks()
+        making = self._masks
+        if making is None or self.drafts_due:
             return None
-        self._masked = step
-        drafts = self._drafts if plan.masks_drafts else None
-        return masks_of(plan, sequences, self._void.get(step, ()), self._end, drafts)
+        masks = making.finish(self._drafts if self._issued[making.step][0].masks_drafts else None)
+        self._masks, self._masked = None, making.step  # not before: the wait may be interrupted
+        return masks
+
+    def close(self) -> None:
+        """End the thread that has masks made. May be called twice."""
+        self._filler.close()
 
     def _end(self, sequence: Sequence, reason: str, text: str | None) -> None:
         """End a sequence of the scheduler's own accord: `take_ended` tells of it."""

@@ -285,6 +285,8 @@ class Batcher:
             self._link = None
         retry_after = RESTART_RETRY if restarting else None
         going_on = self._retries.take(self._state.stepper if restarting else None)
+        if self._state.stepper is not None:
+            self._state.stepper.close()
         self._state.stepper, self._state.stalled = None, False
         self._submissions.engine_died(retry_after, going_on)
         self._adapters.engine_died(retry_after)
@@ -327,6 +329,8 @@ class Batcher:
         if self._encoder is not None:
             self._encoder.close()
         self._grammars.close()
+        if self._state.stepper is not None:
+            self._state.stepper.close()
         self._listener.close(0)
 
 

@@ -150,15 +150,18 @@ class Stepper:
         self.busy_seconds += time.perf_counter() - begin
 
     def take(self, result: StepResult, timing: Timing) -> Progress:
-        """A step's tokens: first the next plan goes out, then they become text."""
+        """A step's tokens: masks that follow from them are begun, the next plan goes out, then the masks, and then the
+        tokens become text.
+        """
         begin = time.perf_counter()
         self.in_flight -= 1
         self.watch.returned()
         progress = self.engine.commit(result)
+        self.engine.begin_masks()
         if self.scheduler.drafts_due and (drafts := self.link.drafts()) is not None:
             self.scheduler.take_drafts(drafts)
-        self._constrain()
         self.pump(continuing=True)
+        self._constrain()
         self.plan_seconds += time.perf_counter() - begin
         output = self.engine.deliver(progress, result)
         self._note(result.step, timing, time.perf_counter() - begin)
@@ -207,6 +210,10 @@ class Stepper:
     def drop_adapter(self, ticket: int, name: str) -> None:
         """Have the GPU process forget a name."""
         self.link.tell(Unload(ticket, name))
+
+    def close(self) -> None:
+        """End this life's threads."""
+        self.engine.close()
 
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges."""

@@ -1,6 +1,7 @@
 """From `StructuredOutputsParams` to a `Grammar`: what is plain is compiled at once, all else after a trial."""
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
@@ -9,12 +10,15 @@ from typing import Any
 from ..requests.errors import RequestError
 from ..requests.structured_outputs import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
+from .filling import fill_threads
 from .matcher import Grammar
 from .plain import is_plain
 from .trial import LIMITS, Trial, refusal
 from .vocabulary import grammar_vocabulary, import_llguidance
 
 KEPT = 64
+LIGHT_SECONDS = 0.1
+"""A constraint that took longer is compiled once only: others may take as much memory as time."""
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """Between JSON's tokens: a model that prints nothing but white space would never end."""
 
@@ -49,7 +53,10 @@ class GrammarCompiler:
         """
         with self._lock:
             grammar = self._kept.get(params)
-            if grammar is None:
+            if grammar is not None:
+                if grammar.lexers < grammar.most_lexers:  # it is asked for again: several threads are to fill its masks
+                    grammar.add_lexer()
+            else:
                 grammar = self._compile(params)
                 self._kept[params] = grammar
                 if len(self._kept) > KEPT:
@@ -61,10 +68,18 @@ class GrammarCompiler:
         llguidance, tokens = import_llguidance(), self._prepare()
         source = self._source(params)
         limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
+
+        def compiled() -> Any:
+            return llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
+
+        begin = time.thread_time()
+        matcher = compiled()
         if matcher.is_error():
             raise RequestError(refusal(params.kind, matcher.get_error()))
-        return Grammar(matcher, tokens.vocab_size, self._vocabulary, tokens.eos_tokens, params.kind)
+        grammar = Grammar(compiled, matcher, tokens.vocab_size, self._vocabulary, tokens.eos_tokens, params.kind)
+        if time.thread_time() - begin < LIGHT_SECONDS:
+            grammar.most_lexers = fill_threads()
+        return grammar
 
     def _source(self, params: StructuredOutputsParams) -> str:
         """llguidance's form of the constraint. Raises RequestError."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..steps.plan import Int32
-from .matcher import FEW, Matcher, empty_masks, fill
+from .filling import FEW, Filling, empty_masks, fill
+from .matcher import Matcher
 
 DRAFT_SECONDS = 0.01
 """No mask of a draft is begun when a step's masks have taken so long: the device would wait for it, and a constraint
@@ -16,11 +17,11 @@ whose masks are slow must not cost all others several of them a step.
 """
 WAKING_SECONDS = 0.0003
 """Where the masks after so many drafts took longer than this, those after the next draft are for several threads."""
-Judge = Callable[[int, int, Int32], bool]
+Judge = Callable[[list[int], int, Int32], list[bool]]
 
 
 def fill_drafted(
-    matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], judge: Judge
+    matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], judge: Judge, filling: Filling | None = None
 ) -> tuple[Int32, Int32, Int32]:
     """The masks of a step: (of which matcher [N], after how many of its drafts [N], words [N, W]), first those without
     a draft, of every matcher.
@@ -28,26 +29,34 @@ def fill_drafted(
     drafts  of each matcher: the tokens that may come next. There is no mask after one that its grammar, or `judge`,
             does not allow, after one that ends the text, nor where a mask could not be made in time: from there on
             drafts are to be cut
-    judge   (matcher, drafts before the mask, its words [W]) -> whether the completion can go on there. It may take
-            tokens out of the mask; one with drafts before it is left out where the completion cannot go on
+    judge   (which matchers, drafts before each one's mask, these masks' words [N, W]) -> whether each completion can go
+            on there. It may take tokens out of the masks; one with drafts before it is left out where the completion
+            cannot go on
+    filling the first ones, which no draft precedes, on their way into `empty_masks` that have room for all; None: they
+            are filled here
 
     Matchers come back to where they were.
     """
-    count = len(matchers) + sum(map(len, drafts))
-    masks, width = empty_masks(matchers, count), matchers[0].grammar.words
+    if filling is None:
+        filling = Filling(empty_masks(matchers, len(matchers) + sum(map(len, drafts))), matchers)
+        filling.run(len(matchers) > FEW)
+    masks, width = filling.wait(), matchers[0].grammar.words
     of: list[int] = []
     places: list[int] = []
     kept: list[int] = []
-    going, used, took = list(range(len(matchers))), 0, 0.0
-    begin = time.monotonic()
+    going, used, took = list(range(len(matchers))), 0, filling.seconds
+    begin = time.monotonic() - took
     for place in range(1 + max(map(len, drafts))):
-        level, before = masks[used : used + len(going)], time.monotonic()
-        fill(level, [matchers[index] for index in going], len(going) > FEW or took > WAKING_SECONDS)
-        took = time.monotonic() - before
+        level = masks[used : used + len(going)]
+        if place:
+            before = time.monotonic()
+            fill(level, [matchers[index] for index in going], len(going) > FEW or took > WAKING_SECONDS)
+            took = time.monotonic() - before
+        verdicts = judge(going, place, level[:, :width])
         followed = []
         for row, index in enumerate(going):
             matcher, words = matchers[index], level[row, :width]
-            goes_on = judge(index, place, words)
+            goes_on = verdicts[row]
             if goes_on or not place:
                 of.append(index)
                 places.append(place)

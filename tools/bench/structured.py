@@ -21,7 +21,8 @@ from ...runtime.requests.structured_outputs import StructuredOutputsParams
 from ...runtime.steps.plan import Int32
 from ...runtime.structured.compiler import GrammarCompiler
 from ...runtime.structured.drafted import fill_drafted
-from ...runtime.structured.matcher import Matcher, fill_masks
+from ...runtime.structured.filling import FEW, fill_masks, fill_threads
+from ...runtime.structured.matcher import Matcher
 from ...runtime.text.tokenizer import eos_token_ids, load_tokenizer
 
 SCHEMA_BYTES = 50_000
@@ -85,9 +86,14 @@ def drafted_step(matchers: list[Matcher], count: int, chance: random.Random) -> 
     """Seconds of the masks of one step with drafts, and the share of them that was made in time."""
     drafts = [guess(matcher, count, chance) for matcher in matchers]
     begin = time.perf_counter()
-    _, _, words = fill_drafted(matchers, drafts, lambda *_: True)
+    _, _, words = fill_drafted(matchers, drafts, all_go_on)
     seconds = time.perf_counter() - begin
     return seconds, len(words) / (len(matchers) + sum(map(len, drafts)))
+
+
+def all_go_on(matchers: list[int], _place: int, _words: Int32) -> list[bool]:
+    """Nothing but the grammar counts."""
+    return [True] * len(matchers)
 
 
 def main() -> None:
@@ -111,6 +117,9 @@ def main() -> None:
     print(f"schema of {len(text)} bytes to its first mask: median {statistics.median(firsts):.1f} ms of {REPEATS}")
     print(f"  of processor time: median {statistics.median(computed):.1f} ms, at best {min(computed):.1f} ms")
     grammar = compiler.compile(StructuredOutputsParams(json=big_schema(0)))
+    while grammar.lexers < fill_threads():  # as for one that is asked for again and again
+        grammar.add_lexer()
+    print(f"masks are filled by {fill_threads()} threads where there are more than {FEW}")
     ends, chance = set(grammar.eos_ids), random.Random(0)
     for count in (1, 8, 64, 256):
         matchers, outputs = [grammar.matcher() for _ in range(count)], [[] for _ in range(count)]  # type: ignore[var-annotated]

@@ -14,7 +14,8 @@ from sidestream import RequestError, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.structured import trial
 from sidestream.runtime.structured.compiler import GrammarCompiler
-from sidestream.runtime.structured.matcher import Matcher, fill_masks
+from sidestream.runtime.structured.filling import fill_masks
+from sidestream.runtime.structured.matcher import Matcher
 from sidestream.runtime.structured.plain import is_plain
 from sidestream.runtime.text.tokenizer import FastTokenizer, eos_token_ids, load_tokenizer
 from support.pieces import sentencepiece_model

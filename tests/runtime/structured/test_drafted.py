@@ -13,7 +13,7 @@ import torch
 from sidestream import LLM, RequestOutput, SamplingParams
 from sidestream.ops.speculate.draft_ngram import LONGEST
 from sidestream.runtime.requests.structured_outputs import StructuredOutputsParams
-from sidestream.runtime.structured import drafted, matcher
+from sidestream.runtime.structured import drafted, filling, matcher
 from sidestream.runtime.structured.compiler import GrammarCompiler
 from sidestream.runtime.structured.drafted import fill_drafted
 from sidestream.runtime.text.tokenizer import load_tokenizer
@@ -102,7 +102,7 @@ def test_masks_after_drafts_are_what_the_pattern_allows(base: TinyBase, pattern:
     for _ in range(2):  # the second time from where the first one has left the matchers
         for each, text in zip(matchers, texts, strict=True):
             each.advance(list(text), 0)
-        of, places, words = fill_drafted(matchers, drafts, lambda *_: True)
+        of, places, words = fill_drafted(matchers, drafts, lambda going, *_: [True] * len(going))
         bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
         found = {
             (index, place): set(np.flatnonzero(row).tolist())
@@ -227,7 +227,7 @@ def test_slow_masks_end_a_request_as_soon_as_without_drafts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
     """Filled by several threads or by one."""
-    monkeypatch.setattr(matcher, "FEW", few)
+    monkeypatch.setattr(filling, "FEW", few)
     monkeypatch.setattr(drafted, "FEW", few)
     monkeypatch.setattr(matcher, "SLOW_SECONDS", -1.0)
     params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[a-d]{30}"})

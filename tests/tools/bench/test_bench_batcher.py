@@ -8,7 +8,8 @@ import pytest
 from support.serving import write_byte_tokenizer
 
 
-def test_the_batcher_keeps_up(tmp_path):
+@pytest.mark.parametrize("more", [[], ["--structured"]])
+def test_the_batcher_keeps_up(tmp_path, more):
     write_byte_tokenizer(tmp_path)
     command = [
         sys.executable,
@@ -19,7 +20,7 @@ def test_the_batcher_keeps_up(tmp_path):
         "--step-ms",
         "10",
         "--seconds",
-        "2",
+        "1.5",
         "--prompt",
         "20",
         "--output",
@@ -28,6 +29,7 @@ def test_the_batcher_keeps_up(tmp_path):
         str(tmp_path / "tokenizer.json"),
         "--json",
         str(tmp_path / "figures.json"),
+        *more,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,5 +13,6 @@ http_report      its figures and tables
 closed_loop      its clients, one process of them
 cores            cores for clients and others for the server
 simulated_gpu    a GPU process that only takes its time
+structured_steps  whether a device would wait for constraints in this process
 traced_gpu       a GPU process that measures how long the device stands still (workload G)
 """

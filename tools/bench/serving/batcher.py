@@ -1,6 +1,7 @@
 """What the batcher itself costs: real batcher, real sockets, real clients, and a GPU that only takes its time.
 
     python -m sidestream.tools.bench.serving.batcher --streams 256 --step-ms 3 --seconds 20
+    python -m sidestream.tools.bench.serving.batcher --streams 64 --step-ms 3.1 --structured
 
 Prints the batcher's own time per step (planning, committing, detokenizing, making chunks), how often a plan came too
 late, and how long the simulated GPU stood still for want of one. A plan is late when the GPU process had nothing left
@@ -33,11 +34,13 @@ from ....runtime.wire.protocol import (
     ListAdapters,
     Sampling,
     Stats,
+    StructuredOutputs,
     Submit,
     Welcome,
     decode_from_server,
     encode,
 )
+from ..latency import ENDLESS
 
 ADAPTERS = 8
 START_SECONDS = 300.0
@@ -56,6 +59,9 @@ def arguments() -> argparse.Namespace:
         "--output", type=int, default=256, help="tokens of an answer; a finished request is followed by another"
     )
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[2] / "demo_model" / "tokenizer.json")
+    parser.add_argument(
+        "--structured", action="store_true", help="every answer must fit a JSON schema, over the tokenizer's tokens"
+    )
     parser.add_argument("--address", help="load this server instead, and print its figures")
     parser.add_argument(
         "--adapters",
@@ -109,7 +115,8 @@ class Load:
         self.issued += 1
         # so that they do not all end at once
         length = options.output if number >= options.streams else options.output * (17 + number % 16) // 32
-        sampling = Sampling(temperature=0.0, max_tokens=length, ignore_eos=True)
+        fits = StructuredOutputs(json=json.dumps(ENDLESS)) if options.structured else None
+        sampling = Sampling(temperature=0.0, max_tokens=length, ignore_eos=True, structured_outputs=fits)
         prompt = [(number * 7 + place * (1 + number % 3)) % 200 for place in range(options.prompt)]
         adapter = self.adapters[number % len(self.adapters)]
         self.socket.send(encode(Submit(str(number), prompt_token_ids=prompt, sampling=sampling, adapter=adapter)))
@@ -187,7 +194,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
         "num_slots": ADAPTERS,
         "max_model_len": pages * PAGE_SIZE,
         "num_pages": pages * options.streams + 64,
-        "vocabulary": 256,
+        "vocabulary": vocabulary(options.tokenizer) if options.structured else 256,
     }
     settings = ServeSettings(
         model=str(directory),
@@ -211,6 +218,13 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     Supervisor(settings, say=lambda line: None).run()
     thread.join(1.0)
     return figures
+
+
+def vocabulary(tokenizer: Path) -> int:
+    """How many tokens a tokenizer.json has."""
+    content = json.loads(tokenizer.read_text(encoding="utf-8"))
+    added = [token["id"] for token in content["added_tokens"]]
+    return 1 + max(*content["model"]["vocab"].values(), *added)
 
 
 def compare(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -245,8 +259,8 @@ def main() -> int:
         return 1
     steps = options.address or f"simulated steps of {options.step_ms:g} ms"
     print(
-        f"{options.streams} streams, {steps}, prompt {options.prompt}, output {options.output}, {os.cpu_count()} CPU "
-        "cores"
+        f"{options.streams} streams{' of constrained answers' * options.structured}, {steps}, prompt {options.prompt}, "
+        f"output {options.output}, {os.cpu_count()} CPU cores"
     )
     for name, value in figures.items():
         print(f"  {name:24} {value:12.4f}")

@@ -6,6 +6,7 @@ length.
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from ....runtime.server import gpu_process
 from ....runtime.server.gpu_link import LoadedAdapter, Ready
 from ....runtime.server.settings import ServeSettings
 from ....runtime.steps.plan import StepDrafts, StepMasks, StepPlan, StepResult, no_rows
+
+PROBES = 8
 
 
 class SimulatedSizes(msgspec.Struct, kw_only=True):
@@ -34,16 +37,23 @@ class SimulatedSizes(msgspec.Struct, kw_only=True):
 
 
 class HashRunner:
-    """Next token = a printable letter that follows from the context's length."""
+    """Next token = a printable letter that follows from the context's length; of constrained sequences one that may
+    come, which follows from it too.
+    """
 
     def submit(self, plan: StepPlan) -> StepResult:
         """A step's tokens, at once."""
         return StepResult(plan.step, ((plan.context_lens * 31 + 7) % 90 + 32).astype(np.int32))
 
     def constrain(self, handle: StepResult, masks: StepMasks) -> None:
-        """The first token that a row may get."""
-        bits = np.unpackbits(np.ascontiguousarray(masks.words).view(np.uint8), axis=1, bitorder="little")
-        handle.tokens[masks.rows] = bits.argmax(1)
+        """Look for a token in a few words of each mask, then from its beginning on."""
+        words, rows = masks.words.view(np.uint32), np.arange(len(masks.rows))
+        hashed = handle.tokens[masks.rows].astype(np.int64) * 7919 + masks.rows * 104729
+        columns = (hashed[:, None] + np.arange(PROBES) * 1299709) % words.shape[1]
+        found = columns[rows, (words[rows[:, None], columns] != 0).argmax(1)]
+        without = np.flatnonzero(words[rows, found] == 0)
+        found[without] = (words[without] != 0).argmax(1)
+        handle.tokens[masks.rows] = 32 * found + np.log2(words[rows, found].astype(np.float64)).astype(np.int64)
 
     def collect(self, handle: StepResult) -> StepResult:
         """The same."""
@@ -53,9 +63,17 @@ class HashRunner:
         """An adapter has arrived; nothing depends on it."""
 
 
+@dataclass
+class TimedStep:
+    """A step on its way: what `inner` knows of it, and when it ends (time.monotonic)."""
+
+    inner: Any
+    ready_at: float
+
+
 class TimedRunner:
-    """Steps follow each other at `step_seconds`, as on a device that works by itself; adapters arrive after
-    `load_seconds`.
+    """Steps follow each other at `step_seconds`, as on a device that works by itself, and no sooner than the masks of
+    the step before have come; adapters arrive after `load_seconds`.
     """
 
     def __init__(self, inner: Any, step_seconds: float, load_seconds: float) -> None:
@@ -65,25 +83,25 @@ class TimedRunner:
         self._loads: list[tuple[float, int, int]] = []
         self._near: set[int] = set()
 
-    def submit(self, plan: StepPlan) -> tuple[Any, float]:
+    def submit(self, plan: StepPlan) -> "TimedStep":
         """Start a step after those that were started before."""
         handle = self.inner.submit(plan)
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
-        return handle, self._free_at
+        return TimedStep(handle, self._free_at)
 
-    def drafts(self, handle: tuple[Any, float]) -> StepDrafts:
+    def drafts(self, handle: "TimedStep") -> StepDrafts:
         """No step has any."""
-        return StepDrafts(handle[0].step, no_rows().reshape(0, 0))
+        return StepDrafts(handle.inner.step, no_rows().reshape(0, 0))
 
-    def constrain(self, handle: tuple[Any, float], masks: StepMasks) -> None:
-        """A step's masks have come in time."""
-        self.inner.constrain(handle[0], masks)
+    def constrain(self, handle: "TimedStep", masks: StepMasks) -> None:
+        """A step's masks have come: it ends now if it has waited for them."""
+        handle.ready_at = self._free_at = max(time.monotonic(), self._free_at)
+        self.inner.constrain(handle.inner, masks)
 
-    def collect(self, handle: tuple[Any, float]) -> StepResult:
+    def collect(self, handle: "TimedStep") -> StepResult:
         """Wait for a step's end."""
-        inner, ready_at = handle
-        time.sleep(max(0.0, ready_at - time.monotonic()))
-        result: StepResult = self.inner.collect(inner)
+        time.sleep(max(0.0, handle.ready_at - time.monotonic()))
+        result: StepResult = self.inner.collect(handle.inner)
         return result
 
     def start_load(self, slot: int, number: int) -> None:
