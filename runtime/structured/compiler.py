@@ -17,6 +17,8 @@ from .trial import LIMITS, Trial, refusal
 from .vocabulary import grammar_vocabulary, import_llguidance
 
 KEPT = 64
+MOST_LEXERS = 2 * KEPT
+"""Of all kept constraints together: each may grow to a hundred megabytes."""
 LIGHT_SECONDS = 0.1
 """A constraint that took longer is compiled once only: others may take as much memory as time."""
 WHITESPACE = r"[ \n\r\t]{0,32}"
@@ -54,8 +56,9 @@ class GrammarCompiler:
         with self._lock:
             grammar = self._kept.get(params)
             if grammar is not None:
-                if grammar.lexers < grammar.most_lexers:  # it is asked for again: several threads are to fill its masks
-                    grammar.add_lexer()
+                lexers = sum(each.lexers for each in self._kept.values())
+                if grammar.lexers < grammar.most_lexers and lexers < MOST_LEXERS:
+                    grammar.add_lexer()  # it is asked for again: several threads are to fill its masks
             else:
                 grammar = self._compile(params)
                 self._kept[params] = grammar

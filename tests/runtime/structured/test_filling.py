@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from sidestream import LLM, SamplingParams, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.runtime.structured import compiler as compiling
 from sidestream.runtime.structured.compiler import GrammarCompiler
 from sidestream.runtime.structured.filling import FEW, Filler, empty_masks, use_threads
 from sidestream.runtime.structured.matcher import Grammar
@@ -75,6 +76,19 @@ def requests(llm: LLM) -> tuple[list[str], list[SamplingParams]]:
     params = SamplingParams(temperature=1.5, max_tokens=12, structured_outputs={"regex": "([a-d]{3}[0-9])+"})
     prompts = [f"{number:02}" for number in range(COUNT)]
     return prompts, [SamplingParams(**{**vars(params), "seed": number}) for number in range(COUNT)]
+
+
+def test_constraints_that_come_again_share_a_bounded_number_of_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a hostile client cannot multiply their memory; one that is slow to compile is compiled once."""
+    compiler = GrammarCompiler(load_tokenizer(Path(DEMO_MODEL)), 512, eos_token_ids(Path(DEMO_MODEL)))
+    monkeypatch.setattr(compiling, "MOST_LEXERS", THREADS + 2)
+    first, second, slow = (StructuredOutputsParams(choice=[word]) for word in ("yes", "no", "slow"))
+    grammars = [compiler.compile(each) for each in (first,) * 4 + (second,) * 4]
+    assert (grammars[0].lexers, grammars[-1].lexers) == (THREADS, 2)
+    monkeypatch.setattr(compiling, "MOST_LEXERS", 100)
+    monkeypatch.setattr(compiling, "LIGHT_SECONDS", -1.0)
+    assert [compiler.compile(slow).lexers for _ in range(3)] == [1, 1, 1]
+    compiler.close()
 
 
 class Broken:

@@ -213,6 +213,8 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGTERM)  # does not wait for what is open
 
+    # the second signal may come when the supervisor has ended and no longer handles it
+    signal.signal(signal.SIGTERM, lambda *_: None)
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
     Supervisor(settings, say=lambda line: None).run()
