@@ -3,15 +3,12 @@
 import re
 from math import nan
 
-import pytest
 from msgspec.structs import replace
-from sidestream.tools.pages.quality import DOCS, PAGE, REAL_PICTURE, picture_of_the_real_model, real_findings, top
+from sidestream.tools.pages.quality import PAGE, REAL_PICTURE, picture_of_the_real_model, real_findings
 from sidestream.tools.quality.divergence import Divergence
 from sidestream.tools.quality.real.judgement import judgements, verdict
 from sidestream.tools.quality.real.measure import Findings, Measured
 from sidestream.tools.quality.real.report import section
-
-NEWER = "real_model_auto_h200.txt"
 
 
 def read(adapter: str, kl: float, top_1: float, ratio: float) -> Divergence:
@@ -58,20 +55,10 @@ def blocks(text: str) -> list[str]:
     return text.split("\n\n")[1:]
 
 
-def complete() -> Findings:
-    """Today's measurement as it would be with the default on a GPU among its arms."""
+def test_the_page_opens_with_a_table_a_picture_and_a_paragraph() -> None:
     found = real_findings()
-    default = next(each for each in found.arms if each.arm == "int8")
-    rest = [each for each in found.arms if each.arm != "int8-auto"]
-    return replace(found, arms=[*rest, replace(default, arm="int8-auto")])
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_the_page_opens_with_a_table_a_picture_and_a_paragraph(measured: bool) -> None:
-    found = complete()
-    if not measured:
-        found = replace(found, arms=[each for each in found.arms if each.arm != "int8-auto"])
-    table, picture, paragraph, heading, *rest = blocks(top(found))
+    whole = section(found, REAL_PICTURE.name)
+    table, picture, paragraph, heading, *rest = blocks(whole)
     rows = table.splitlines()
     assert len(rows) == 2 + 6 and all(row.startswith("| ") for row in rows)
     assert [re.findall(r"`(.*)`", row) for row in rows[3:]] == [
@@ -82,18 +69,7 @@ def test_the_page_opens_with_a_table_a_picture_and_a_paragraph(measured: bool) -
     assert heading.startswith("### ") and "### Every arm" in rest
     every = "\n\n".join(rest[rest.index("### Every arm") :])
     assert all(f"\n| {each.arm} | " in every for each in found.arms)
-    assert (NEWER in every) is not measured, "lines of another run are needed only where the default is missing"
-    assert "nan" not in top(found)
-
-
-def test_lines_of_another_run_give_only_what_is_missing() -> None:
-    raw = (DOCS / "measurements" / NEWER).read_text()
-    kl, top_1, ratio = re.findall(r"int8-auto: base KL ([\d.]+), top-1 ([\d.]+%), perplexity ([\d.]+);", raw)[0]
-    old = replace(complete(), arms=[each for each in complete().arms if each.arm != "int8-auto"])
-    assert re.search(rf"int8-auto`\) \| {kl} \| [\d.]+ \| {top_1} \| [\d.%]+ \| {ratio} \|", top(old))
-    changed = raw.replace("int8: base KL 0.0066", "int8: base KL 0.9999")
-    assert changed != raw and "0.9999" not in top(old, changed), "what was measured stands"
-    assert "int8-auto" not in top(old, "") and NEWER not in top(old, "")
+    assert "nan" not in whole
 
 
 def test_without_adapters_and_peers_the_report_says_what_there_is() -> None:
@@ -105,7 +81,7 @@ def test_without_adapters_and_peers_the_report_says_what_there_is() -> None:
 
 
 def test_page_and_picture_are_what_was_measured_of_the_real_model() -> None:
-    assert top(real_findings()) in PAGE.read_text()
+    assert section(real_findings(), REAL_PICTURE.name) in PAGE.read_text()
     assert REAL_PICTURE.read_text() == picture_of_the_real_model(), (
         "run `python -m sidestream.tools.pages.quality --write`"
     )

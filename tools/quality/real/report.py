@@ -49,9 +49,9 @@ def table(found: Findings) -> Table:
     return Table(found.model, rows, note=note + "".join(broken))
 
 
-def section(found: Findings, picture: str, note: str = "") -> str:
+def section(found: Findings, picture: str) -> str:
     """The top of docs/quality.md: one table, one picture, one paragraph; then the limits, and every arm with what it
-    is. `note`: what else is to be said of the arms.
+    is.
     """
     arms = [f"- `{each.arm}`: {'nothing quantized' if each.arm == REFERENCE else each.about}" for each in found.arms]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
@@ -69,7 +69,6 @@ def section(found: Findings, picture: str, note: str = "") -> str:
             verdict(found) + "\n",
             judgements(found).markdown(),
             "### Every arm\n",
-            *([note] if note else []),
             _bare(table(found)),
             *arms,
             "",
