@@ -37,6 +37,11 @@ class ModelShape:
     unrotated: int = 0
     stored: int = 0
 
+    @property
+    def mixed(self) -> bool:
+        """Whether some projections are stored in eight bits and some in 16: each pass looks where it can match."""
+        return 0 < self.stored < 7 * self.layers
+
 
 def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelShape | None:
     """Reads the shape off parameter and buffer names (any spelling with `layers.N` and `q_proj`); None when there
@@ -156,7 +161,7 @@ def _layers(e: Expectation, option: str) -> int:
 
 
 def _values_rotated(e: Expectation) -> int | None:
-    if not e.shape.paged or (e.shape.lora_linears and not e.on("lift_lora")):
+    if not e.shape.paged or e.shape.mixed or (e.shape.lora_linears and not e.on("lift_lora")):
         return None
     return 0 if e.shape.stored else _layers(e, "rotate_values")
 
@@ -176,7 +181,9 @@ def _balanced(e: Expectation) -> int | None:
 def _smoothed(e: Expectation) -> int | None:
     if not e.options.smooth_channels or e.options.precision != "int8":
         return 0
-    if not e.shape.paged or not e.on("lift_rms_norm") or (e.shape.lora_linears and not e.on("lift_lora")):
+    if not e.shape.paged or e.shape.mixed or not e.on("lift_rms_norm"):
+        return None
+    if e.shape.lora_linears and not e.on("lift_lora"):
         return None
     return (0 if e.shape.stored else 3 * e.shape.layers) + int(e.options.lm_head == "auto")
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from .config_fields import ConfigError, integer, number, read_json_object, token_ids
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
-from .stored_weights import stored_format
+from .stored_weights import modules_in_16_bits, stored_format
 
 HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -40,6 +40,7 @@ class LlamaConfig:
     attention_multiplier  the softmax scale; None: head_dim ** -0.5
     logits_scaling        what logits are divided by
     weight_format         "int8" or "fp8" where a checkpoint's projections are stored so, with a scale for each channel
+    plain_projections     full names of projections that such a checkpoint stores in 16 bits nevertheless
     packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
     sliding_window        how many tokens attention sees, the newest ones and a query's own; None: all of them
     full_layers           layers whose attention sees all of them nevertheless
@@ -68,6 +69,7 @@ class LlamaConfig:
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
     weight_format: str = ""
+    plain_projections: tuple[str, ...] = ()
     packed_checkpoint: bool = False
     sliding_window: int | None = None
     full_layers: tuple[int, ...] = ()
@@ -104,7 +106,7 @@ class LlamaConfig:
             raise ConfigError(
                 f"dtype {dtype!r} is not supported: use a checkpoint saved in one of {', '.join(_DTYPES)}"
             )
-        return cls(
+        config = cls(
             vocab_size=integer(fields, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=integer(fields, "intermediate_size"),
@@ -123,6 +125,10 @@ class LlamaConfig:
             weight_format=stored_format(fields),
             **family.differences(fields),
         )
+        if not config.weight_format:
+            return config
+        stored = modules_in_16_bits(fields, config.stored_modules())
+        return replace(config, plain_projections=tuple(part for name in stored for part, *_ in config.parts_of(name)))
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":

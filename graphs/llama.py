@@ -86,10 +86,11 @@ class Attention(nn.Module):
         self.softmax_scale = config.attention_multiplier or config.head_dim**-0.5
         self.rotates = layer not in config.unrotated_layers
         self.window = config.window_of(layer)
-        self.q_proj = _projection("q_proj", config, lora, dtype, device)
-        self.k_proj = _projection("k_proj", config, lora, dtype, device)
-        self.v_proj = _projection("v_proj", config, lora, dtype, device)
-        self.o_proj = _projection("o_proj", config, lora, dtype, device)
+        home = f"model.layers.{layer}.self_attn"
+        self.q_proj = _projection(f"{home}.q_proj", config, lora, dtype, device)
+        self.k_proj = _projection(f"{home}.k_proj", config, lora, dtype, device)
+        self.v_proj = _projection(f"{home}.v_proj", config, lora, dtype, device)
+        self.o_proj = _projection(f"{home}.o_proj", config, lora, dtype, device)
         self.q_norm = self.k_norm = None
         if config.head_norms:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
@@ -135,12 +136,13 @@ class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(
-        self, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+        self, config: LlamaConfig, layer: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
-        self.gate_proj = _projection("gate_proj", config, lora, dtype, device)
-        self.up_proj = _projection("up_proj", config, lora, dtype, device)
-        self.down_proj = _projection("down_proj", config, lora, dtype, device)
+        home = f"model.layers.{layer}.mlp"
+        self.gate_proj = _projection(f"{home}.gate_proj", config, lora, dtype, device)
+        self.up_proj = _projection(f"{home}.up_proj", config, lora, dtype, device)
+        self.down_proj = _projection(f"{home}.down_proj", config, lora, dtype, device)
 
     def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
         """x [T, H], adapter_index [T] -> [T, H]."""
@@ -156,7 +158,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.self_attn = Attention(config, layer, lora, dtype, device)
-        self.mlp = MLP(config, lora, dtype, device)
+        self.mlp = MLP(config, layer, lora, dtype, device)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
@@ -341,9 +343,11 @@ class Llama(nn.Module):
 
 
 def _projection(
-    name: str, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+    module: str, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
 ) -> LoRALinear:
+    """`module`: its full name."""
+    name = module.rpartition(".")[2]
     outputs, inputs = config.module_shape(name)
     stacks = lora if lora is not None and name in lora.targets else None
-    stored = STORED_DTYPES.get(config.weight_format)
+    stored = None if module in config.plain_projections else STORED_DTYPES.get(config.weight_format)
     return LoRALinear(inputs, outputs, stacks, dtype, device, bias=name in config.biases, stored=stored)

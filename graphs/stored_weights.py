@@ -1,15 +1,20 @@
 """`quantization_config`: checkpoints whose projections are stored in eight bits already, as llm-compressor writes them
 (compressed-tensors): W8A8 in int8, and FP8-dynamic. One scale for each output channel, activations quantized by token
-at run time; such weights are served as they are. Needs no torch: a process without it reads configs.
+at run time; such weights are served as they are. Projections that `ignore` names are in 16 bits. Needs no torch: a
+process without it reads configs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .config_fields import ConfigError
+from .families import PACKED_MODULES
+from .peft_patterns import PatternError, PeftPatterns
 
 FILE_DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors spells them
 _FORMATS = {"int-quantized": ("int8", "int"), "float-quantized": ("fp8", "float")}
+_HEAD = "lm_head"
+_PATTERN = "re:"
 _REMEDY = "use the bf16 original, Sidestream quantizes it while loading"
 
 
@@ -40,9 +45,49 @@ def stored_format(fields: Mapping[str, Any]) -> str:
     for part in ("output_activations", "kv_cache_scheme"):
         if group.get(part) or config.get(part):
             raise ConfigError(f"quantization_config: {part} is set, which is not served: {_REMEDY}")
-    if config.get("ignore", ["lm_head"]) != ["lm_head"]:
-        raise ConfigError(f"quantization_config: ignore must be ['lm_head'], not {config['ignore']!r}: {_REMEDY}")
+    if not fields.get("tie_word_embeddings") and not _ignored(config, [_HEAD]):
+        raise ConfigError(
+            f"quantization_config: ignore does not name {_HEAD}, and a head in eight bits is not served: {_REMEDY}"
+        )
     return name
+
+
+def modules_in_16_bits(fields: Mapping[str, Any], modules: Iterable[str]) -> tuple[str, ...]:
+    """Those of `modules` (full names of projections, as the checkpoint has them) that `ignore` leaves in 16 bits, in
+    order. `fields`: those of a config.json with a `stored_format`.
+
+    Raises ConfigError where only some of the projections that one GEMM computes are left.
+    """
+    modules = list(modules)
+    found = _ignored(fields["quantization_config"], modules)
+    for group in PACKED_MODULES.values():
+        for module in modules:
+            home, _, name = module.rpartition(".")
+            plain = [part for part in group if f"{home}.{part}" in found]
+            if name == group[0] and 0 < len(plain) < len(group):
+                raise ConfigError(
+                    f"quantization_config: ignore leaves {plain[0]} of {home} in 16 bits and not all of "
+                    f"{', '.join(group)}, which are computed together: {_REMEDY}"
+                )
+    return tuple(module for module in modules if module in found)
+
+
+def _ignored(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:
+    """Those of `modules` that `ignore` names: in full, or by a pattern that matches from their beginning. Names that
+    the model does not have are nothing to it.
+    """
+    entries = config.get("ignore", [_HEAD])
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise ConfigError(f"quantization_config: ignore must be a list of names, not {entries!r}: correct config.json")
+    names = {entry for entry in entries if not entry.startswith(_PATTERN)}
+    patterns = PeftPatterns()  # they are somebody else's, and RE2 matches them in linear time
+    try:
+        compiled = [patterns.compile(entry.removeprefix(_PATTERN)) for entry in entries if entry.startswith(_PATTERN)]
+    except PatternError as problem:
+        raise ConfigError(f"quantization_config: ignore: {problem}") from None
+    return frozenset(
+        module for module in modules if module in names or any(pattern.match(module) for pattern in compiled)
+    )
 
 
 def _expect(found: Any, part: str, wanted: Mapping[str, Any]) -> None:

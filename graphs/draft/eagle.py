@@ -32,7 +32,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = Attention(config, 0, lora, dtype, device)
-        self.mlp = MLP(config, lora, dtype, device)
+        self.mlp = MLP(config, 0, lora, dtype, device)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)

@@ -3,6 +3,7 @@ the programs as they are, and transformers computes the same from the products o
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.graphs.checkpoint import Checkpoint, CheckpointError
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.config_fields import ConfigError
 from sidestream.graphs.llama import Llama
 from sidestream.runtime.device.weights import checkpoint_lookup, load_weights
 from support.compiled import CompiledRunner
@@ -25,7 +27,7 @@ TOKENS = [3, 14, 15, 92, 65, 35, 89, 79]
 FORMATS = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
 
 
-def scheme(precision: str) -> dict[str, Any]:
+def scheme(precision: str, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
     layout, kind = FORMATS[precision]
     both = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
@@ -36,15 +38,21 @@ def scheme(precision: str) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
-        "ignore": ["lm_head"],
+        "ignore": list(ignore),
         "config_groups": {"group_0": group},
     }
 
 
-def store(base: TinyBase, precision: str) -> None:
-    """Rewrites a checkpoint's projections in eight bits; the base's own model gets what they stand for."""
+def store(
+    base: TinyBase, precision: str, plain: Sequence[str] = (), ignore: Sequence[str] = ("lm_head",)
+) -> dict[str, Any]:
+    """Rewrites a checkpoint's projections, but for `plain`, in eight bits; the base's own model gets what they stand
+    for. Returns the new config.
+    """
     tensors = load_file(base.path / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        if name.removesuffix(".weight") in plain:
+            continue
         largest = tensors[name].abs().amax(1, keepdim=True)
         scale = (largest / (127.5 if precision == "int8" else 448)).bfloat16()
         whole = tensors[name] / scale.float()
@@ -53,7 +61,9 @@ def store(base: TinyBase, precision: str) -> None:
         base.model.state_dict()[name].copy_(stored.float() * scale.float())
     save_file(tensors, base.path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((base.path / "config.json").read_text())
-    (base.path / "config.json").write_text(json.dumps({**fields, "quantization_config": scheme(precision)}))
+    fields["quantization_config"] = scheme(precision, ignore)
+    (base.path / "config.json").write_text(json.dumps(fields))
+    return fields
 
 
 @pytest.mark.parametrize(("family", "precision"), [("Llama", "int8"), ("Phi3", "int8"), ("Qwen2", "fp8")])
@@ -103,3 +113,66 @@ def test_values_of_another_dtype_than_the_config_says_are_refused(tmp_path: Path
     config = LlamaConfig.from_dict({**fields, "quantization_config": scheme("int8")})
     with pytest.raises(CheckpointError, match="has dtype F8_E4M3, quantization_config says I8"):
         Checkpoint(base.path, config).validate(Llama(config, device="meta").checkpoint_tensors())
+
+
+IGNORED = {
+    "Llama": ("re:.*lm_head", "model.layers.0.mlp.down_proj", "re:model\\.layers\\.1\\.self_attn", "vision_tower.fc1"),
+    "Phi3": ("lm_head", "re:.*layers.0.*qkv"),
+}
+PLAIN = {
+    "Llama": ["model.layers.0.mlp.down_proj", *(f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")],
+    "Phi3": ["model.layers.0.self_attn.qkv_proj"],
+}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+def test_projections_that_the_config_ignores_are_read_in_16_bits(tmp_path: Path, family: str) -> None:
+    wide = {} if family == "Llama" else {"hidden_size": 256, "pad_token_id": 0}
+    base = tiny_model(tmp_path, family, num_hidden_layers=2, **wide)
+    targets = ("o_proj",) if family == "Phi3" else ("q_proj", "down_proj")
+    (adapter,) = tiny_adapters(base, [AdapterSpec(targets=targets)])
+    store(base, "int8", PLAIN[family], IGNORED[family])
+    want = oracle_logits(base, adapter, TOKENS)
+    plain, _ = plain_model(base, [adapter])
+    exact = CompiledRunner(plain, CompileOptions(precision="fp32"), 1).step([Chunk(0, TOKENS, 0)])[0]
+    torch.testing.assert_close(exact, want, atol=1e-4, rtol=0)
+    model, _ = plain_model(base, [adapter], torch.bfloat16)
+    options = CompileOptions(precision="int8", rotate_values=True)  # of those that are in 16 bits
+    eight = CompiledRunner(model, options, 1).step([Chunk(0, TOKENS, 0)])[0]
+    assert kl_div(log_softmax(eight, -1), log_softmax(want, -1), log_target=True, reduction="batchmean") < 1e-2
+
+
+def test_a_tied_head_need_not_be_ignored(tmp_path: Path) -> None:
+    base = tiny_model(tmp_path, "Llama", num_hidden_layers=1, tie_word_embeddings=True)
+    fields = store(base, "int8", ignore=())
+    model, _ = plain_model(base, [])
+    got = PagedRunner(model, 1).step([Chunk(0, TOKENS)])[0]
+    torch.testing.assert_close(got, oracle_logits(base, None, TOKENS), atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="ignore does not name lm_head"):
+        LlamaConfig.from_dict({**fields, "tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize(
+    ("ignore", "message"),
+    [
+        (
+            ["lm_head", "re:.*0.self_attn.k_proj"],
+            r"leaves k_proj of model.layers.0.self_attn in 16 bits .* use the bf16",
+        ),
+        (["lm_head", "re:(?!model).*"], "ignore: a pattern looks ahead or back.*list the modules by name"),
+        (["lm_head", 3], "ignore must be a list of names"),
+        (None, "ignore must be a list of names"),
+    ],
+)
+def test_what_cannot_be_ignored_is_said(tmp_path: Path, ignore: Any, message: str) -> None:
+    fields = json.loads((tiny_model(tmp_path, "Llama", num_hidden_layers=1).path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        LlamaConfig.from_dict({**fields, "quantization_config": {**scheme("int8"), "ignore": ignore}})
+
+
+def test_patterns_take_linear_time(tmp_path: Path) -> None:
+    """Python's re does not come back from the first of these."""
+    fields = json.loads((tiny_model(tmp_path, "Llama", num_hidden_layers=1).path / "config.json").read_text())
+    slow = ["re:" + ".?" * 120 + "Z", "re:(a|b|.)*.*.*.*.*.*Z"]
+    config = LlamaConfig.from_dict({**fields, "quantization_config": scheme("int8", ["lm_head", *slow])})
+    assert config.plain_projections == ()

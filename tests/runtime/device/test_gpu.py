@@ -15,6 +15,7 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.core.registry import OPS, as_outputs
+from sidestream.tools.options.shapes import OTHER_SHAPES
 from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -108,9 +109,20 @@ def as_pages(wide: torch.Tensor) -> torch.Tensor:
     ids=["int8", "fp8", "int8-kv", "bf16"],
 )
 def test_every_step_equals_its_reference_at_8b_shapes(bucket: Bucket, options: dict[str, str]) -> None:
+    expect_references(LAYER_8B, bucket, CompileOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bucket", [BUCKETS["decode-16"], BUCKETS["mixed-300"]], ids=["decode-16", "mixed-300"])
+@pytest.mark.parametrize("family", OTHER_SHAPES)
+def test_every_step_equals_its_reference_at_the_shapes_of_other_families(family: str, bucket: Bucket) -> None:
+    """Two layers as wide as the real model's: seven queries a head and biases, norms of heads, other vocabularies."""
+    expect_references({**OTHER_SHAPES[family], "num_hidden_layers": 2}, bucket, CompileOptions(precision="int8"))
+
+
+def expect_references(fields: dict[str, Any], bucket: Bucket, options: CompileOptions) -> None:
     """Each kernel of a whole program, on the very inputs that it finds there, in a poisoned arena."""
-    module = Llama(LlamaConfig.from_dict(LAYER_8B), LoraShape(SLOTS, RANK), torch.bfloat16, "meta")
-    compiled = sidestream.compile(module, CompileOptions(**options))  # type: ignore[arg-type]
+    module = Llama(LlamaConfig.from_dict(fields), LoraShape(SLOTS, RANK), torch.bfloat16, "meta")
+    compiled = sidestream.compile(module, options)
     program = compiled.program(bucket)
     bound = BoundProgram(program, tensors_for(compiled.tensor_specs(bucket), bucket), "cuda", poison=True)
     checked: list[str] = []
