@@ -12,8 +12,8 @@ from ..requests.sampling_params import SamplingParams
 from ..requests.structured_outputs import StructuredOutputsParams
 from ..text.bad_words import bad_word_ids
 from ..text.encoder import INLINE_CHARACTERS, Encoder
-from ..text.prompts import check_continues, check_request
-from ..text.tokenizer import Tokenizer
+from ..text.prompts import check_continues, check_request, too_long
+from ..text.tokenizer import Tokenizer, TooManyTokens
 from ..wire.protocol import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
 from .connections import Client, Connections
 from .grammar_desk import GrammarDesk
@@ -86,7 +86,10 @@ class Submissions:
                 )
             else:
                 self._encoding[request.key] = request, message, params
-                self._encoder.put(request.key, message.prompt, request.client.number, message.add_special_tokens)
+                longest = 0 if self._state.stepper is None else self._state.stepper.ready.max_model_len
+                self._encoder.put(
+                    request.key, message.prompt, request.client.number, message.add_special_tokens, longest
+                )
         else:
             text = "text needs a tokenizer, and this model has none; send prompt_token_ids"
             self._requests.refuse(request, "invalid_request", text, how="refused")
@@ -243,6 +246,11 @@ class Submissions:
         if entry is None or self._requests.get(key) is not entry[0]:
             return
         request, message, params = entry
+        stepper = self._state.stepper
+        if isinstance(outcome, TooManyTokens) and stepper is not None:
+            problem = too_long(outcome.tokens, stepper.ready.max_model_len)
+            self._requests.refuse(request, "invalid_request", str(problem), how="refused")
+            return
         if isinstance(outcome, Exception):
             self._requests.refuse(request, "request_failed", "the prompt could not be tokenized")
             return

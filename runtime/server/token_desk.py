@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from ..text.encoder import Encoder
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer, TooManyTokens
 from ..wire.protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Detokenize, Error, Text, Tokenize, Tokens
 from .connections import Client, Connections
 from .submissions import OVERLOAD_RETRY
@@ -27,7 +27,9 @@ class TokenDesk:
             self._connections.say(client, Error("invalid_request", "this model has no tokenizer", call=message.call))
             return
         if isinstance(message, Tokenize):
-            work: partial[Any] = partial(self._tokenizer.encode, message.text, message.add_special_tokens)
+            work: partial[Any] = partial(
+                self._tokenizer.encode, message.text, message.add_special_tokens, MAX_PROMPT_TOKENS
+            )
             size = len(message.text)
         else:
             work = partial(self._tokenizer.decode, message.token_ids, skip_special_tokens=False)
@@ -46,12 +48,14 @@ class TokenDesk:
         if entry is None:
             return False
         client, call = entry
-        if isinstance(outcome, Exception):
-            error = Error("request_failed", "this could not be tokenized", call=call)
-            self._connections.say(client, error)
-        elif len(outcome) > (MAX_PROMPT_CHARACTERS if isinstance(outcome, str) else MAX_PROMPT_TOKENS):
+        too_long = isinstance(outcome, TooManyTokens) or (
+            isinstance(outcome, str) and len(outcome) > MAX_PROMPT_CHARACTERS
+        )
+        if too_long:
             text = f"the answer has more than {MAX_PROMPT_TOKENS} tokens or {MAX_PROMPT_CHARACTERS} characters"
             self._connections.say(client, Error("invalid_request", text, call=call))
+        elif isinstance(outcome, Exception):
+            self._connections.say(client, Error("request_failed", "this could not be tokenized", call=call))
         else:
             self._connections.say(client, Text(call, outcome) if isinstance(outcome, str) else Tokens(call, outcome))
         return True

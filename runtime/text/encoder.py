@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ..requests.errors import RequestError
 from .tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 2048
@@ -19,6 +20,10 @@ MAX_CHARACTERS = 64 << 20
 """What may wait, of all owners together."""
 LARGE_CHARACTERS = 1 << 16
 """A text from here on takes so much memory while it is encoded (some 250 bytes a character) that it is given back."""
+
+
+SETTLED_SECONDS = 1.0
+"""After so long without work, the text and the outcome of a large one have been dropped by all that had them."""
 
 
 class Worker:
@@ -80,12 +85,15 @@ class Worker:
         self._thread.join(5)
         os.close(self._event)
 
-    def _next(self) -> tuple[str, Callable[[], Any], int] | None:
-        """The next work with its key and size, waited for; None at the end."""
+    def _next(self, seconds: float | None) -> tuple[str, Callable[[], Any], int] | None:
+        """The next work with its key and size, waited for; None at the end. Raises TimeoutError if none comes for so
+        long.
+        """
         with self._changed:
             while not self._closed:
                 if not self._lines:
-                    self._changed.wait()
+                    if not self._changed.wait(seconds):
+                        raise TimeoutError
                     continue
                 owner, line = next(iter(self._lines.items()))
                 key = line.popleft()
@@ -99,16 +107,28 @@ class Worker:
             return None
 
     def _run(self) -> None:
-        while (entry := self._next()) is not None:
+        was_large = False
+        while True:
+            try:
+                entry = self._next(SETTLED_SECONDS if was_large else None)
+            except TimeoutError:
+                give_back_memory()  # once more: others have freed their part of it since
+                was_large = False
+                continue
+            if entry is None:
+                return
             characters = entry[2]
             self._do(*entry[:2])
             del entry  # while the next one is waited for, nothing of this one is kept
             if characters >= LARGE_CHARACTERS:
                 give_back_memory()
+                was_large = True
 
     def _do(self, key: str, work: Callable[[], Any]) -> None:
         try:
             outcome = work()
+        except RequestError as error:
+            outcome = error.with_traceback(None)  # which would keep what the work had made
         except Exception as error:  # handed to the request that it belongs to
             outcome = error
         self._outcomes.append((key, outcome))
@@ -126,9 +146,9 @@ class Encoder(Worker):
         """Whether `put` may be called with this text."""
         return self.has_room_for(len(text))
 
-    def put(self, key: str, text: str, owner: Hashable, add_special_tokens: bool = True) -> None:
-        """Encode `text`: the outcome are its ids."""
-        self.put_work(key, partial(self._tokenizer.encode, text, add_special_tokens), len(text), owner)
+    def put(self, key: str, text: str, owner: Hashable, add_special_tokens: bool, most: int) -> None:
+        """Encode `text`: the outcome are its ids, or TooManyTokens for more than `most`."""
+        self.put_work(key, partial(self._tokenizer.encode, text, add_special_tokens, most), len(text), owner)
 
 
 def give_back_memory() -> None:

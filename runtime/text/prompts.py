@@ -142,14 +142,19 @@ def check_continues(
             raise RequestError(f"continues[{index}] names a token outside the model's vocabulary of {vocabulary}")
 
 
+def too_long(tokens: int, max_model_len: int, where: str = "") -> RequestError:
+    """The error of a prompt of so many tokens."""
+    return RequestError(
+        f"{where}the prompt has {tokens} tokens, which leaves no room for output within "
+        f"max_model_len={max_model_len}; shorten it or raise max_model_len"
+    )
+
+
 def _check_ids(ids: list[int], vocabulary: int, max_model_len: int, where: str) -> None:
     if not ids:
         raise RequestError(f"{where}the prompt is empty; give at least one token")
     if len(ids) >= max_model_len:
-        raise RequestError(
-            f"{where}the prompt has {len(ids)} tokens, which leaves no room for output within "
-            f"max_model_len={max_model_len}; shorten it or raise max_model_len"
-        )
+        raise too_long(len(ids), max_model_len, where)
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocabulary:
         raise RequestError(

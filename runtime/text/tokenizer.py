@@ -11,11 +11,22 @@ from typing import Any, Protocol
 from ..requests.errors import RequestError
 
 
+class TooManyTokens(RequestError):
+    """A text has so many `tokens`, more than were asked for."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the text has {tokens} tokens")
+        self.tokens = tokens
+
+
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's ids; `add_special_tokens`: with those that the model expects at the start."""
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """The text's ids; `add_special_tokens`: with those that the model expects at the start.
+
+        Raises TooManyTokens for more than `most`: a list of a million ids is tens of MiB, of which Python keeps some.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -58,10 +69,13 @@ class FastTokenizer:
         self._tables: dict[bool, BytePieces | None] = {}
         self._texts: dict[int, str] = {}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """See `Tokenizer`."""
-        # unlike `encode`, `encode_batch` lets other threads run meanwhile
-        return list(self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+        # unlike `encode`, it lets other threads run meanwhile; unlike `encode_batch`, it keeps no places in the text
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(found) > most:
+            raise TooManyTokens(len(found))
+        return list(found.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `Tokenizer`."""
@@ -104,11 +118,15 @@ class SentencePieceTokenizer:
                 "tokenizer.json next to it"
             ) from error
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """See `Tokenizer`."""
         processor = self._processor
-        ids = processor.encode(text)
-        return [processor.bos_id(), *ids] if add_special_tokens and processor.bos_id() >= 0 else list(ids)
+        ids = list(processor.encode(text))
+        if add_special_tokens and processor.bos_id() >= 0:
+            ids.insert(0, processor.bos_id())
+        if most is not None and len(ids) > most:
+            raise TooManyTokens(len(ids))
+        return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `Tokenizer`."""

@@ -5,7 +5,7 @@ import json
 import pytest
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.text.detokenizer import Detokenizer, StopStrings
-from sidestream.runtime.text.tokenizer import eos_token_ids, load_tokenizer
+from sidestream.runtime.text.tokenizer import TooManyTokens, eos_token_ids, load_tokenizer
 from support.pieces import sentencepiece_model
 
 TEXTS = [
@@ -109,3 +109,13 @@ def test_stop_strings():
     assert stops.find("a\n\nEND", 6) == ("\n\n", 1), "the one that is complete first"
     assert stops.find("END then much more", 4) is None, "what was looked at before is not looked at again"
     assert StopStrings(("END",), keep=True).find("some END", 3) == ("END", 8)
+
+
+@pytest.mark.parametrize("kind", ["fast", "piece"])
+def test_of_a_text_with_too_many_tokens_only_their_number_is_told(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode(TEXTS[0])
+    assert tokenizer.encode(TEXTS[0], most=len(ids)) == ids
+    with pytest.raises(TooManyTokens, match=f"the text has {len(ids)} tokens") as refusal:
+        tokenizer.encode(TEXTS[0], most=len(ids) - 1)
+    assert refusal.value.tokens == len(ids)
