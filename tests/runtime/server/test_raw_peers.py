@@ -12,6 +12,7 @@ from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.wire import keys as curve
 from sidestream.runtime.wire.protocol import NO_INSTANCE, Abort, Beat, Error, Sampling, Submit, encode
 from support.fake_runner import continuation
+from support.raw_curve_peer import RawCurvePeer
 from support.raw_peer import MORE, PING, RawPeer, frame
 from support.serving import GREEDY, free_port, serve_fake
 
@@ -98,6 +99,34 @@ def test_who_has_a_key_can_claim_no_id_that_libzmq_would_give(tmp_path):
         assert server.child("server.batcher") == batcher, "it is the same process"
         for peer in peers:
             peer.close()
+
+
+def test_a_peer_that_holds_a_key_ends_nothing_by_hanging_up(tmp_path):
+    """libzmq reads these connections, until its queue of a peer is full; a message that has no end it keeps as a whole
+    (docs/reliability.md), and lets go of when the peer hangs up.
+    """
+    (friend,) = curve.generate(tmp_path / "keys", ["friend"])
+    keys, body = curve.load_client_keys(friend), encode(Submit("a", prompt_token_ids=[300] * (1 << 18)))
+    with (
+        free_port() as port,
+        serve_fake(tmp_path, bind=f"tcp://127.0.0.1:{port}", keys=str(tmp_path / "keys" / "server")) as server,
+        Client(server.address, keys=friend, connect_timeout=60) as client,
+    ):
+        client.health()
+        batcher = server.child("server.batcher")
+        before = memory(batcher)
+        for endless in (0, 0, 64):  # MiB
+            peers = [RawCurvePeer(server.address, keys) for _ in range(5)]
+            for peer in peers[1:]:
+                peer.pour(body, 40, flags=0, patience=1.0)
+            assert peers[0].pour(bytes(MIB), endless) == endless
+            for peer in peers:
+                peer.close()
+            time.sleep(1.0)
+            answer = client.generate([[7, 8]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+            assert answer[0].outputs[0].token_ids == continuation([7, 8], -1, 6, 251)
+        assert server.child("server.batcher") == batcher, "it is the same process"
+        assert memory(batcher) - before < 256 * MIB, "of 424 MiB that came; what a round leaves is the allocator's"
 
 
 @pytest.mark.parametrize("size", [0, MIB])
