@@ -1,7 +1,7 @@
 """`sidestream.compile`: a module in, a CompiledModel out, which makes a Program for each bucket and runs it."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,18 @@ class CompiledModel:
                 self._from_cache.add(bucket)
             self.programs[bucket] = program
         return self.programs[bucket]
+
+    def unkept(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Those whose program neither this process nor the cache has."""
+        made = [bucket for bucket in buckets if bucket not in self.programs]
+        return made if self._cache is None else [bucket for bucket in made if not self._cache.has(bucket)]
+
+    def keep(self, bucket: Bucket) -> None:
+        """Make the program for `bucket` and put it into the cache: what needs it later reads it from there."""
+        if self._cache is None:
+            self.program(bucket)
+        else:
+            self._build(bucket)
 
     def rebuilt(self, bucket: Bucket, problem: Exception) -> Program:
         """The program for `bucket` made again, as one from the cache could not be bound. Raises `problem` for a program

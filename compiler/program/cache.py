@@ -85,6 +85,10 @@ class ProgramStore:
             self._folder.damaged(_name(key), error)
             return None
 
+    def has(self, key: str) -> bool:
+        """Whether there is a program of this key; it is not read."""
+        return _name(key) in self._folder
+
     def save(self, key: str, program: Program) -> Path:
         """Keep `program` under `key`; readers see the old file or the whole new one. Raises OSError."""
         self._folder.keep(_name(key), program.encoded())
@@ -107,6 +111,10 @@ class ProgramCache:
     def load(self, bucket: Bucket) -> Program | None:
         """The program for `bucket`, or None."""
         return self.store.load(self._key(bucket), lambda fields: _with_pages(fields, bucket.pages))
+
+    def has(self, bucket: Bucket) -> bool:
+        """Whether there is a program for `bucket`; it is not read."""
+        return self.store.has(self._key(bucket))
 
     def save(self, bucket: Bucket, program: Program) -> None:
         """Keep `program`; a full or read-only disk only costs the next start its time (logged)."""

@@ -1,6 +1,7 @@
 """Which program serves a step: the smallest bucket that holds it."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ...compiler.program.program import Bucket
 from ...ops.core.triton_support import next_power_of_2
@@ -92,6 +93,20 @@ class Buckets:
         return [
             self._make(tokens, self.sequence_sizes()[0], decode=False, lora=lora)
             for tokens in self.mixed_sizes()
+            for lora in twins
+        ]
+
+    def later_buckets(self) -> list[Bucket]:
+        """The other mixed buckets: of more sequences than `warm_up_buckets` have. Without those for steps that score
+        more of a prompt than there are rows for sequences, which are rare.
+        """
+        twins = (True, False) if self.lora else (False,)
+        return [
+            self._make(tokens, sequences, decode=False, lora=lora)
+            for fewer, sequences in pairwise(self.sequence_sizes())
+            if sequences <= self.max_num_seqs
+            for tokens in self.mixed_sizes()
+            if tokens > fewer  # a step has no more rows of logits than tokens
             for lora in twins
         ]
 

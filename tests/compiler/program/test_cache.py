@@ -46,6 +46,17 @@ def test_a_second_start_captures_nothing(tmp_path: Path) -> None:
     assert {buffer.shape[0] for buffer in second.program(other).buffers if buffer.name.startswith("kv_")} == {77}
 
 
+def test_programs_for_later_are_kept_once_and_not_held(tmp_path: Path) -> None:
+    later = [replace(BUCKET, tokens=tokens, decode=False) for tokens in (8, 16)]
+    first = compiled(tmp_path)
+    assert first.unkept(later) == later
+    first.keep(later[0])
+    assert first.unkept(later) == later[1:] and not first.programs
+    second = compiled(tmp_path)
+    assert second.unkept(later) == later[1:] and not captured(second), "to look for them needs no graph"
+    assert second.program(later[0]).bucket == later[0] and not captured(second)
+
+
 @pytest.mark.parametrize("change", ["option", "config", "bucket", "damage"])
 def test_what_differs_is_made_again(tmp_path: Path, change: str) -> None:
     program = compiled(tmp_path).program(BUCKET)

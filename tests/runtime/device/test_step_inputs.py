@@ -1,6 +1,9 @@
 """A step of any size fills its bucket: padding stores nothing, reads nothing and belongs to no adapter."""
 
+import random
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,3 +164,16 @@ def test_every_size_of_a_prompts_step_is_warmed_up() -> None:
             (tokens, twin) for tokens in buckets.mixed_sizes() for twin in {lora, False}
         }
         assert not any(bucket.decode for bucket in warm)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(1, 64), (8, 64), (100, 512), (256, 8192)])
+def test_no_mixed_step_needs_a_program_that_a_start_has_not_made(max_num_seqs: int, tokens: int, lora: bool) -> None:
+    buckets, source = Buckets(max_num_seqs, tokens, 100, 8, lora), random.Random(0)
+    made = [*buckets.warm_up_buckets(), *buckets.later_buckets()]
+    assert len(set(made)) == len(made)
+    for _ in range(300):
+        rows = source.randint(1, min(max_num_seqs, tokens))
+        plan = FakePlan(source.randint(rows, tokens), rows, False, range(rows))
+        plan.uses_lora = source.random() < 0.5
+        assert buckets.pick(plan) in made, (plan.num_tokens, rows)
