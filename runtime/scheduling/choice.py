@@ -25,7 +25,7 @@ class Choice:
 
     def __init__(self, states: States) -> None:
         self.states = states
-        self._drafting = Drafting(states.limits.step_times)
+        self.drafting = Drafting(states.limits.step_times)
         self.suspects = Suspects()
         self.at: Sequence | None = None
         self.uses_priorities = False
@@ -40,10 +40,10 @@ class Choice:
         """
         self._extra_logits = self.states.limits.extra_logits
         if not self.suspects:
-            return self._choose(work)
+            return self._choose(work, idle)
         return self._try_suspects(work) if idle else work
 
-    def _choose(self, work: Work) -> Work:
+    def _choose(self, work: Work, idle: bool) -> Work:
         """Fill `work` when nobody is suspected."""
         states = self.states
         self._vacate_slot()
@@ -81,14 +81,16 @@ class Choice:
                 budget -= self._assign(work, sequence, min(budget - kept, sequence.length - sequence.computed))
         self._admit(work, budget, preempted)
         if states.limits.follows:
-            self._add_drafts(work)
+            self._add_drafts(work, idle)
         return work
 
-    def _add_drafts(self, work: Work) -> None:
+    def _add_drafts(self, work: Work, idle: bool) -> None:
         """Let a step of sequences that all decode compute drafts too; no page is taken from anybody for them."""
         states = self.states
         most = drafts_within(len(work), states.limits.max_num_batched_tokens)
         if not most or not all(sequence.followed for sequence, _ in work):
+            return
+        if not work or self.drafting.rests(len(work), work[-1][0].arrival):
             return
         # the last token that the limit allows needs no row
         entries = [
@@ -100,7 +102,7 @@ class Choice:
             )
             for sequence, _ in work
         ]
-        chosen = self._drafting.choose(entries, most)
+        chosen = self.drafting.choose(entries, most, ahead=not idle)
         for index, (speculation, room) in enumerate(entries):
             if speculation is None:
                 continue
@@ -142,7 +144,7 @@ class Choice:
             self.suspects.put_off(later)
         elif crowded and states.running:
             states.preempt(states.running[-1])  # nobody of the group is running: another makes way
-        return work if group else self._choose(work)
+        return work if group else self._choose(work, idle=True)
 
     def take_back(self, work: Work) -> None:
         """A step that was not issued: nobody may count on what was announced of it."""

@@ -5,42 +5,22 @@ decides which program runs, and what it costs all of them.
 from collections.abc import Mapping, Sequence
 
 from ..steps.plan import DRAFT_SIZES
+from ..steps.times import StepTimes
 from .speculation import Speculation
 
 MARGIN = 1.05
-"""So many times the tokens per second of a step without drafts must be expected: more rows are also sampled, which the
-times of programs do not have in them.
-"""
+"""So many times the tokens per second of a step without drafts must be expected: what steps take is known roughly."""
 WORTH = dict(zip(DRAFT_SIZES, (0.25, 0.8, 2.5), strict=True))
 """Where no times are known: drafts -> what a sequence must be expected to accept of them."""
 PAUSE = 64
 """Steps without drafts until one is tried again."""
+REST = 8
+"""Steps for which no drafts is what a step of the same sequences has, once it was found."""
+LOOK = 10
+"""Steps without drafts, at most, that show what such a step takes at a number of sequences."""
 
 Entry = tuple[Speculation | None, int]
 """Of a sequence: its speculation, and the most drafts that it has room for in this step."""
-
-
-class StepTimes:
-    """What programs take by themselves. `measured`: (sequences, rows a sequence, seconds), one row without drafts."""
-
-    def __init__(self, measured: Sequence[tuple[int, int, float]]) -> None:
-        self._by_rows: dict[int, list[tuple[int, float]]] = {}
-        for sequences, rows, seconds in sorted(measured):
-            self._by_rows.setdefault(rows, []).append((sequences, seconds))
-        self._found: dict[int, dict[int, float]] = {}
-
-    def of(self, sequences: int) -> Mapping[int, float]:
-        """Drafts -> seconds of a step of so many sequences, for all for which there are programs; nothing where a step
-        without drafts was not measured.
-        """
-        if sequences not in self._found:
-            found = {
-                rows - 1: next((seconds for size, seconds in sizes if size >= sequences), 0.0)
-                for rows, sizes in sorted(self._by_rows.items())
-            }
-            known = {drafts: seconds for drafts, seconds in found.items() if seconds > 0}
-            self._found[sequences] = known if 0 in known else {}
-        return self._found[sequences]
 
 
 def expected(acceptance: float, drafts: int) -> float:
@@ -81,23 +61,50 @@ def by_table(sequences: int, adaptive: Sequence[tuple[float, int]], most: int) -
 
 
 class Drafting:
-    """Chooses, step by step."""
+    """Chooses, step by step. `times`: what steps take."""
 
     def __init__(self, measured: Sequence[tuple[int, int, float]] = ()) -> None:
-        self._times = StepTimes(measured)
+        self.times = StepTimes(measured)
         self._paused = 0
+        self._resting: tuple[int, int] | None = None  # the sequences and the newest one that rest
+        self._rested = 0
+        self._looks: dict[int, int] = {}  # sequences -> steps without drafts for the sake of seeing one
 
-    def choose(self, entries: Sequence[Entry], most: int) -> int:
-        """Drafts of each adaptive sequence in the next step, at most `most`; to be called once for each step."""
+    def rests(self, sequences: int, newest: int) -> bool:
+        """Whether a step needs no choice: a step of as many sequences with the same newest one (its number) was just
+        found to go without drafts. To be called before `choose`.
+        """
+        if not self.times.known:
+            return False
+        if self._resting != (sequences, newest) or self._rested >= REST or self._paused >= PAUSE - 1:
+            self._resting, self._rested = (sequences, newest), 0
+            return False
+        self._rested += 1
+        self._paused += 1
+        return True
+
+    def choose(self, entries: Sequence[Entry], most: int, ahead: bool = False) -> int:
+        """Drafts of each adaptive sequence in the next step, at most `most`; to be called once for each step that does
+        not rest. `ahead`: another step is with the device, so that it shows what a step takes.
+        """
+        chosen = self._choose(entries, most, ahead)
+        if chosen or not all(speculation is None or speculation.adaptive for speculation, _ in entries):
+            self._resting = None
+        return chosen
+
+    def _choose(self, entries: Sequence[Entry], most: int, ahead: bool) -> int:
         adaptive = [entry for entry in entries if entry[0] is not None and entry[0].adaptive and entry[1] > 0]
         if not adaptive:
             return 0
         fixed = [entry for entry in entries if entry[0] is not None and not entry[0].adaptive and entry[1] > 0]
         chances = _chances(adaptive)
-        seconds = {drafts: took for drafts, took in self._times.of(len(entries)).items() if drafts <= most}
+        seconds = {drafts: took for drafts, took in self.times.of(len(entries)).items() if drafts <= most}
         if seconds:
             tokens = len(entries) + sum(expected(*chance) for chance in _chances(fixed))
             chosen = fastest(seconds, tokens, chances, max((room for _, room in fixed), default=0))
+            if chosen and ahead and not fixed and self._looks_at(len(entries)):
+                self._resting = None
+                return 0
         else:
             chosen = by_table(len(entries) - len(fixed), chances, most)
         if chosen:
@@ -111,6 +118,14 @@ class Drafting:
             if speculation is not None:
                 speculation.doubt()
         return DRAFT_SIZES[0]
+
+    def _looks_at(self, sequences: int) -> bool:
+        """Whether a step should go without drafts because none such was seen: it alone shows what they gain."""
+        if self.times.seen(sequences, 0):
+            self._looks.pop(sequences, None)
+            return False
+        self._looks[sequences] = self._looks.get(sequences, 0) + 1
+        return self._looks[sequences] <= LOOK
 
 
 def _chances(entries: Sequence[Entry]) -> list[tuple[float, int]]:

@@ -78,6 +78,7 @@ class Scheduler:
         self.limits = limits
         self.states = States(limits, adapter_hashes, asynchronous_loads)
         self.choice = Choice(self.states)
+        self._times = self.choice.drafting.times
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.clock = clock
         self.timeouts = self.drafted = self.accepted = self.history_drafted = self.history_accepted = 0
@@ -232,6 +233,8 @@ class Scheduler:
         retired = self.states.residency.take_retired()
         for number in retired:
             self.states.rings.empty(number, for_ever=True)
+            if self.states.first_acceptances is not None:
+                self.states.first_acceptances.forget(number)
         return retired
 
     # -- planning --------------------------------------------------------------------------------------------------
@@ -266,6 +269,8 @@ class Scheduler:
                 self._end(culprit, "error", str(error.__cause__) if asked_for else PLAN_FAULT)
                 continue
             self._loads = []
+            if self._times.known and self._issued and (plan.decode or plan.verifies):
+                self._times.planned(states.step, len(work), int(plan.drafts.max(initial=0)))
             self._issued[states.step] = (plan, [sequence for sequence, _ in work])
             states.step += 1
             return plan
@@ -346,6 +351,8 @@ class Scheduler:
         Tokens of sequences that ended meanwhile are dropped.
         """
         plan, sequences = self._issued.pop(result.step)
+        if self._times.known:
+            self._times.came(result.step, self.clock())
         void = self._void.pop(result.step, ())
         self.states.residency.committed = result.step
         for scored in scored_by(plan, sequences, result):
@@ -398,6 +405,7 @@ class Scheduler:
         if result.accepted is None:
             raise RuntimeError(f"step {plan.step} had drafts, and its result does not say how many hold")
         first, drafts, accepted = plan.first_logits.tolist(), plan.drafts.tolist(), result.accepted.tolist()
+        first_acceptances = self.states.first_acceptances
         sources = [OWN_TOKENS] * len(drafts) if result.sources is None else result.sources.tolist()
         for index in plan.sample_rows.tolist():
             sequence = sequences[index]
@@ -427,6 +435,8 @@ class Scheduler:
                 self.trained_accepted += held
             if drafts[index] and sequence.speculation is not None:
                 sequence.speculation.note(drafts[index], held, sources[index])
+                if first_acceptances is not None and sequence.speculation.adaptive:
+                    first_acceptances.note(sequence.number, drafts[index], held)
             progress += (
                 Sampled(sequence, token, first[index] + place, len(taken) - 1 - place)
                 for place, token in enumerate(taken)
@@ -453,6 +463,7 @@ class Scheduler:
         `error` (`take_ended`). To be called in place of `commit`.
         """
         failed = self._issued.pop(step)
+        self._times.failed(step)
         void = self._void.pop(step, set())
         self.states.residency.committed = step
         self.states.rings.empty_all()

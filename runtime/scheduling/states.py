@@ -11,6 +11,7 @@ from .residency import Residency
 from .rings import AnswerRings
 from .rows import RowTable
 from .sequence import Sequence, Status
+from .speculation import FirstAcceptances
 from .waiting import WaitingQueues
 
 
@@ -21,6 +22,7 @@ class States:
     waiting      those that are to be admitted, by owner and adapter
     step         the number of the next plan
     preemptions  how often a running sequence was put back
+    first_acceptances  what sequences that begin are expected to accept of drafts; None where no step times are known
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class States:
         self.slots = self.residency.slots
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.first_acceptances = FirstAcceptances() if limits.step_times else None
         self.step = 0
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -66,6 +69,8 @@ class States:
         sequence.computed = len(cached) * PAGE_SIZE
         sequence.published = len(cached)
         sequence.publish_at = sequence.computed + PAGE_SIZE
+        if self.first_acceptances is not None and sequence.speculation is not None:
+            self.first_acceptances.begin(sequence.speculation, sequence.number)
         self.waiting.charge(sequence, len(sequence.tokens) - sequence.computed)
         sequence.charged = len(sequence.tokens)
         self.prefix_cache.started(sequence)

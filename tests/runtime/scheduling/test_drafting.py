@@ -2,8 +2,9 @@
 
 import pytest
 from sidestream.runtime.requests.request import Request
-from sidestream.runtime.scheduling.drafting import MARGIN, PAUSE, Drafting, StepTimes, by_table, expected, fastest
+from sidestream.runtime.scheduling.drafting import MARGIN, PAUSE, Drafting, by_table, expected, fastest
 from sidestream.runtime.scheduling.speculation import Speculation
+from sidestream.runtime.steps.times import StepTimes
 from support.engines import VOCABULARY, ask, greedy, make_engine, prompt, run, tokens
 from support.fake_runner import continuation
 
