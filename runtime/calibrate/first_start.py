@@ -25,10 +25,10 @@ from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ..device.model import ModelSource
 from ..device.progress import say, stage
-from ..engine.calibration import AUTO, Calibration, fingerprint
-from ..engine.files import FILE_NAME, file_name
+from ..engine.calibration import Calibration, fingerprint
+from ..engine.files import AUTO, FILE_NAME, OFF, file_name
 from ..engine.resolve import LoadOptions
-from ..engine.rounding import OFF, checkpoint_digest
+from ..engine.rounding import checkpoint_digest
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .defaults import FIGURE_TOKENS, LENGTH, ROUND_TOKENS, ROUNDED_FOR
 from .figures import calibrate

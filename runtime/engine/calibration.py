@@ -23,10 +23,9 @@ from ...compiler.passes.smooth_channels import SUFFIX
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
 from ...graphs.regular_file import open_regular
-from .files import FILE_NAME
+from .files import AUTO, FILE_NAME, OFF
 
 KEY = "sidestream_calibration"
-AUTO, OFF = "auto", "off"
 VERSION = 1
 KV_DTYPES = ("int8", "fp8_e4m3")
 # How K is treated: (Hadamard, centring), the ones that cost least first.

@@ -1,4 +1,6 @@
-"""Names of what is found next to a model's weights. Does without torch."""
+"""Names of what is found next to a model's weights, and what stands for a name. Does without torch."""
+
+AUTO, OFF = "auto", "off"  # what is found, and nothing
 
 FILE_NAME = "sidestream_calibration.safetensors"
 

@@ -25,11 +25,10 @@ from ...graphs.config import LlamaConfig
 from ...graphs.regular_file import FileRefusedError, open_regular
 from ...graphs.safetensors_file import SafetensorsFile
 from .calibration import Calibration
-from .files import file_name
+from .files import OFF, file_name
 
 KEY = "sidestream_rounding"
 VERSION = 1
-OFF = "off"
 HOLDS_FOR = ("precision", "norm_rotation", "rotate_activations", "smooth_channels", "rotate_values")
 ROUNDING_DECIDES = ("norm_rotation", "rotate_values")
 """Options that are those of the file where they are not given."""

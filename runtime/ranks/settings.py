@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ...compiler.options import OptionError
-from ..engine.rounding import OFF
+from ..engine.files import OFF
 
 LOCAL = ("passes",)  # options of what only one process can do
 

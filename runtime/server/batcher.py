@@ -25,7 +25,7 @@ from ..processes.garbage import collect_seldom
 from ..processes.watch import STALL_SECONDS, AwakeClock
 from ..steps.plan import StepDrafts
 from ..text.chat_template import chat_words
-from ..text.encoder import Encoder
+from ..text.encoder import Encoder, keep_large_blocks_apart
 from ..text.tokenizer import load_tokenizer
 from ..wire.addresses import make_private_directory, parse
 from ..wire.channel import Channel, ChannelClosed
@@ -352,6 +352,7 @@ def _tame_garbage_collector() -> None:
 def run(fd: int) -> int:
     """The process: settings from the channel, then serve. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s batcher %(message)s")
+    keep_large_blocks_apart()
     channel = Channel.from_fd(fd)
     try:
         first, *early = channel.receive(block=True)

@@ -57,6 +57,15 @@ def test_help_is_quick_because_torch_is_not_imported() -> None:
     ]
 
 
+def test_the_process_that_watches_a_servers_others_needs_no_torch() -> None:
+    code = (
+        "import sys; from sidestream.tools import cli; from sidestream.tools.commands import serve; "
+        "from sidestream.runtime.server import supervisor; "
+        "serve.settings_of(cli.build_parser().parse_args(['serve', '--no-http'])); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -151,7 +151,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
-    from ...runtime.engine.calibration import AUTO, OFF
+    from ...runtime.engine.files import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
     from ...runtime.wire.addresses import default_address, parse
 
