@@ -14,8 +14,10 @@ SEEN = 16
 """Steps of a kind, the latest ones, of which the median counts."""
 ENOUGH = 4
 """Steps of a kind that must have been seen before they count."""
-OUTDATED = 4096
-"""Steps of any kind after which one that was seen counts no more: contexts and load have changed."""
+OUTDATED = 1024
+"""Steps of any kind after which one that was seen counts no more: contexts and load have changed, or it was one of the
+first, which take longer. Steps without drafts are then looked at again (`LOOK` of drafting): at most 1% of all.
+"""
 
 Kind = tuple[int, int]
 """Of a step: the sequences and the drafts a sequence of the program that it runs in."""

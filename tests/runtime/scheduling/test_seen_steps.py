@@ -18,10 +18,15 @@ HELD = {1.0: [0], 1.7: [0, 1, 1, 0, 1, 0, 1, 1, 1, 1], 3.0: [2, 0, 4, 2, 1, 3], 
 
 
 def simulate(
-    measured: tuple[tuple[int, int, float], ...], takes: Mapping[int, float], made: float, requests: int, length: int
+    measured: tuple[tuple[int, int, float], ...],
+    takes: Mapping[int, float],
+    made: float,
+    requests: int,
+    length: int,
+    slow: int = 0,
 ) -> tuple[float, float]:
     """Requests one after the other: how many times the speed without drafts, and the share of the last half's steps
-    that have drafts.
+    that have drafts. So many steps take ten times as long at the beginning.
     """
     drafting, first, held = Drafting(measured), FirstAcceptances(), HELD[made]
     now, steps, tokens, with_drafts = 0.0, 0, 0, list[bool]()
@@ -33,7 +38,7 @@ def simulate(
             drafts = 0 if drafting.rests(1, number) else drafting.choose([(speculation, room)], 7, ahead=True)
             count = min(drafts, room)
             drafting.times.planned(steps, 1, drafts)
-            now += takes[drafts]
+            now += takes[drafts] * (10 if steps < slow else 1)
             drafting.times.came(steps, now)
             accepted = min(held[steps % len(held)], count)
             if count:
@@ -62,6 +67,12 @@ def test_drafts_are_made_where_they_pay_as_seen(measured, takes, made, pays):
         assert share > 0.9 and speed > 0.85 * made * takes[0] / takes[7]
     else:
         assert share < 0.05 and speed > 0.95
+
+
+def test_first_steps_that_take_long_are_forgotten():
+    """Else steps without drafts, once too slow, would never be seen again."""
+    _, share = simulate(HOST_BOUND, SEEN_HOST_BOUND, 1.7, requests=2, length=3000, slow=6)
+    assert share < 0.05
 
 
 @pytest.mark.parametrize(("measured", "takes"), [(HOST_BOUND, SEEN_HOST_BOUND), (LARGE, SEEN_LARGE)])
