@@ -9,7 +9,7 @@ from ...ops.core.triton_support import cdiv
 from ...ops.rows.argmax import argmax
 from ...ops.rows.sample import sample, top_logprobs
 from ..steps.plan import Int32, SamplingPlan, StepMasks, StepPlan
-from .staging import Staging
+from .inputs.staging import Staging
 
 _NUMBERS = (
     ("temperature", torch.float32),
@@ -28,8 +28,7 @@ Reported = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class DeviceSamples:
     """Tokens [B] int32 of a step, on the device (-1: no token, see `Sampler`); with logprobs: ids and values [B, 1 + k]
-    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored. `accepted` [B]: drafts
-    that hold (then the others have a row for each token); `sources` [B]: where they came from, see `StepResult`.
+    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored.
     """
 
     tokens: torch.Tensor
@@ -39,8 +38,12 @@ class DeviceSamples:
     prompt_tokens: torch.Tensor | None = None
     prompt_logprobs: torch.Tensor | None = None
     prompt_ranks: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
-    sources: torch.Tensor | None = None
+
+
+def is_argmax(sampling: SamplingPlan) -> bool:
+    """Whether a step's tokens are the likeliest ones of its logits as they are, and nothing else is asked."""
+    edits = len(sampling.history_rows), len(sampling.bias_rows), len(sampling.allowed_rows)
+    return sampling.greedy and sampling.num_logprobs < 0 and sampling.num_prompt_logprobs < 0 and not any(edits)
 
 
 class Sampler:
