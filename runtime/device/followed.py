@@ -13,7 +13,8 @@ from ...compiler.run.captured import capture
 from ...ops.rows.argmax import argmax
 from ..steps.plan import Int32, StepMasks, StepPlan
 from .histories import Histories
-from .inputs.step_inputs import StepInputs
+from .inputs.step_inputs import Beyond, StepInputs
+from .sampler import NUMBERS, drawn_with
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,16 @@ class Counted:
         return whole[: len(plan.sampling.temperature)], after[0, :count], after[1, :count] if len(after) > 1 else None
 
 
-class Surroundings:
-    """Those of one program: `inputs` are the program's, `logits` what it returns.
+def arrays(histories: Histories) -> tuple[Beyond, ...]:
+    """What crosses to the device with a step's inputs, besides: for its histories, and for sampling."""
+    return (*histories.fields, *(Beyond(name, dtype, 0, of_rows=True) for name, dtype in NUMBERS))
 
-    A step goes `place`, the program, and then `sample`, where its tokens are an argmax and `captured`, or `take`.
+
+class Surroundings:
+    """Those of one program: `inputs` are the program's, with room for `arrays`; `logits` what it returns.
+
+    A step goes `values`, which cross with its inputs, `place`, the program, and then `sample`, where it is `captured`
+    and nothing is asked but tokens of the logits as they are, or `take`.
     `drafts` [S, K] int32: what `place` has found for the bucket's sequences. `sent`: the event after which the last
     step's `Counted` has been copied, which whoever copies it leaves here.
     """
@@ -51,6 +58,13 @@ class Surroundings:
         self.sent: Any = None
         self._sources: torch.Tensor | None = None
         self._recorded: _Recorded | None = None
+
+    def values(self, plan: StepPlan) -> dict[str, Any]:
+        """What `arrays` hold for a step."""
+        values: dict[str, Any] = dict(self._histories.values(plan))
+        if self._recorded is not None and not plan.sampling.greedy:
+            values |= {name: getattr(plan.sampling, name) for name, _ in NUMBERS}
+        return values
 
     def place(self, plan: StepPlan) -> None:
         """Fill in the inputs of this step, which was staged, and find its drafts."""
@@ -64,13 +78,13 @@ class Surroundings:
         else:  # all is known
             self.drafts, self._sources = self.drafts[:, :0], None
 
-    def sample(self) -> Counted:
-        """The likeliest tokens of all rows, taken in. To be called where `captured` only."""
+    def sample(self, plan: StepPlan) -> Counted:
+        """The tokens of all rows, taken in. To be called where `captured` only."""
         if self._recorded is None:
             raise RuntimeError("what a step samples was not captured; call `take` with it")
         if self.sent is not None:
             torch.cuda.current_stream(self._logits.device).wait_event(self.sent)
-        self._recorded.after.replay()
+        (self._recorded.greedy if plan.sampling.greedy else self._recorded.drawn).replay()
         return self._recorded.counted
 
     def take(self, tokens: torch.Tensor, plan: StepPlan, masks: StepMasks | None = None) -> Counted:
@@ -86,6 +100,7 @@ class Surroundings:
         """GPU only: record both sides as CUDA graphs; returns the pool of their memory. Without a step in the inputs
         (see `StepInputs.clear`), so that nothing is stored.
         """
+        staged = self._inputs.staged
         device, size, rows = self._logits.device, self._bucket.sequences, len(self._logits)
         # outside the pool: what a graph leaves there any other one may overwrite
         drafts = torch.zeros(size, self._bucket.rows - 1, dtype=torch.int32, device=device)
@@ -98,22 +113,30 @@ class Surroundings:
             if sources is not None and from_where is not None:
                 sources.copy_(from_where)
 
-        def sample() -> None:
-            tokens = argmax(self._logits)
-            accepted = self._histories.accept(self._inputs.staged, drafts, tokens)
+        def take(tokens: torch.Tensor) -> None:
+            accepted = self._histories.accept(staged, drafts, tokens)
             torch.cat((tokens, accepted) if sources is None else (tokens, accepted, sources), out=whole)
 
+        def likeliest() -> None:
+            take(argmax(self._logits))
+
+        def draw() -> None:
+            numbers = {name: staged[name] for name, _ in NUMBERS}
+            numbers["steps"] = numbers["steps"] + self._inputs.tensors["positions"]  # see `SamplingPlan`
+            take(drawn_with(self._logits, numbers))
+
         before = capture(device, place, place, pool)
-        after = capture(device, sample, sample, before.pool())
+        greedy = capture(device, likeliest, likeliest, before.pool())
+        drawn = capture(device, draw, draw, greedy.pool())
         counted = Counted(whole[:rows], whole[rows : rows + size], whole, lasting=True)
-        self._recorded = _Recorded(before, after, drafts, sources, counted)
-        return after.pool()
+        self._recorded = _Recorded(before, greedy, drawn, drafts, sources, counted)
+        return drawn.pool()
 
     def replay(self) -> None:
-        """Both graphs once, where there are any, as `time_programs` times them."""
+        """Both sides once, of greedy rows, where there are any, as `time_programs` times them."""
         if self._recorded is not None:
             self._recorded.before.replay()
-            self._recorded.after.replay()
+            self._recorded.greedy.replay()
 
     def _place(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._histories.place(self._inputs.staged, self._inputs.tensors, self._bucket)
@@ -124,7 +147,8 @@ class _Recorded:
     """The graphs of both sides, and where they leave what they find."""
 
     before: Any
-    after: Any
+    greedy: Any
+    drawn: Any
     drafts: torch.Tensor
     sources: torch.Tensor | None
     counted: Counted

@@ -15,7 +15,7 @@ from ...ops.speculate.keep_answers import keep_answers
 from ...ops.speculate.place_drafts import place_drafts
 from ..steps.plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, Int32, StepMasks, StepPlan
 from .inputs.staging import Staging
-from .inputs.step_inputs import PerSequence
+from .inputs.step_inputs import Beyond
 from .trained_draft import TrainedDraft
 
 Draft = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -28,12 +28,12 @@ likely.
 """
 _PLACED = ("input_ids", "positions", "slot_mapping", "context_lens")
 _OF_STEP = (
-    PerSequence("rows", torch.int32, -1),
-    PerSequence("counts", torch.int32, -1),
-    PerSequence("first", torch.int32, 0),
-    PerSequence("rings", torch.int32, -1),
-    PerSequence("ring_ends", torch.int32, 0),
-    PerSequence("ring_filled", torch.int32, 0),
+    Beyond("rows", torch.int32, -1),
+    Beyond("counts", torch.int32, -1),
+    Beyond("first", torch.int32, 0),
+    Beyond("rings", torch.int32, -1),
+    Beyond("ring_ends", torch.int32, 0),
+    Beyond("ring_filled", torch.int32, 0),
 )
 
 
@@ -64,7 +64,7 @@ class Histories:
         self.trained = trained
         self.draft: Draft = draft_ngram
         self.hold: Accept = accept_drafts
-        self.fields: tuple[PerSequence, ...] = _OF_STEP if trained is None else (*_OF_STEP, *trained.fields)
+        self.fields: tuple[Beyond, ...] = _OF_STEP if trained is None else (*_OF_STEP, *trained.fields)
         self._tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
         self._left = Staging([("counts", (max_num_seqs,), torch.int32)], device)

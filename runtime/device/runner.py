@@ -19,13 +19,13 @@ from ...ops.collectives.group import group_named, tensor_parallel_group
 from ..adapters.stacks import AdapterStacks, Report
 from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
 from .buckets import Buckets
-from .followed import Surroundings
+from .followed import Surroundings, arrays
 from .handle import Handle
 from .histories import Histories
 from .inputs.step_inputs import StepInputs
 from .programs import ReadyPrograms
 from .progress import progress, stage
-from .sampler import Sampler, is_argmax
+from .sampler import Sampler, is_plain
 from .sharded_sampler import ShardedSampler
 from .step_times import time_programs
 from .trained_draft import First
@@ -192,7 +192,7 @@ class ModelRunner:
             if self.histories is None or ready.around is None:
                 raise RuntimeError("a plan follows sequences, but the engine was started without speculation")
             self.histories.begin(plan)
-            ready.inputs.fill(plan, self._last_tokens, self.histories.values(plan))
+            ready.inputs.fill(plan, self._last_tokens, ready.around.values(plan))
             ready.around.place(plan)
             if plan.masks_drafts:
                 handle.send_drafts(ready.around.drafts, lasting=ready.around.captured)
@@ -230,8 +230,8 @@ class ModelRunner:
     ) -> None:
         plan, around = handle.plan, ready.around
         if plan.follows and around is not None:
-            if around.captured and self._ranks == 1 and masks is None and is_argmax(plan.sampling):
-                samples, counted = None, around.sample()
+            if around.captured and self._ranks == 1 and masks is None and is_plain(plan.sampling):
+                samples, counted = None, around.sample(plan)
             else:
                 samples = self._sampler(logits, plan, masks, positions)
                 counted = around.take(samples.tokens, plan, masks)
@@ -297,7 +297,7 @@ class ModelRunner:
         return ready
 
     def _bind(self, program: Program) -> _Ready:
-        inputs = StepInputs(program, self.device, () if self.histories is None else self.histories.fields)
+        inputs = StepInputs(program, self.device, () if self.histories is None else arrays(self.histories))
         outputs = self._outputs(program)
         if program.arena_bytes > self._arena.numel():
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=self.device)

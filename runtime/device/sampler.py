@@ -1,5 +1,6 @@
 """From logits to tokens on the device: penalties and biases, sampling, log-probabilities."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from ...ops.rows.sample import sample, top_logprobs
 from ..steps.plan import Int32, SamplingPlan, StepMasks, StepPlan
 from .inputs.staging import Staging
 
-_NUMBERS = (
+NUMBERS = (
     ("temperature", torch.float32),
     ("top_p", torch.float32),
     ("min_p", torch.float32),
@@ -40,10 +41,10 @@ class DeviceSamples:
     prompt_ranks: torch.Tensor | None = None
 
 
-def is_argmax(sampling: SamplingPlan) -> bool:
-    """Whether a step's tokens are the likeliest ones of its logits as they are, and nothing else is asked."""
+def is_plain(sampling: SamplingPlan) -> bool:
+    """Whether a step's tokens are taken from its logits as they are, and nothing else is asked."""
     edits = len(sampling.history_rows), len(sampling.bias_rows), len(sampling.allowed_rows)
-    return sampling.greedy and sampling.num_logprobs < 0 and sampling.num_prompt_logprobs < 0 and not any(edits)
+    return sampling.num_logprobs < 0 and sampling.num_prompt_logprobs < 0 and not any(edits)
 
 
 class Sampler:
@@ -57,7 +58,7 @@ class Sampler:
         self.device = device
         self._max_rows = max_rows
         self._masks: Staging | None = None
-        self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in _NUMBERS], device)
+        self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in NUMBERS], device)
 
     def __call__(
         self,
@@ -113,28 +114,32 @@ class Sampler:
         masked: tuple[torch.Tensor, ...],
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        numbers = self.numbers(sampling, positions)
-        return sample(
-            scores,
-            numbers["temperature"],
-            numbers["top_k"],
-            numbers["top_p"],
-            numbers["min_p"],
-            numbers["seeds"],
-            numbers["steps"],
-            *masked,
-        )
+        return drawn_with(scores, self.numbers(sampling, positions), *masked)
 
     def numbers(self, sampling: SamplingPlan, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """The plan's temperature, top_k, top_p, min_p, seeds and steps, [R] each, on the device."""
         rows = len(sampling.temperature)
-        for name, _ in _NUMBERS:
+        for name, _ in NUMBERS:
             self._numbers.host[name][:rows] = getattr(sampling, name)
         self._numbers.upload()
-        numbers = {name: self._numbers.device[name][:rows] for name, _ in _NUMBERS}
+        numbers = {name: self._numbers.device[name][:rows] for name, _ in NUMBERS}
         if positions is not None:
             numbers["steps"] = numbers["steps"] + positions[:rows]
         return numbers
+
+
+def drawn_with(scores: torch.Tensor, numbers: Mapping[str, torch.Tensor], *masked: torch.Tensor) -> torch.Tensor:
+    """The tokens [R] that `sample` draws from scores [R, V] with `Sampler.numbers`."""
+    return sample(
+        scores,
+        numbers["temperature"],
+        numbers["top_k"],
+        numbers["top_p"],
+        numbers["min_p"],
+        numbers["seeds"],
+        numbers["steps"],
+        *masked,
+    )
 
 
 def _reported(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Reported:

@@ -22,7 +22,7 @@ from ...ops.core.kv_layout import PAGE_SIZE
 from ..requests.checks import MAX_DRAFTS
 from ..steps.plan import StepPlan
 from .buckets import Buckets
-from .inputs.step_inputs import PerSequence
+from .inputs.step_inputs import Beyond
 from .programs import ReadyPrograms
 
 PREFIX = "draft."
@@ -69,9 +69,9 @@ class TrainedDraft:
         most, width = buckets.max_num_seqs, config.hidden_size
         self._rows = most
         self.fields = (
-            PerSequence("state_rows", torch.int64, most),
-            PerSequence("chain_slots", torch.int32, -1),
-            PerSequence("last_rows", torch.int64, 0),
+            Beyond("state_rows", torch.int64, most),
+            Beyond("chain_slots", torch.int32, -1),
+            Beyond("last_rows", torch.int64, 0),
         )
         rows = max(buckets.max_num_batched_tokens, buckets.sampled_rows)
         make = partial(torch.zeros, device=device)

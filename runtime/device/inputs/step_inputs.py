@@ -32,12 +32,15 @@ PADDING = {
 NOTHING: Mapping[str, Any] = {}
 
 
-class PerSequence(NamedTuple):
-    """An array with a number for each sequence of a step that no program reads, and what it holds for padding."""
+class Beyond(NamedTuple):
+    """An array of a step that no program reads: a number for each sequence, or for each row of logits that a step of
+    drafts or of decoding has, and what it holds for padding.
+    """
 
     name: str
     dtype: torch.dtype
     padding: int
+    of_rows: bool = False
 
 
 class StepInputs:
@@ -50,7 +53,7 @@ class StepInputs:
     and no query tokens: query_start stays at the number of real tokens. A program has only those inputs that it uses.
     """
 
-    def __init__(self, program: Program, device: torch.device, more: Sequence[PerSequence] = ()) -> None:
+    def __init__(self, program: Program, device: torch.device, more: Sequence[Beyond] = ()) -> None:
         buffers = [buffer for buffer in program.of_kind("input") if buffer.name in NAMES]
         bucket = program.bucket
         if bucket is None:
@@ -58,7 +61,8 @@ class StepInputs:
         names = [buffer.name for buffer in buffers]
         fields = [(buffer.name, buffer.shape, buffer.dtype) for buffer in buffers]
         fields += [(name, (bucket.sequences,), torch.int64) for name in ("feed_positions", "feed_rows")]
-        fields += [(name, (bucket.sequences,), dtype) for name, dtype, _ in more]
+        rows = bucket.tokens if bucket.verifies else bucket.sequences
+        fields += [(name, (rows if of_rows else bucket.sequences,), dtype) for name, dtype, _, of_rows in more]
         self._names = list(names)
         if more and "query_start" not in names:
             self._names.append("query_start")
@@ -73,20 +77,22 @@ class StepInputs:
         """A step of padding only: nothing is stored by it."""
         for name in self._names:
             self._staging.host[name].fill(PADDING.get(name, 0))
-        for name, _, padding in self._more:
+        for name, _, padding, _ in self._more:
             self._staging.host[name].fill(padding)
         self._staging.upload()
 
     def fill(self, plan: StepPlan, last_tokens: torch.Tensor, more: Mapping[str, Any] = NOTHING) -> None:
         """Copy a step in.
 
-        `last_tokens` (int32, one a row of the step before) supplies what only the device knows yet; `more`: the values
-        of the arrays that go by sequence.
+        `last_tokens` (int32, one a row of the step before) supplies what only the device knows yet; `more`: what the
+        arrays hold that no program reads, of which any may be left out that the step does without.
         """
         host = self._staging.host
-        for name, _, padding in self._more if more else ():
-            host[name][: plan.num_sequences] = more[name]
-            host[name][plan.num_sequences :] = padding
+        for name, _, padding, _ in self._more:
+            if name in more:
+                count = len(more[name])
+                host[name][:count] = more[name]
+                host[name][count:] = padding
         for name in self._names:
             values, target = getattr(plan, name), host[name]
             if name == "block_table":
