@@ -175,9 +175,11 @@ class Histories:
         starts = np.cumsum(plan.told_lengths) - plan.told_lengths
         begins = plan.told_rows.astype(np.int64) * self._tokens.shape[1] - starts
         places = np.repeat(begins, plan.told_lengths) + np.arange(len(plan.told_tokens))
-        self._tokens.view(-1).index_copy_(0, self._upload(places), self._upload(plan.told_tokens))
-        rows = self._upload(plan.told_rows.astype(np.int64))
-        self._lengths.index_copy_(0, rows, self._upload(plan.told_lengths))
+        count = len(places)
+        where = self._upload(np.concatenate((places, plan.told_rows.astype(np.int64))))
+        what = self._upload(np.concatenate((plan.told_tokens, plan.told_lengths)))
+        self._tokens.view(-1).index_copy_(0, where[:count], what[:count])
+        self._lengths.index_copy_(0, where[count:], what[count:])
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         """Once a request, so from memory that is pinned for it: the steps before are not waited for."""
