@@ -1,11 +1,12 @@
 """Owns tensors and CUDA graphs.
 
 runner           executes plans: a bucket's program, filled and replayed
+handle           a step on its way, and what comes back of it
+inputs           arrays of a step on their way to the device, and back
 sampler          from logits to tokens
 sharded_sampler  the same where each rank has a part of the vocabulary
-step_inputs      a bucket's static inputs
-staging          small arrays to the device in one copy
 histories        the tokens of the sequences that run, and where their drafts come from
+followed         what surrounds a program whose sequences have histories, as CUDA graphs
 trained_draft    a trained draft: its pass over a step's rows, and the chain that drafts for the next
 draft_parts      from a head's directory to what that runs
 programs         the programs that are ready, and who waits for others

@@ -123,11 +123,6 @@ class Buckets:
         verify = [self._make_verify(*sizes, lora) for sizes in reversed(self.verify_sizes()) for lora in twins]
         return [*self.decode_buckets(), *verify]
 
-    @property
-    def most_rows(self) -> int:
-        """Rows of a sequence in the widest steps with drafts."""
-        return self._verify_rows()[-1]
-
     def chain_bucket(self, sequences: int, lora: bool) -> Bucket:
         """The bucket of a trained draft's chain: a row for each of so many sequences."""
         return self._make(sequences, sequences, decode=True, lora=lora)
@@ -137,10 +132,6 @@ class Buckets:
         twins = (True, False) if self.lora else (False,)
         sizes = sorted({size for size, _ in self.verify_sizes()}, reverse=True)
         return [self.chain_bucket(size, lora) for size in sizes for lora in twins]
-
-    def pick_chain(self, plan: StepPlan) -> Bucket:
-        """The bucket of the chain for a step with drafts."""
-        return self.chain_bucket(self._verify_size(plan.num_sequences), self.lora and plan.uses_lora)
 
     def pick(self, plan: StepPlan) -> Bucket:
         """The bucket for a step."""

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from ...compiler.program.program import Bucket
 from ...ops.speculate.accept_drafts import accept_drafts
 from ...ops.speculate.draft_ngram import draft_ngram
 from ...ops.speculate.draft_recalled import draft_recalled
 from ...ops.speculate.keep_answers import keep_answers
 from ...ops.speculate.place_drafts import place_drafts
-from ..steps.plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, StepMasks, StepPlan
-from .staging import Staging
-from .trained_draft import STAGED, First, TrainedDraft
+from ..steps.plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, Int32, StepMasks, StepPlan
+from .inputs.staging import Staging
+from .inputs.step_inputs import Beyond
+from .trained_draft import TrainedDraft
 
 Draft = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 Accept = Callable[
@@ -25,7 +27,14 @@ SURE = 4
 likely.
 """
 _PLACED = ("input_ids", "positions", "slot_mapping", "context_lens")
-_OF_STEP = ("rows", "counts", "first", "rings", "ring_ends", "ring_filled")
+_OF_STEP = (
+    Beyond("rows", torch.int32, -1),
+    Beyond("counts", torch.int32, -1),
+    Beyond("first", torch.int32, 0),
+    Beyond("rings", torch.int32, -1),
+    Beyond("ring_ends", torch.int32, 0),
+    Beyond("ring_filled", torch.int32, 0),
+)
 
 
 def histories_bytes(max_num_seqs: int, max_model_len: int, ring_tokens: int) -> int:
@@ -37,10 +46,10 @@ class Histories:
     """A row of tokens for each sequence that may run at once, and RINGS rings of `ring_tokens` tokens of former answers
     (see `scheduling/rings.py`, which knows whose they are).
 
-    A step goes `place`, the program, sampling, `accept`. `draft` makes the drafts, as `draft_ngram` does, and
-    `hold` counts those that hold, as `accept_drafts` does. `trained` drafts where neither a sequence's own tokens nor
-    its ring agree with SURE tokens of its end. `sources` [B]: where the step's drafts came from, as `StepResult` has
-    it; None where own tokens were all that there was.
+    A step goes `begin`, `values` (which cross with its inputs), `place`, the program, sampling, `accept`. `draft` makes
+    the drafts, as `draft_ngram` does, and `hold` counts those that hold, as `accept_drafts` does. `trained` drafts
+    where neither a sequence's own tokens nor its ring agree with SURE tokens of its end. `fields`: the arrays of
+    `values`.
     """
 
     def __init__(
@@ -55,68 +64,74 @@ class Histories:
         self.trained = trained
         self.draft: Draft = draft_ngram
         self.hold: Accept = accept_drafts
-        self.sources: torch.Tensor | None = None
+        self.fields: tuple[Beyond, ...] = _OF_STEP if trained is None else (*_OF_STEP, *trained.fields)
         self._tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
         self._left = Staging([("counts", (max_num_seqs,), torch.int32)], device)
         self._rings = torch.zeros(RINGS, ring_tokens, dtype=torch.int32, device=device)
-        sizes = {**dict.fromkeys(_OF_STEP, max_num_seqs), "query_start": max_num_seqs + 1}
-        fields = [(name, (size,), torch.int32) for name, size in sizes.items()]
-        if trained is not None:
-            longs = ("state_rows", "last_rows")
-            fields += [(name, (max_num_seqs,), torch.int64 if name in longs else torch.int32) for name in STAGED]
-        self._staging = Staging(fields, device)
-        if trained is not None:
-            trained.use({name: self._staging.device[name] for name in STAGED}, self._lengths)
-        self._drafts = self._tokens.new_empty(0, 0)
 
     @property
-    def drafts(self) -> torch.Tensor:
-        """What the last step that was placed has for drafts: [B, K] int32, on the device."""
-        return self._drafts
+    def as_made(self) -> bool:
+        """Whether drafts are made and counted by the ops that a CUDA graph would have."""
+        return self.draft is draft_ngram and self.hold is accept_drafts
 
-    def place(self, plan: StepPlan, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Keep answers that ended, begin the histories that the plan tells, and fill in the step's `inputs` where only
-        the device can.
-        """
+    @property
+    def tells_sources(self) -> bool:
+        """Whether drafts may come from elsewhere than a sequence's own tokens."""
+        return self.trained is not None or bool(self._rings.numel())
+
+    def begin(self, plan: StepPlan) -> None:
+        """Keep answers that ended, and begin the histories that the plan tells."""
         if len(plan.kept):
             keep_answers(self._tokens, self._upload(plan.kept), self._rings)  # before their rows are told of others
         self._tell(plan)
-        host, count = self._staging.host, plan.num_sequences
-        of_step = plan.follow_rows, plan.drafts, plan.first_logits, plan.rings, plan.ring_ends, plan.ring_filled
-        for name, values in zip(_OF_STEP, of_step, strict=True):
-            host[name][:count] = values
-        # not the program's own: one without drafts whose attention takes one row a sequence has no such input
-        host["query_start"][: count + 1] = plan.query_start
-        if self.trained is not None:
-            self.trained.stage(host, plan)
-        self._staging.upload()
-        rows, counts, _, *rings = self._of_step(count)
-        most = max(0, int(plan.drafts.max()))
-        self._drafts, self.sources = rows.new_empty(count, 0), None
-        if most:
-            self._drafts, self.sources = self._make_drafts(plan, rows, rings, most, inputs["block_table"])
-        if (plan.drafts >= 0).any():
-            place_drafts(
-                self._tokens,
-                self._lengths,
-                self._drafts,
-                rows,
-                counts,
-                self._staging.device["query_start"][: count + 1],
-                inputs["block_table"],
-                *(inputs[name] for name in _PLACED),
-            )
+
+    def values(self, plan: StepPlan) -> dict[str, Int32]:
+        """What the arrays of `fields` hold for a step."""
+        values = {
+            "rows": plan.follow_rows,
+            "counts": plan.drafts,
+            "first": plan.first_logits,
+            "rings": plan.rings,
+            "ring_ends": plan.ring_ends,
+            "ring_filled": plan.ring_filled,
+        }
+        return values if self.trained is None else values | self.trained.values(plan)
+
+    def place(
+        self, staged: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], bucket: Bucket
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Fill in a step's `inputs` where only the device can. `staged`: the arrays of `fields`, and query_start.
+
+        Returns drafts [S, K] int32 of the bucket's S sequences, of each as many as its program has rows for, and where
+        they came from [S], as `StepResult` has it; None where own tokens were all that there was.
+        """
+        rows = staged["rows"]
+        drafts, sources = rows.new_empty(len(rows), 0), None
+        if bucket.verifies:
+            drafts, sources = self._make_drafts(staged, inputs["block_table"], bucket)
+        place_drafts(
+            self._tokens,
+            self._lengths,
+            drafts,
+            rows,
+            staged["counts"],
+            staged["query_start"],
+            inputs["block_table"],
+            *(inputs[name] for name in _PLACED),
+        )
+        return drafts, sources
 
     def _make_drafts(
-        self, plan: StepPlan, rows: torch.Tensor, rings: list[torch.Tensor], most: int, block_table: torch.Tensor
+        self, staged: Mapping[str, torch.Tensor], block_table: torch.Tensor, bucket: Bucket
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts [B, most] and their sources."""
+        rows, most = staged["rows"], bucket.rows - 1
         drafts, agreed = self.draft(self._tokens, self._lengths, rows, most)
         sources = None
         if self.trained is not None:
             agreed = agreed.clamp_min(SURE - 1)  # a ring that agrees with less is not asked
-        if plan.ring_filled.any():
+        if self._rings.numel():
+            rings = [staged[name] for name in ("rings", "ring_ends", "ring_filled")]
             sources = draft_recalled(self._tokens, self._lengths, rows, agreed, self._rings, *rings, drafts)
         if self.trained is None:
             return drafts, sources
@@ -125,30 +140,34 @@ class Histories:
             sources = torch.full_like(agreed, OWN_TOKENS)
         else:
             unsure &= sources != FORMER_ANSWERS
-        chained = self.trained.chain(plan, block_table, most)
+        chained = self.trained.chain(staged, self._lengths, block_table, bucket)
         return torch.where(unsure[:, None], chained, drafts), sources.masked_fill_(unsure, TRAINED_DRAFT)
 
-    def follow(
-        self, first: First | None, plan: StepPlan, input_ids: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor
-    ) -> None:
-        """Let the trained draft read a step whose tokens [N] were sampled; `first`: of the program that ran."""
-        if self.trained is not None and first is not None:
-            query_start = self._staging.device["query_start"]
-            self.trained.follow(first, plan, input_ids, tokens, accepted, query_start)
-
-    def accept(self, plan: StepPlan, tokens: torch.Tensor, masks: StepMasks | None = None) -> torch.Tensor:
-        """Take in what the step sampled [N]; returns how many drafts hold [B], int32. Of a constrained sequence no more
-        of them hold than there are `masks` after them.
+    def accept(
+        self,
+        staged: Mapping[str, torch.Tensor],
+        drafts: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take in what a step sampled [N]; returns how many drafts hold [S], int32. `counts` [B]: how many may hold of
+        each of the first B sequences, which are all that there are then; None: as many as it computes.
         """
-        rows, counts, first, *_ = self._of_step(plan.num_sequences)
-        if masks is not None and plan.masks_drafts:
-            self._left.host["counts"][: plan.num_sequences] = masks.drafts_left(plan)
-            self._left.upload()
-            counts = self._left.device["counts"][: plan.num_sequences]
-        return self.hold(tokens, self._drafts, rows, counts, first, self._tokens, self._lengths)
+        if counts is None:
+            return self.hold(
+                tokens, drafts, staged["rows"], staged["counts"], staged["first"], self._tokens, self._lengths
+            )
+        count = len(counts)
+        rows, first = staged["rows"][:count], staged["first"][:count]
+        return self.hold(tokens, drafts[:count], rows, counts, first, self._tokens, self._lengths)
 
-    def _of_step(self, count: int) -> list[torch.Tensor]:
-        return [self._staging.device[name][:count] for name in _OF_STEP]
+    def left(self, plan: StepPlan, masks: StepMasks) -> torch.Tensor:
+        """How many drafts of each sequence may hold [B]: of a constrained one no more than there are masks after
+        them.
+        """
+        self._left.host["counts"][: plan.num_sequences] = masks.drafts_left(plan)
+        self._left.upload()
+        return self._left.device["counts"][: plan.num_sequences]
 
     def _tell(self, plan: StepPlan) -> None:
         if not len(plan.told_rows):
@@ -156,9 +175,11 @@ class Histories:
         starts = np.cumsum(plan.told_lengths) - plan.told_lengths
         begins = plan.told_rows.astype(np.int64) * self._tokens.shape[1] - starts
         places = np.repeat(begins, plan.told_lengths) + np.arange(len(plan.told_tokens))
-        self._tokens.view(-1).index_copy_(0, self._upload(places), self._upload(plan.told_tokens))
-        rows = self._upload(plan.told_rows.astype(np.int64))
-        self._lengths.index_copy_(0, rows, self._upload(plan.told_lengths))
+        count = len(places)
+        where = self._upload(np.concatenate((places, plan.told_rows.astype(np.int64))))
+        what = self._upload(np.concatenate((plan.told_tokens, plan.told_lengths)))
+        self._tokens.view(-1).index_copy_(0, where[:count], what[:count])
+        self._lengths.index_copy_(0, where[count:], what[count:])
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         """Once a request, so from memory that is pinned for it: the steps before are not waited for."""

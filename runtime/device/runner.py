@@ -5,7 +5,7 @@ back.
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +17,16 @@ from ...compiler.run.ahead import KernelsAhead
 from ...compiler.run.emit import BoundProgram
 from ...ops.collectives.group import group_named, tensor_parallel_group
 from ..adapters.stacks import AdapterStacks, Report
-from ..steps.plan import Int32, StepDrafts, StepMasks, StepPlan, StepResult
+from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
 from .buckets import Buckets
+from .followed import Surroundings, arrays
+from .handle import Handle
 from .histories import Histories
+from .inputs.step_inputs import StepInputs
 from .programs import ReadyPrograms
 from .progress import progress, stage
-from .sampler import DeviceSamples, Sampler
+from .sampler import Sampler, is_plain
 from .sharded_sampler import ShardedSampler
-from .staging import to_host
-from .step_inputs import StepInputs
 from .step_times import time_programs
 from .trained_draft import First
 
@@ -39,6 +40,7 @@ class _Ready:
     inputs: StepInputs
     bound: BoundProgram
     logits: torch.Tensor
+    around: Surroundings | None = None  # where sequences are followed
     first: First | None = None  # a trained draft's
     uses: int = 0
 
@@ -46,20 +48,6 @@ class _Ready:
     def parts(self) -> list[BoundProgram]:
         """The target's, and the draft's first pass."""
         return [self.bound, *([] if self.first is None else [self.first.bound])]
-
-
-@dataclass
-class Handle:
-    """A step on its way: pinned copies of what it sampled, and the event after which they are valid. `unsampled`: its
-    plan, program, logits and positions (see `Sampler`) while it waits for masks; `drafted`: those masks need its
-    drafts, which are a copy and an event too, and the rows that count.
-    """
-
-    step: int
-    samples: DeviceSamples | None = None
-    done: Any = None
-    unsampled: tuple[StepPlan, _Ready, torch.Tensor, torch.Tensor | None] | None = None
-    drafted: tuple[torch.Tensor, Any, Int32] | None = None
 
 
 class ModelRunner:
@@ -132,9 +120,6 @@ class ModelRunner:
                     bound.prepare()
             for bucket in progress(decode, "capturing CUDA graphs", "graph", show_progress):
                 self._capture(self._program(bucket))
-            if self.trained is not None and self.captures:
-                with nullcontext() if self.stacks is None else self.stacks.device_calls:
-                    self._pool = self.trained.capture_chains(self._pool)
         if self.stacks is not None:
             self.stacks.store.gently = True  # steps run from now on
         return time.perf_counter() - begin
@@ -154,11 +139,11 @@ class ModelRunner:
         )
 
     def _all_of(self, bucket: Bucket) -> Callable[[], None]:
-        """Runs a bucket's program, and what a trained draft adds to it."""
+        """Runs a bucket's program, and what drafts add to it."""
         ready = self._program(bucket)
         runs: list[Callable[[], object]] = [bound.replay for bound in ready.parts]
-        if self.trained is not None:
-            runs.append(self.trained.timed(bucket))
+        if ready.around is not None:
+            runs.append(ready.around.replay)
 
         def run() -> None:
             for each in runs:
@@ -199,65 +184,68 @@ class ModelRunner:
         ):
             self._capture(ready)
         inputs = ready.inputs.tensors
-        ready.inputs.fill(plan, self._last_tokens)
         positions: torch.Tensor | None = None
-        handle = Handle(plan.step)
-        if plan.follows:
-            if self.histories is None:
+        handle = Handle(plan)
+        if not plan.follows:
+            ready.inputs.fill(plan, self._last_tokens)
+        else:
+            if self.histories is None or ready.around is None:
                 raise RuntimeError("a plan follows sequences, but the engine was started without speculation")
-            self.histories.place(plan, inputs)
+            self.histories.begin(plan)
+            ready.inputs.fill(plan, self._last_tokens, ready.around.values(plan))
+            ready.around.place(plan)
             if plan.masks_drafts:
-                (drafts,), found = to_host([self.histories.drafts], self.device)
-                handle.drafted = drafts, found, plan.masked_rows
+                handle.send_drafts(ready.around.drafts, lasting=ready.around.captured)
             positions = inputs["positions"]
             if not plan.decode and not plan.verifies:
                 positions = positions.index_select(0, inputs["logits_indices"])
         ready.bound.replay()
         logits = ready.logits[: len(plan.logits_indices)]
         if len(plan.masked_rows):
-            handle.unsampled = plan, ready, logits, positions
+            handle.unsampled = ready, logits, positions
             self._waiting = handle
         else:
-            self._sample(handle, plan, ready, logits, positions)
+            self._sample(handle, ready, logits, positions)
         return handle
 
     def drafts(self, handle: Handle) -> StepDrafts:
         """Wait for the drafts of a step whose masks need them, which are there before its logits."""
-        if handle.drafted is None:
-            raise RuntimeError(f"step {handle.step} has no drafts that masks depend on")
-        drafts, found, rows = handle.drafted
-        if found is not None:
-            found.synchronize()
-        return StepDrafts(handle.step, drafts.numpy()[rows])
+        return handle.drafts()
 
     def constrain(self, handle: Handle, masks: StepMasks) -> None:
         """Sample a step that waits for these masks."""
         if handle.unsampled is None or handle.step != masks.step:
             raise RuntimeError(f"masks of step {masks.step} came when step {handle.step} waits for none")
-        (plan, ready, logits, positions), handle.unsampled = handle.unsampled, None
+        (ready, logits, positions), handle.unsampled = handle.unsampled, None
         self._waiting = None
-        self._sample(handle, plan, ready, logits, positions, masks)
+        self._sample(handle, ready, logits, positions, masks)
 
     def _sample(
         self,
         handle: Handle,
-        plan: StepPlan,
         ready: _Ready,
         logits: torch.Tensor,
         positions: torch.Tensor | None,
         masks: StepMasks | None = None,
     ) -> None:
-        samples = self._sampler(logits, plan, masks, positions)
-        if plan.follows and self.histories is not None:
-            accepted = self.histories.accept(plan, samples.tokens, masks)
-            samples = replace(samples, accepted=accepted, sources=self.histories.sources)
-            self._send_back(handle, samples)
-            self.histories.follow(ready.first, plan, ready.inputs.tensors["input_ids"], samples.tokens, accepted)
+        plan, around = handle.plan, ready.around
+        if plan.follows and around is not None:
+            if around.captured and self._ranks == 1 and masks is None and is_plain(plan.sampling):
+                samples, counted = None, around.sample(plan)
+            else:
+                samples = self._sampler(logits, plan, masks, positions)
+                counted = around.take(samples.tokens, plan, masks)
+            handle.send(samples, counted)
+            around.sent = handle.done
+            if self.trained is not None and ready.first is not None:
+                input_ids, staged = ready.inputs.tensors["input_ids"], ready.inputs.staged
+                self.trained.follow(ready.first, plan, staged, input_ids, counted.tokens, counted.accepted)
             return
+        samples = self._sampler(logits, plan, masks, positions)
         # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
         fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
         self._last_tokens[: plan.num_sequences].copy_(fed)
-        self._send_back(handle, samples)
+        handle.send(samples)
 
     def start_load(self, slot: int, number: int) -> None:
         """Begin to bring an adapter into a slot that no submitted step reads; slot -1: only into host memory.
@@ -285,16 +273,10 @@ class ModelRunner:
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step's tokens."""
-        if handle.done is not None:
-            handle.done.synchronize()
-            if self.stacks is not None:
-                self.stacks.note_step(time.monotonic())
-        if handle.samples is None:
-            raise RuntimeError(f"step {handle.step} was not sampled: it waits for masks")
-        tokens, *others = (None if tensor is None else tensor.numpy() for tensor in vars(handle.samples).values())
-        if tokens is None:
-            raise RuntimeError(f"step {handle.step} has no tokens")
-        return StepResult(handle.step, tokens, *others)
+        result = handle.result()
+        if handle.done is not None and self.stacks is not None:
+            self.stacks.note_step(time.monotonic())
+        return result
 
     def _make_sampler(self, sampler: Sampler) -> Sampler | ShardedSampler:
         if self._ranks == 1:
@@ -315,15 +297,18 @@ class ModelRunner:
         return ready
 
     def _bind(self, program: Program) -> _Ready:
-        inputs = StepInputs(program, self.device)
+        inputs = StepInputs(program, self.device, () if self.histories is None else arrays(self.histories))
         outputs = self._outputs(program)
         if program.arena_bytes > self._arena.numel():
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=self.device)
         bound = BoundProgram(program, {**self._tensors, **inputs.tensors, **outputs}, self.device, arena=self._arena)
-        first = None
+        around = first = None
+        if self.histories is not None and program.bucket is not None:
+            around = Surroundings(self.histories, program.bucket, inputs, bound.outputs[0])
         if self.trained is not None and program.bucket is not None:
-            first = self.trained.bind_first(program.bucket, inputs.tensors, bound.outputs[1:])
-        return _Ready(inputs, bound, bound.outputs[0], first)
+            query_start = inputs.staged["query_start"]
+            first = self.trained.bind_first(program.bucket, inputs.tensors, query_start, bound.outputs[1:])
+        return _Ready(inputs, bound, bound.outputs[0], around, first)
 
     def _outputs(self, program: Program) -> dict[str, torch.Tensor]:
         """Where a program puts its logits, and the hidden states that a trained draft reads."""
@@ -342,6 +327,9 @@ class ModelRunner:
             for bound in ready.parts:
                 bound.capture(self._pool)
                 self._pool = bound.pool
+            bucket = ready.bound.program.bucket
+            if ready.around is not None and bucket is not None and (bucket.decode or bucket.verifies):
+                self._pool = ready.around.capture(self._pool)
 
     def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Programs share one logits buffer: each step's are read before the next step runs."""
@@ -351,8 +339,3 @@ class ModelRunner:
         if (dtype, shape[1]) not in self._logits:
             self._logits[dtype, shape[1]] = torch.empty(most, shape[1], dtype=dtype, device=self.device)
         return self._logits[dtype, shape[1]][: shape[0]]
-
-    def _send_back(self, handle: Handle, samples: DeviceSamples) -> None:
-        given = {name: tensor for name, tensor in vars(samples).items() if tensor is not None}
-        copies, handle.done = to_host(given.values(), self.device)
-        handle.samples = DeviceSamples(**dict(zip(given, copies, strict=True)))

@@ -1,5 +1,6 @@
 """From logits to tokens on the device: penalties and biases, sampling, log-probabilities."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +10,9 @@ from ...ops.core.triton_support import cdiv
 from ...ops.rows.argmax import argmax
 from ...ops.rows.sample import sample, top_logprobs
 from ..steps.plan import Int32, SamplingPlan, StepMasks, StepPlan
-from .staging import Staging
+from .inputs.staging import Staging
 
-_NUMBERS = (
+NUMBERS = (
     ("temperature", torch.float32),
     ("top_p", torch.float32),
     ("min_p", torch.float32),
@@ -28,8 +29,7 @@ Reported = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class DeviceSamples:
     """Tokens [B] int32 of a step, on the device (-1: no token, see `Sampler`); with logprobs: ids and values [B, 1 + k]
-    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored. `accepted` [B]: drafts
-    that hold (then the others have a row for each token); `sources` [B]: where they came from, see `StepResult`.
+    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored.
     """
 
     tokens: torch.Tensor
@@ -39,8 +39,12 @@ class DeviceSamples:
     prompt_tokens: torch.Tensor | None = None
     prompt_logprobs: torch.Tensor | None = None
     prompt_ranks: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
-    sources: torch.Tensor | None = None
+
+
+def is_plain(sampling: SamplingPlan) -> bool:
+    """Whether a step's tokens are taken from its logits as they are, and nothing else is asked."""
+    edits = len(sampling.history_rows), len(sampling.bias_rows), len(sampling.allowed_rows)
+    return sampling.num_logprobs < 0 and sampling.num_prompt_logprobs < 0 and not any(edits)
 
 
 class Sampler:
@@ -54,7 +58,7 @@ class Sampler:
         self.device = device
         self._max_rows = max_rows
         self._masks: Staging | None = None
-        self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in _NUMBERS], device)
+        self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in NUMBERS], device)
 
     def __call__(
         self,
@@ -110,28 +114,32 @@ class Sampler:
         masked: tuple[torch.Tensor, ...],
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        numbers = self.numbers(sampling, positions)
-        return sample(
-            scores,
-            numbers["temperature"],
-            numbers["top_k"],
-            numbers["top_p"],
-            numbers["min_p"],
-            numbers["seeds"],
-            numbers["steps"],
-            *masked,
-        )
+        return drawn_with(scores, self.numbers(sampling, positions), *masked)
 
     def numbers(self, sampling: SamplingPlan, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """The plan's temperature, top_k, top_p, min_p, seeds and steps, [R] each, on the device."""
         rows = len(sampling.temperature)
-        for name, _ in _NUMBERS:
+        for name, _ in NUMBERS:
             self._numbers.host[name][:rows] = getattr(sampling, name)
         self._numbers.upload()
-        numbers = {name: self._numbers.device[name][:rows] for name, _ in _NUMBERS}
+        numbers = {name: self._numbers.device[name][:rows] for name, _ in NUMBERS}
         if positions is not None:
             numbers["steps"] = numbers["steps"] + positions[:rows]
         return numbers
+
+
+def drawn_with(scores: torch.Tensor, numbers: Mapping[str, torch.Tensor], *masked: torch.Tensor) -> torch.Tensor:
+    """The tokens [R] that `sample` draws from scores [R, V] with `Sampler.numbers`."""
+    return sample(
+        scores,
+        numbers["temperature"],
+        numbers["top_k"],
+        numbers["top_p"],
+        numbers["min_p"],
+        numbers["seeds"],
+        numbers["steps"],
+        *masked,
+    )
 
 
 def _reported(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Reported:

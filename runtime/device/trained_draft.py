@@ -6,29 +6,28 @@ on from. The chain runs before the next step, of whose plan it knows how many dr
 sequences have by then. Its own keys and values are overwritten by that step's first pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...compiler.api import CompiledModel
 from ...compiler.program.program import Bucket
-from ...compiler.run.captured import capture
 from ...compiler.run.emit import BoundProgram
 from ...graphs.draft.config import EagleConfig
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..requests.checks import MAX_DRAFTS
-from ..steps.plan import DRAFT_SIZES, VERIFIED_ROWS, StepPlan
+from ..steps.plan import StepPlan
 from .buckets import Buckets
+from .inputs.step_inputs import Beyond
 from .programs import ReadyPrograms
 
 PREFIX = "draft."
 """Before the names of the draft's weights, stacks and caches where they lie among the target's."""
 ALIGNED = 16
-STAGED = ("state_rows", "chain_counts", "chain_slots", "last_rows")
-"""Of each step, one for each sequence: see `TrainedDraft.stage`."""
 
 
 @dataclass
@@ -38,17 +37,6 @@ class First:
     bound: BoundProgram
     tokens: torch.Tensor
     chosen: torch.Tensor
-    query_start: torch.Tensor | None = None
-    """Where the target's program has none to share."""
-
-
-@dataclass
-class Chain:
-    """The chain of a batch size: `steps[m]` is bound to draft the token m + 1 places after the first."""
-
-    bucket: Bucket
-    steps: list[BoundProgram]
-    graphs: dict[int, Any]
 
 
 def draft_bytes(config: EagleConfig, sequences: int, rows: int, itemsize: int) -> int:
@@ -61,7 +49,8 @@ def draft_bytes(config: EagleConfig, sequences: int, rows: int, itemsize: int) -
 class TrainedDraft:
     """What runs of a head. `first`, `chain`: compiled; `tensors`: their weights, stacks and caches by name.
 
-    A step goes `stage` (host arrays), `chain` (drafts for this step's sequences), the target, sampling, `follow`.
+    A step goes `values` (host arrays of `fields`), `chain` (drafts for this step's sequences), the target, sampling,
+    `follow`.
     """
 
     def __init__(
@@ -79,6 +68,11 @@ class TrainedDraft:
         self._buckets, self._device = buckets, device
         most, width = buckets.max_num_seqs, config.hidden_size
         self._rows = most
+        self.fields = (
+            Beyond("state_rows", torch.int64, most),
+            Beyond("chain_slots", torch.int32, -1),
+            Beyond("last_rows", torch.int64, 0),
+        )
         rows = max(buckets.max_num_batched_tokens, buckets.sampled_rows)
         make = partial(torch.zeros, device=device)
         self._features = [make(rows, width, dtype=dtype) for _ in config.feature_layers]
@@ -93,86 +87,94 @@ class TrainedDraft:
             "context_lens": make(MAX_DRAFTS - 1, columns, dtype=torch.int32),
         }
         self._block_table = make(most, buckets.blocks, dtype=torch.int32)
+        self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
         sequences = max(most, buckets.logit_rows)  # a step that scores prompts has rows of logits beyond its sequences
         self._counting = torch.arange(sequences + 1, dtype=torch.int32, device=device)
         self._ahead = torch.arange(MAX_DRAFTS - 1, dtype=torch.int32, device=device)[:, None]
         self._arena = make(0, dtype=torch.uint8)
-        self._chains: ReadyPrograms[Chain] = ReadyPrograms()
-        self._staged: Mapping[str, torch.Tensor] = {}
-        self._lengths = self._counting
-
-    def use(self, staged: Mapping[str, torch.Tensor], lengths: torch.Tensor) -> None:
-        """Where the arrays of `stage` lie on the device, and the lengths of the histories [R]."""
-        self._staged, self._lengths = staged, lengths
+        self._chains: ReadyPrograms[list[BoundProgram]] = ReadyPrograms()
 
     def feature(self, place: int, rows: int) -> torch.Tensor:
         """Where the target's program of so many rows puts the hidden states of a feature's layer."""
         return self._features[place][:rows]
 
-    def bind_first(self, bucket: Bucket, inputs: Mapping[str, torch.Tensor], features: Sequence[torch.Tensor]) -> First:
-        """The first pass of a bucket, on the inputs of the target's program and what that returns."""
+    def bind_first(
+        self, bucket: Bucket, inputs: Mapping[str, torch.Tensor], query_start: torch.Tensor, features: Sequence[Any]
+    ) -> First:
+        """The first pass of a bucket, on the inputs of the target's program and what that returns; `query_start`: of
+        the step, also where that program does without.
+        """
         tokens = torch.zeros(bucket.tokens, dtype=torch.int64, device=self._device)
         chosen = self._counting[: bucket.sequences]
         own = {"input_ids": tokens, "chosen_rows": chosen if bucket.decode else torch.zeros_like(chosen)}
         own |= {f"features_{place}": feature for place, feature in enumerate(features)}
-        start = None
         if "query_start" not in inputs:
-            own["query_start"] = self._counting[: bucket.sequences + 1]
-            if not bucket.decode:
-                own["query_start"] = start = torch.zeros_like(own["query_start"])
+            own["query_start"] = self._counting[: bucket.sequences + 1] if bucket.decode else query_start
         bound = self._bind(self._first, bucket, {**self._tensors, **inputs, **own})
-        return First(bound, tokens, own["chosen_rows"], start)
+        return First(bound, tokens, own["chosen_rows"])
 
-    def stage(self, host: Mapping[str, Any], plan: StepPlan) -> None:
-        """Fill in the step's arrays: each sequence's row of what is kept between steps, how many drafts it computes,
-        its adapter's slot, and its last query token's row.
+    def values(self, plan: StepPlan) -> dict[str, Any]:
+        """What the arrays of `fields` hold for a step: each sequence's row of what is kept between steps, its adapter's
+        slot, and its last query token's row.
         """
-        count = plan.num_sequences
-        padding = (self._rows, -1, -1, 0)
-        for name, value in zip(STAGED, padding, strict=True):
-            host[name][count:] = value
-        host["state_rows"][:count] = plan.follow_rows
-        host["state_rows"][:count][plan.follow_rows < 0] = self._rows
-        host["chain_counts"][:count] = plan.drafts
-        host["chain_slots"][:count] = plan.adapter_index[plan.query_start[:-1]]
-        host["last_rows"][:count] = plan.query_start[1:] - 1
+        return {
+            "state_rows": np.where(plan.follow_rows < 0, self._rows, plan.follow_rows),
+            "chain_slots": plan.adapter_index[plan.query_start[:-1]],
+            "last_rows": plan.query_start[1:] - 1,
+        }
 
-    def chain(self, plan: StepPlan, block_table: torch.Tensor, most: int) -> torch.Tensor:
-        """`most` drafts for each of the plan's sequences [B, most] int32; of one that computes fewer only as many mean
-        anything.
+    def chain(
+        self, staged: Mapping[str, torch.Tensor], lengths: torch.Tensor, block_table: torch.Tensor, bucket: Bucket
+    ) -> torch.Tensor:
+        """Drafts [S, K] int32 of a step with drafts of this bucket, for each of its S sequences as many as it has rows
+        for; of a sequence that computes fewer only as many mean anything. `lengths` [R]: of the histories.
         """
-        count = min(len(block_table), self._rows)
-        self._block_table[:count].copy_(block_table[:count])
-        chain = self._chains.get(self._buckets.pick_chain(plan), self._make_chain)
-        graph = chain.graphs.get(next(size for size in DRAFT_SIZES if size >= most))
-        if graph is None:
-            self._run_chain(chain, most)
-        else:
-            graph.replay()
-        return self._drafts[:most, : plan.num_sequences].to(torch.int32).t().contiguous()
+        size, most = bucket.sequences, bucket.rows - 1
+        chain = self._chains.get(self._buckets.chain_bucket(size, bucket.lora), self._make_chain)
+        rows = staged["state_rows"]
+        torch.index_select(self._tokens, 0, rows, out=self._drafts[0, :size])
+        if most > 1:
+            self._slots[:size].copy_(staged["chain_slots"])
+            self._block_table[:size].copy_(block_table[:size])
+            torch.index_select(self._hidden, 0, rows, out=self._states[0, :size])
+            self._lay_out(lengths.index_select(0, rows.clamp_max(self._rows - 1)), staged["counts"], most - 1)
+            for step in chain[: most - 1]:
+                step.run()
+        return self._drafts[:most, :size].to(torch.int32).t().contiguous()
+
+    def _lay_out(self, lengths: torch.Tensor, counts: torch.Tensor, steps: int) -> None:
+        """Where the rows of a chain's steps stand."""
+        size = len(lengths)
+        places = lengths - 1 + self._ahead[:steps]
+        # what a sequence does not draft may lie beyond its pages
+        wanted = self._ahead[:steps] + 1 < counts
+        blocks = (places // PAGE_SIZE).clamp(0, self._block_table.shape[1] - 1).t().to(torch.int64)
+        pages = self._block_table[:size].gather(1, blocks).t()
+        self._places["positions"][:steps, :size].copy_(torch.where(wanted, places, 0))
+        self._places["slot_mapping"][:steps, :size].copy_(
+            torch.where(wanted, pages * PAGE_SIZE + places % PAGE_SIZE, -1)
+        )
+        self._places["context_lens"][:steps, :size].copy_(torch.where(wanted, places + 1, 0))
 
     def follow(
         self,
         first: First,
         plan: StepPlan,
+        staged: Mapping[str, torch.Tensor],
         input_ids: torch.Tensor,
         sampled: torch.Tensor,
         accepted: torch.Tensor,
-        query_start: torch.Tensor,
     ) -> None:
-        """The first pass over a step that has been sampled. `sampled`: as `StepResult.tokens`; `accepted` [B]: drafts
-        that hold; input_ids: of the target's program; query_start [B + 1].
+        """The first pass over a step that has been sampled. `staged`: its arrays of `fields`, and query_start;
+        `sampled`: as `StepResult.tokens`; `accepted` [B]: drafts that hold; input_ids: of the target's program.
         """
         tokens, count = plan.num_tokens, plan.num_sequences
-        if first.query_start is not None:
-            first.query_start.fill_(tokens)
-            first.query_start[: count + 1].copy_(query_start[: count + 1])
-        last_rows = self._staged["last_rows"][:count]
+        last_rows = staged["last_rows"][:count]
         # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
         drawn = sampled.clamp_min(0) if self._device.type == "cpu" else sampled
         if plan.verifies:
             first.tokens[:tokens].copy_(drawn[:tokens])
-            torch.add(query_start[:count], accepted, out=first.chosen[:count])
+            torch.add(staged["query_start"][:count], accepted[:count], out=first.chosen[:count])
         else:
             after = drawn[:count]
             if (plan.next_tokens >= 0).any():
@@ -187,66 +189,24 @@ class TrainedDraft:
                 first.tokens.index_copy_(0, last_rows, after.to(torch.int64))
                 first.chosen[:count].copy_(last_rows)
         drafted, hidden = first.bound.replay()
-        rows = self._staged["state_rows"][:count]
+        rows = staged["state_rows"][:count]
         self._tokens.index_copy_(0, rows, drafted[:count])
         self._hidden.index_copy_(0, rows, hidden[:count])
 
     def bound_chains(self) -> list[BoundProgram]:
         """One program of each batch size that has drafts, for kernels to be compiled ahead."""
-        return [self._chains.get(bucket, self._make_chain).steps[0] for bucket in self._buckets.chain_buckets()]
+        return [self._chains.get(bucket, self._make_chain)[0] for bucket in self._buckets.chain_buckets()]
 
-    def capture_chains(self, pool: Any) -> Any:
-        """Record each batch size's chains as CUDA graphs; returns the pool of their memory."""
-        for bucket in self._buckets.chain_buckets():
-            chain = self._chains.get(bucket, self._make_chain)
-            for most in DRAFT_SIZES:
-                if bucket.sequences * (1 + most) <= VERIFIED_ROWS and most < self._buckets.most_rows:
-                    run = partial(self._run_chain, chain, most)
-                    graph = capture(self._device, partial(_prepare, chain, run), run, pool)
-                    chain.graphs[most], pool = graph, graph.pool()
-        return pool
-
-    def timed(self, bucket: Bucket) -> Callable[[], None]:
-        """The chain that a step of this bucket needs, for `time_programs`."""
-        most = bucket.rows - 1
-        if not most:
-            return lambda: None
-        chain = self._chains.get(self._buckets.chain_bucket(bucket.sequences, bucket.lora), self._make_chain)
-        graph = chain.graphs.get(most)
-        return partial(self._run_chain, chain, most) if graph is None else graph.replay
-
-    def _run_chain(self, chain: Chain, most: int) -> None:
-        """Lay the rows of a chain out, and run them."""
-        size = chain.bucket.sequences
-        rows = self._staged["state_rows"][:size]
-        torch.index_select(self._tokens, 0, rows, out=self._drafts[0, :size])
-        if most == 1:
-            return
-        torch.index_select(self._hidden, 0, rows, out=self._states[0, :size])
-        steps = most - 1
-        begin = self._lengths.index_select(0, rows.clamp_max(self._rows - 1)) - 1
-        places = begin + self._ahead[:steps]
-        # what a sequence does not draft may lie beyond its pages
-        wanted = self._ahead[:steps] + 1 < self._staged["chain_counts"][:size]
-        blocks = (places // PAGE_SIZE).clamp(0, self._block_table.shape[1] - 1).t().to(torch.int64)
-        pages = self._block_table[:size].gather(1, blocks).t()
-        self._places["positions"][:steps, :size].copy_(torch.where(wanted, places, 0))
-        self._places["slot_mapping"][:steps, :size].copy_(
-            torch.where(wanted, pages * PAGE_SIZE + places % PAGE_SIZE, -1)
-        )
-        self._places["context_lens"][:steps, :size].copy_(torch.where(wanted, places + 1, 0))
-        for step in chain.steps[:steps]:
-            step.run()
-
-    def _make_chain(self, bucket: Bucket) -> Chain:
+    def _make_chain(self, bucket: Bucket) -> list[BoundProgram]:
+        """The chain of a batch size: step m drafts the token m + 1 places after the first."""
         program, size = self._chain.program(bucket), bucket.sequences
         shared = {
             "block_table": self._block_table[:size],
             "query_start": self._counting[: size + 1],
-            "adapter_index": self._staged["chain_slots"][:size],
+            "adapter_index": self._slots[:size],
         }
         drafted, hidden = (view.buffer for view in program.outputs)
-        steps = [
+        return [
             self._bind(
                 self._chain,
                 bucket,
@@ -262,16 +222,9 @@ class TrainedDraft:
             )
             for step in range(MAX_DRAFTS - 1)
         ]
-        return Chain(bucket, steps, {})
 
     def _bind(self, compiled: CompiledModel, bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> BoundProgram:
         needed = compiled.program(bucket).arena_bytes
         if needed > self._arena.numel():
             self._arena = torch.empty(needed, dtype=torch.uint8, device=self._device)
         return compiled.bind(bucket, tensors, device=self._device, arena=self._arena)
-
-
-def _prepare(chain: Chain, run: Callable[[], None]) -> None:
-    """Compile and load what a chain launches; where no step has been staged it stores nothing."""
-    chain.steps[0].prepare()
-    run()

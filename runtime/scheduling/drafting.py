@@ -37,15 +37,21 @@ def fastest(seconds: Mapping[int, float], tokens: float, adaptive: Sequence[tupl
     adaptive  (acceptance, most drafts) of the sequences that the number is for
     asked     drafts that another sequence of the step has all the same
     """
+    least: dict[int, float] = {}  # drafts -> what the fastest step takes that has room for them
+    took = float("inf")
+    for drafts in sorted(seconds, reverse=True):
+        took = least[drafts] = min(took, seconds[drafts])
+    sizes = sorted(seconds)
 
     def takes(drafts: int) -> float:
-        return min((took for size, took in seconds.items() if size >= drafts), default=seconds[max(seconds)])
+        return least[next((size for size in sizes if size >= drafts), sizes[-1])] if drafts else least[0]
 
     best, most = 0, MARGIN * tokens / takes(asked)
-    for drafts in sorted(seconds):
-        made = tokens + sum(expected(acceptance, min(drafts, room)) for acceptance, room in adaptive)
-        if drafts and made / takes(max(drafts, asked)) > most:
-            best, most = drafts, made / takes(max(drafts, asked))
+    for drafts in sizes[1:]:
+        made = tokens + sum([expected(acceptance, min(drafts, room)) for acceptance, room in adaptive])
+        rate = made / takes(max(drafts, asked))
+        if rate > most:
+            best, most = drafts, rate
     return best
 
 

@@ -76,7 +76,7 @@ class MasksOfStep:
             return StepMasks(plan.step, rows, np.zeros_like(rows), np.zeros((0, 0), np.int32))
         tokens = [] if drafted is None else drafted.tokens.tolist()
         drafts = [
-            tokens[place][: plan.drafts[row]] if tokens else []
+            tokens[place][: max(0, plan.drafts[row])] if tokens else []
             for place, row in zip(self._places, self._rows, strict=True)
         ]
         if any(drafts):

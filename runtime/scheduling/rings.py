@@ -18,19 +18,22 @@ PROMPT_END = 8
 many as count when places are compared.
 """
 
+NOTHING_KEPT = np.zeros((0, 5), np.int32)
+
 
 class AnswerRings:
     """Hands rings of `tokens` tokens (0: there are none) to adapters; the idle one that was used longest ago makes
     room.
 
     content_of   adapter number (-1: the base model) -> name of its content
-    ends, filled [RINGS]: of each ring the place after its newest token, and how many tokens up to there count
+    ends, filled [RINGS + 1]: of each ring the place after its newest token, and how many tokens up to there count; at
+                 last, where a sequence without a ring (-1) looks, always 0
     """
 
     def __init__(self, tokens: int, content_of: Callable[[int], str]) -> None:
         self.tokens = tokens
-        self.ends = np.zeros(RINGS, np.int32)
-        self.filled = np.zeros(RINGS, np.int32)
+        self.ends = np.zeros(RINGS + 1, np.int32)
+        self.filled = np.zeros(RINGS + 1, np.int32)
         self._content_of = content_of
         self._contents: dict[int, str] = {}  # of the numbers that have used a ring
         self._ring: OrderedDict[str, int] = OrderedDict()  # by content, the one used longest ago first
@@ -77,7 +80,7 @@ class AnswerRings:
     @property
     def kept(self) -> Int32:
         """What the next plan puts into rings [N, 5], see `StepPlan`."""
-        return np.array(self._kept, np.int32).reshape(-1, 5)
+        return np.array(self._kept, np.int32).reshape(-1, 5) if self._kept else NOTHING_KEPT
 
     def told(self) -> None:
         """A plan has `kept`."""
@@ -85,13 +88,7 @@ class AnswerRings:
 
     def of_plan(self, rings: Int32) -> dict[str, Int32]:
         """What a plan of sequences with these rings says about them."""
-        has = rings >= 0
-        return {
-            "rings": rings,
-            "ring_ends": np.where(has, self.ends[rings], 0),
-            "ring_filled": np.where(has, self.filled[rings], 0),
-            "kept": self.kept,
-        }
+        return {"rings": rings, "ring_ends": self.ends[rings], "ring_filled": self.filled[rings], "kept": self.kept}
 
     def empty(self, number: int, for_ever: bool = False) -> None:
         """An adapter was removed, or its name has a new content: its ring begins again, also where another name has the

@@ -219,7 +219,7 @@ def _followed(work: Work, sampled: Int32, drafts: list[int], next_tokens: list[i
     """What a plan says about the device's histories. One begins with the first token that a sequence samples since it
     runs; all tokens before are known then.
     """
-    follow_rows, counts = np.full(len(work), -1, np.int32), np.full(len(work), -1, np.int32)
+    follow_rows, counts = [-1] * len(work), [-1] * len(work)
     told: list[Sequence] = []
     for index in sampled.tolist():
         sequence, _ = work[index]
@@ -228,10 +228,14 @@ def _followed(work: Work, sampled: Int32, drafts: list[int], next_tokens: list[i
             counts[index] = drafts[index]
         else:
             told.append(sequence)
-    return {
-        "follow_rows": follow_rows,
+    found = {
+        "follow_rows": np.array(follow_rows, np.int32),
         "next_tokens": np.array(next_tokens, np.int32),
-        "drafts": counts,
+        "drafts": np.array(counts, np.int32),
+    }
+    if not told:
+        return found
+    return found | {
         "told_rows": np.array([sequence.row for sequence in told], np.int32),
         "told_lengths": np.array([len(sequence.tokens) for sequence in told], np.int32),
         "told_tokens": np.array([token for sequence in told for token in sequence.tokens], np.int32),

@@ -4,6 +4,7 @@ Nothing in here refers to a tensor or a device, so that a plan can cross a proce
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,17 +153,17 @@ class StepPlan:
         """Whether the device keeps the sequences' tokens."""
         return len(self.follow_rows) > 0
 
-    @property
+    @cached_property
     def verifies(self) -> bool:
         """Whether any sequence has drafts: all rows are sampled."""
-        return bool((self.drafts > 0).any())
+        return int(self.drafts.max(initial=0)) > 0
 
-    @property
+    @cached_property
     def masks_drafts(self) -> bool:
         """Whether any sequence that needs masks has drafts: its masks follow from its StepDrafts."""
-        return len(self.drafts) > 0 and bool((self.drafts[self.masked_rows] > 0).any())
+        return len(self.masked_rows) > 0 and self.verifies and bool((self.drafts[self.masked_rows] > 0).any())
 
-    @property
+    @cached_property
     def first_logits(self) -> Int32:
         """Row of the logits from which each sequence gets its first token [B]; those after its drafts follow."""
         return self.query_start[:-1] if self.verifies else np.arange(self.num_sequences, dtype=np.int32)
@@ -177,7 +178,7 @@ class StepPlan:
         """B."""
         return len(self.context_lens)
 
-    @property
+    @cached_property
     def uses_lora(self) -> bool:
         """Whether any token has an adapter."""
         return bool((self.adapter_index >= 0).any())

@@ -55,6 +55,7 @@ _PLAN = (
     "ring_filled",
     "next_tokens",
 )
+_EMPTY: dict[type, np.ndarray] = {dtype: np.zeros(0, dtype) for dtype in (np.int64, np.float32, np.int32)}
 # step, decode, greedy, num_logprobs, num_prompt_logprobs, rows of the block table, of slot_loads and of kept
 _FLAGS = 8
 _HEADER = _FLAGS + len(_LONG) + len(_SAMPLING_FLOATS) + len(_SAMPLING_INTS) + len(_PLAN) + 1
@@ -88,7 +89,9 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
 
     def take(dtype: type, count: int) -> np.ndarray:
         nonlocal at
-        array: np.ndarray = np.frombuffer(frame, dtype, count, at) if count else np.zeros(0, dtype)
+        if not count:
+            return _EMPTY[dtype]
+        array: np.ndarray = np.frombuffer(frame, dtype, count, at)
         at += array.nbytes
         return array
 

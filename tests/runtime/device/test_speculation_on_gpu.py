@@ -81,3 +81,43 @@ def test_answers_with_a_trained_draft_are_the_same(
         outputs = llm.generate([entry["prompt"] for entry in entries], PARAMS, chosen, use_tqdm=False)
         assert [output.outputs[0].text.strip() for output in outputs] == [entry["answer"] for entry in entries]
         assert llm.engine.scheduler.stats().trained_drafted > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("history", [0, 4096])
+def test_steps_in_graphs_sample_what_steps_launched_one_by_one_do(tmp_path: Path, history: int, trained: bool) -> None:
+    """Greedy rows, drawn ones, both at once, and those that ask for more than tokens, at several batch sizes. Steps run
+    ahead, so that what a graph leaves is written again while it is copied.
+    """
+    head = eagle_head(tmp_path, LlamaConfig.from_directory(DEMO_MODEL), **LAYERS) if trained else None
+    entries = json.loads((DEMO_MODEL / "prompts.json").read_text(encoding="utf-8"))
+    prompts = [entry["prompt"] for entry in entries][:8]
+    greedy = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=5, max_tokens=80, ignore_eos=True)
+    more = SamplingParams(temperature=0.7, seed=6, max_tokens=24, ignore_eos=True, logprobs=2)
+    loads = [[greedy], [drawn], [greedy] * 3, [drawn] * 5, [greedy, drawn, more, greedy, drawn, greedy, drawn, drawn]]
+    said = []
+    for eager in (False, True):
+        with LLM(
+            str(DEMO_MODEL),
+            speculation=3,
+            speculation_history=history,
+            draft=head,
+            device="cuda",
+            enforce_eager=eager,
+            max_num_seqs=8,
+            max_model_len=256,
+            gpu_memory_utilization=0.1,
+            show_progress=False,
+        ) as llm:
+            said.append(
+                [
+                    (output.outputs[0].token_ids, output.num_draft_tokens, output.num_accepted_tokens)
+                    for params in loads
+                    for output in llm.generate(prompts[: len(params)], params, use_tqdm=False)
+                ]
+            )
+            recorded = [ready.around.captured for ready in llm.engine.runner.programs._ready.values()]
+            assert any(recorded) != eager
+    assert said[0] == said[1] and sum(each[2] for each in said[0]) > 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidestream.compiler.program.program import Bucket, Buffer, Program
 from sidestream.runtime.device.buckets import Buckets
-from sidestream.runtime.device.step_inputs import NAMES, StepInputs
+from sidestream.runtime.device.inputs.step_inputs import NAMES, StepInputs
 from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams

@@ -39,9 +39,10 @@ def recorded(llm: LLM) -> list[tuple[list[int], list[list[int]]]]:
     trained, found = llm.engine.runner.histories.trained, []
     chain = trained.chain
 
-    def record(plan: Any, block_table: torch.Tensor, most: int) -> torch.Tensor:
-        drafts = chain(plan, block_table, most)
-        found.append((llm.engine.runner.histories._lengths[plan.follow_rows].tolist(), drafts.tolist()))
+    def record(staged: Any, lengths: torch.Tensor, block_table: torch.Tensor, bucket: Any) -> torch.Tensor:
+        drafts = chain(staged, lengths, block_table, bucket)
+        rows = staged["rows"]
+        found.append((lengths[rows[rows >= 0]].tolist(), drafts[rows >= 0].tolist()))
         return drafts
 
     trained.chain = record

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..steps.plan import AHEAD
+from ...steps.plan import AHEAD
 
 ALIGNMENT = 16
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
@@ -101,9 +101,13 @@ def copy_stream(device: torch.device, direction: str) -> Any:
     return torch.cuda.Stream(device)
 
 
-def to_host(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], Any]:
+def to_host(
+    tensors: Iterable[torch.Tensor], device: torch.device, lasting: bool = False
+) -> tuple[list[torch.Tensor], Any]:
     """Copies of a step's tensors in pinned memory, as they are after all that is queued on the current stream, and the
     event after which they are valid. On the CPU the tensors themselves, and None.
+
+    lasting  nothing frees the tensors, and their owner waits for the event before it writes them again
     """
     if device.type != "cuda":
         return list(tensors), None
@@ -111,12 +115,15 @@ def to_host(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[list
     ready.record(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):  # what is queued next does not wait for what goes to the host
         ready.wait(stream)
-        copies = [_to_pinned(tensor, stream) for tensor in tensors]
+        copies = [_to_pinned(tensor, None if lasting else stream) for tensor in tensors]
         done.record(stream)
     return copies, done
 
 
 def _to_pinned(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
-    """A copy in pinned memory, made on `stream`, the current one; the tensor is another stream's."""
-    tensor.record_stream(stream)
+    """A copy in pinned memory, made on the current stream. `stream`: that, if the tensor is another's, whose allocator
+    must not hand its memory on before; None: nothing frees it.
+    """
+    if stream is not None:
+        tensor.record_stream(stream)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
