@@ -117,19 +117,24 @@ def _judged(words: Int32, sequences: list[Sequence], matchers: list[Matcher], dr
     if not edited:
         return verdicts
     bits = words.view(np.uint32)
+    fewer = set[int]()  # rows that have lost a token: only these may have none left
     for tokens, rows in without.items():
         for token in tokens:
             if token // 32 < bits.shape[1]:
-                bits[rows, token // 32] &= ~np.uint32(1 << token % 32)
+                column, bit = bits[rows, token // 32], np.uint32(1 << token % 32)
+                fewer.update(row for row, had in zip(rows, (column & bit).tolist(), strict=True) if had)
+                bits[rows, token // 32] = column & ~bit
+            else:  # it has no logit, so the mask does not have it any more
+                fewer.update(rows)
     for row in edited:
         allowed = sequences[row].allowed
         if allowed is not None:
             kept = np.zeros_like(bits[row])
             np.bitwise_or.at(kept, allowed // 32, np.uint32(1) << (allowed % 32).astype(np.uint32))
             bits[row] &= kept
-    left: list[bool] = np.bitwise_or.reduce(bits, axis=1).astype(bool).tolist()
-    for row in edited:
-        if not left[row]:  # a text that is complete, and may only end, ends
+            fewer.add(row)
+    for row in fewer:
+        if not bits[row].any():  # a text that is complete, and may only end, ends
             verdicts[row] = ("stop", None) if matchers[row].accepting else ("error", NOTHING_LEFT)
     return verdicts
 

@@ -20,7 +20,7 @@ from .vocabulary import import_llguidance
 _log = logging.getLogger(__name__)
 FEW = 8
 """So many masks are filled sooner than other threads wake up."""
-MOST_THREADS = 8
+MOST_THREADS = 16
 """More would have few of a step's masks each, and the lexers that they need take memory."""
 _chosen: int | None = None
 

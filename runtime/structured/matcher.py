@@ -39,7 +39,8 @@ class Grammar:
     ) -> None:
         self._compile = compile
         self._forms = [(next(_LEXERS), first)]
-        self._begun, self.most_lexers = 0, 1
+        self._begun = [0]  # completions that began with each
+        self.most_lexers = 1
         self.words_known, self.words = -(-known // 32), -(-vocabulary // 32)
         self.eos_ids = tuple(eos_ids)
         self.kind = kind
@@ -54,15 +55,21 @@ class Grammar:
         form = self._compile()
         if not form.is_error():
             self._forms.append((next(_LEXERS), form))
+            self._begun.append(min(self._begun))
 
     def matcher(self) -> "Matcher":
         """One for a completion that begins."""
         return Matcher(self, *self.begin())
 
     def begin(self) -> tuple[int, Any]:
-        """(number of the lexer, llguidance's state) of a completion that begins; they take turns with the lexers."""
-        self._begun += 1
-        lexer, form = self._forms[self._begun % len(self._forms)]
+        """(number of the lexer, llguidance's state) of a completion that begins: with the lexer that fewest have begun
+        with, of several the newest. Masks of one lexer are filled one after the other: a step waits for the largest
+        share.
+        """
+        fewest = min(self._begun)
+        place = max(place for place, begun in enumerate(self._begun) if begun == fewest)
+        self._begun[place] += 1
+        lexer, form = self._forms[place]
         return lexer, form.deep_copy()
 
 

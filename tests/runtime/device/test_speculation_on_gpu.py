@@ -92,7 +92,7 @@ def test_steps_in_graphs_sample_what_steps_launched_one_by_one_do(tmp_path: Path
     """
     head = eagle_head(tmp_path, LlamaConfig.from_directory(DEMO_MODEL), **LAYERS) if trained else None
     entries = json.loads((DEMO_MODEL / "prompts.json").read_text(encoding="utf-8"))
-    prompts = [entry["prompt"] for entry in entries][:8]
+    prompts = [entry["prompt"] for entry in entries for _ in range(2)][:8]
     greedy = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
     drawn = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=5, max_tokens=80, ignore_eos=True)
     more = SamplingParams(temperature=0.7, seed=6, max_tokens=24, ignore_eos=True, logprobs=2)

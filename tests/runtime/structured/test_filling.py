@@ -4,6 +4,7 @@ import gc
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,14 @@ def requests(llm: LLM) -> tuple[list[str], list[SamplingParams]]:
     params = SamplingParams(temperature=1.5, max_tokens=12, structured_outputs={"regex": "([a-d]{3}[0-9])+"})
     prompts = [f"{number:02}" for number in range(COUNT)]
     return prompts, [SamplingParams(**{**vars(params), "seed": number}) for number in range(COUNT)]
+
+
+def test_completions_are_dealt_evenly_to_lexers_while_these_become_more() -> None:
+    """A step waits for the lexer that has the most of them."""
+    directory = Path(DEMO_MODEL)
+    compiler = GrammarCompiler(load_tokenizer(directory), 512, eos_token_ids(directory))
+    lexers = [compiler.compile(StructuredOutputsParams(json=LIST)).matcher().lexer for _ in range(8 * THREADS)]
+    assert set(Counter(lexers).values()) == {8}
 
 
 def test_constraints_that_come_again_share_a_bounded_number_of_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
