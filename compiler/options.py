@@ -153,6 +153,12 @@ class CompileOptions:
         "in int8 mode, give the logits of a bf16 model in fp16, whose steps are eight times finer",
         more="torch.compile, whose caller expects the model's own dtype, leaves it out",
     )
+    finer_residual: bool = option(
+        True,
+        "in int8 mode, hold the residual stream of a bf16 model as sixteenths in fp16, whose steps are eight times "
+        "finer",
+        more="values beyond 1,048,064 are cut off there",
+    )
     disable: tuple[str, ...] = option(
         (),
         "leave a compiler pass out by its name, as `sidestream dump` lists them",

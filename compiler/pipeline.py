@@ -19,6 +19,7 @@ from .passes.balance_keys import balance_keys
 from .passes.base import Context, PassReport
 from .passes.center_keys import center_keys
 from .passes.finer_logits import finer_logits
+from .passes.finer_residual import finer_residual
 from .passes.fold_multipliers import fold_multipliers
 from .passes.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse_all_reduce_norm import fuse_all_reduce_norm
@@ -97,6 +98,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(balance_keys, "quantizes"),
     Pass(quantize_linears, "quantizes"),
     Pass(finer_logits, "quantizes"),
+    Pass(finer_residual, "quantizes"),
     Pass(use_rounded_weights, "quantizes"),
     Pass(quantize_lora, "quantizes"),
     Pass(fuse_quantize, "keeps"),

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from ...ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant
 from ...ops.core.device import H200_SMS
 from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.core.residual_stream import residual_in_fp32
 from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ..build import build_program
 from ..graph.capture import Captured
-from ..graph.nodes import CASTS, aten, bind, is_call, is_check
+from ..graph.nodes import CASTS, aten, bind, has_operand, is_call, is_check
 from ..graph.recipe import Recipe, materialize
 from ..options import CompileOptions
 from ..pipeline import DECODE_PASSES, PASSES, Pass, optimize, run_static_passes
@@ -266,6 +267,11 @@ def _norms(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, int | None]]:
     return found
 
 
+def _dtype_of(norm: fx.Node) -> torch.dtype:
+    """The model's dtype, told from the weight of a norm; what a norm that isn't lifted reads is never scaled."""
+    return bind(norm).weight.meta["val"].dtype if has_operand(norm, "weight") else torch.float32
+
+
 def _places(graph: fx.Graph) -> list[str]:
     """What lies in front of each norm and, last, of the logits: a norm's layer tells what the next value of the
     stream comes from.
@@ -316,10 +322,14 @@ class _Runner:
     def run(self, graph_module: fx.GraphModule) -> _Run:
         """Logits in fp32, and the residual stream in front of each norm."""
         tensors = self.tensors(graph_module)
-        interpreter = _Recorder(graph_module, [(node, result) for _, node, result in _norms(graph_module.graph)])
+        norms = _norms(graph_module.graph)
+        interpreter = _Recorder(graph_module, [(node, result) for _, node, result in norms])
         with torch.no_grad():
             result = interpreter.run(*(tensors[node.name] for node in placeholders(graph_module.graph)))
-        return _Run(_logits(result), [interpreter.kept[key] for key in interpreter.wanted])
+        return _Run(
+            _logits(result),
+            [residual_in_fp32(interpreter.kept[node, place], _dtype_of(norm)) for norm, node, place in norms],
+        )
 
     def _make(self, recipe: Recipe, memo: dict[Recipe, Any]) -> torch.Tensor:
         return materialize(recipe, self._state.__getitem__, memo).contiguous()

@@ -18,6 +18,7 @@ fuse_rope_append    RoPE -> Hadamard -> quantize -> append, one op
 balance_keys        keys and queries of like size before they are quantized, by factors that no score sees
 quantize_linears    rowwise int8 or e4m3 on every linear
 finer_logits        in int8, logits in fp16 instead of bf16
+finer_residual      in int8, the residual stream in fp16 instead of bf16
 use_rounded_weights  the weights of these as a file has them, instead of rounded to nearest
 quantize_lora       eight-bit adapters, and eight-bit activations for them
 fuse_quantize       the quantization of an activation moves into the op that makes it

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..core.registry import register
+from ..core.residual_stream import as_residual, of_residual, residual_in_fp32, round_residual
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, round_to, rounded_to
 from ..rows.quantize import E4M3, rotated_width, store_quantized_row
 from ..rows.quantize import reference as quantize_rowwise_reference
@@ -39,7 +40,8 @@ def from_all_parts(
     rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, q, scale, new_residual) of what all ranks show each other, in rank order."""
-    new_residual = (add_in_rank_order(parts) + residual.float()).to(residual.dtype)
+    total = add_in_rank_order(parts) + residual_in_fp32(residual, weight.dtype)
+    new_residual = round_residual(total, residual.dtype, weight.dtype)
     y = rms_norm_reference(new_residual, weight, eps)
     q, scale = quantize_rowwise_reference(y, dtype, rotate)
     return y if keep else y.new_empty(0, y.shape[-1]), q, scale, new_residual
@@ -58,7 +60,7 @@ def reference(
     spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, q, scale, new_residual) as `add_rms_norm_quant` makes them of the sum over all ranks of `group` of
-    partial + delta, all [..., H].
+    partial + delta, all [..., H]; the residuals may be fp16 where all else is bf16 (`core/residual_stream.py`).
 
     The ranks' sums of partial and delta are rounded to their dtype; these are added in rank order, with the residual,
     in fp32 and rounded once. All ranks hold the same bits. `spread`: new_residual is read by such ops alone, so a rank
@@ -105,6 +107,8 @@ def _kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = partial.dtype.element_ty
+    model: tl.constexpr = weight.dtype.element_ty
+    stream: tl.constexpr = residual.dtype.element_ty  # as wide as partial: a row of either fits a slot
     narrow: tl.constexpr = q.dtype.element_ty
     ROW_BYTES: tl.constexpr = WIDTH * (dtype.primitive_bitwidth // 8)
     memory = memories[RANK]
@@ -130,8 +134,8 @@ def _kernel(
         before = tl.load(residual + at, mask=inside, other=0.0)  # on its way while the peers are waited for
         await_flags(memory + ready, epoch, WORLD, RANK)
         values = add_up(mine, memories, source, column, inside, dtype, RANK, WORLD)
-        values = rounded_to(values + in_fp32(before), dtype)
-        tl.store(new_residual + at, values.to(dtype), mask=inside)
+        held, values = as_residual(values + of_residual(before, model), stream, model)
+        tl.store(new_residual + at, held, mask=inside)
         if not ONE_SHOT:
             if EIGHT:  # what is computed here is not computed again for the outputs
                 _finish(
@@ -139,7 +143,7 @@ def _kernel(
                     inside, eps, dtype, False, ROTATE, WIDTH, BLOCK,
                 )  # fmt: skip
             else:
-                tl.store(row_of(memory, slot, dtype) + column, values.to(dtype), mask=inside)
+                tl.store(row_of(memory, slot, stream) + column, held, mask=inside)
             signal(memories, done, epoch, EVERYBODY, RANK, WORLD)
         _finish(values, gain, y, q, scale, row, column, inside, eps, dtype, KEEP, ROTATE, WIDTH, BLOCK)
     else:
@@ -150,8 +154,9 @@ def _kernel(
             tl.store(q + at, steps, mask=inside)
             tl.store(scale + row, tl.load(row_of(theirs, slot + WIDTH, tl.float32)))
         else:
-            values = in_fp32(tl.load(row_of(theirs, slot, dtype) + column, mask=inside, other=0.0))
-            tl.store(new_residual + at, values.to(dtype), mask=inside)
+            held = tl.load(row_of(theirs, slot, stream) + column, mask=inside, other=0.0)
+            tl.store(new_residual + at, held, mask=inside)
+            values = of_residual(held, model)
             _finish(values, gain, y, q, scale, row, column, inside, eps, dtype, KEEP, ROTATE, WIDTH, BLOCK)
 
 

@@ -2,6 +2,7 @@
 
 registry        one name, a reference for the CPU, a launch for CUDA
 kv_layout       where a token's keys and values lie in the paged cache
+residual_stream  how the residual stream is held: in a bf16 model also as fp16 sixteenths
 eight_bits      dtypes of quantized tensors, and how far their values reach
 workspace       scratch memory that outlives a launch
 int8_product    the exact product of int8 matrices, for references

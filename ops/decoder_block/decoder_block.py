@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..core.device import multiprocessors
 from ..core.eight_bits import QUANTIZED_MAX
 from ..core.registry import register
+from ..core.residual_stream import residual_in_fp32, round_residual
 from ..core.triton_support import INTERPRETED, next_power_of_2
 from ..core.workspace import workspace
 from ..linear.linear_8bit import matmul_fp32
@@ -131,22 +132,28 @@ def reference(
     the model's dtype; weights [N, K] with scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v
     [N, H]; attention and weights all e4m3 or all int8 -> (qkv [T, N] in the model's dtype, new_residual [T, H]).
 
-    qkv is [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized
+    The residuals may also be fp16 where the norms' weights are bf16: sixteenths (`core/residual_stream.py`). qkv is
+    [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized
     activations: what a norm hands on is x * weight, quantized; 1 / rms multiplies the product after it. In int8 all
     but the attention are rotated before they are quantized, and so must be the weights after them: what the norms
     make in blocks of `norm_rotation` columns, a power of two from 8 to 128.
     """
-    dtype = attention.dtype
-    hidden = _add(residual, _project(dequantize_blocks(attention, attention_scale), o_weight, o_scale))
-    normed = _quantized(hidden.float() * norm_weight.float(), dtype, norm_rotation)
+    dtype, stream, model = attention.dtype, residual.dtype, norm_weight.dtype
+
+    def rounded(total: torch.Tensor) -> torch.Tensor:
+        return residual_in_fp32(round_residual(total, stream, model), model)
+
+    update = _project(dequantize_blocks(attention, attention_scale), o_weight, o_scale)
+    hidden = rounded(residual_in_fp32(residual, model) + update)
+    normed = _quantized(hidden * norm_weight.float(), dtype, norm_rotation)
     gate, up = (_project(normed, gate_up_weight, gate_up_scale) * _inverse_rms(hidden, eps)).chunk(2, dim=-1)
-    new_residual = _add(
-        hidden, _project(_quantized(torch.nn.functional.silu(gate) * up, dtype, SILU_ROTATES), down_weight, down_scale)
-    )
+    activated = _quantized(torch.nn.functional.silu(gate) * up, dtype, SILU_ROTATES)
+    hidden = rounded(hidden + _project(activated, down_weight, down_scale))
+    new_residual = round_residual(hidden, stream, model)
     if qkv_weight is None or qkv_scale is None:
-        return residual.new_empty(residual.shape[0], 0), new_residual
-    normed = _quantized(new_residual.float() * next_norm_weight.float(), dtype, norm_rotation)
-    return (_project(normed, qkv_weight, qkv_scale) * _inverse_rms(new_residual, eps)).to(residual.dtype), new_residual
+        return norm_weight.new_empty(residual.shape[0], 0), new_residual
+    normed = _quantized(hidden * next_norm_weight.float(), dtype, norm_rotation)
+    return (_project(normed, qkv_weight, qkv_scale) * _inverse_rms(hidden, eps)).to(model), new_residual
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
@@ -157,12 +164,8 @@ def _quantized(x: torch.Tensor, dtype: torch.dtype, rotate: int) -> torch.Tensor
     return dequantize_blocks(*quantize_blocks_reference(x, dtype, rotate if dtype == torch.int8 else 0))
 
 
-def _add(residual: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    return (residual.float() + update).to(residual.dtype)
-
-
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def fake(
@@ -183,7 +186,7 @@ def fake(
     norm_rotation: int = NORM_ROTATES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of `reference`, not filled."""
-    return residual.new_empty(
+    return norm_weight.new_empty(
         (residual.shape[0], 0 if qkv_weight is None else qkv_weight.shape[0])
     ), residual.new_empty(residual.shape)
 

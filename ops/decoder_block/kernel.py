@@ -188,7 +188,7 @@ def decoder_block_kernel(
     o_scale, gate_up_scale, down_scale, qkv_scale   the weights' scales, a row each, fp32
     gate_q, down_q, qkv_q and *_q_scale             the activations and scales in scratch, as pointers to write
     squares, next_squares                           [TILES, BLOCK_T] fp32: sums of squares of a tile's columns
-    residual, new_residual                          [T, H], the model's dtype
+    residual, new_residual                          [T, H], the model's dtype, or fp16 in a model in bf16
     gain, next_gain                                 [H] weights of both norms, the model's dtype
     out                                             [T, N], the model's dtype; not touched without HAS_QKV
     planes                                          [TILES, SPLIT, BLOCK_T, 128] fp32: the parts' sums of a tile

@@ -13,11 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..core import residual_stream
 from ..core.gluon_support import cta_barrier
 from ..rows import quantize
 from .streams import SPLIT, await_count
 
 SILU_ROTATES = gl.constexpr(quantize.SILU_ROTATES)
+RESIDUAL_SCALE = gl.constexpr(residual_stream.RESIDUAL_SCALE)
+RESIDUAL_LARGEST = gl.constexpr(residual_stream.RESIDUAL_LARGEST)
 
 
 @gluon.constexpr_function
@@ -194,15 +197,24 @@ def add_residual(
 ):  # fmt: skip
     """A quarter of a tile's tokens:
 
-    `update` + residual -> `residual`, their squares summed, times the norm's gain and quantized.
+    `update` + residual -> `residual`, their squares summed, times the norm's gain and quantized. A residual in fp16
+    next to a gain in bf16 holds sixteenths (`core/residual_stream.py`).
     """
+    SCALED: gl.constexpr = residual.dtype.element_ty == gl.float16 and gain.dtype == gl.bfloat16
     OWN: gl.constexpr = BLOCK_T // SPLIT
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = part * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
     present = (token < tokens)[None, :]
-    new = (old.to(gl.float32) + update).to(residual.dtype.element_ty)
+    if SCALED:
+        new = old.to(gl.float32) + update * (1.0 / RESIDUAL_SCALE)
+        new = gl.where(new > RESIDUAL_LARGEST, RESIDUAL_LARGEST, new)  # NaN stays
+        new = gl.where(new < -RESIDUAL_LARGEST, -RESIDUAL_LARGEST, new).to(gl.float16)
+        value = new.to(gl.float32) * RESIDUAL_SCALE
+    else:
+        new = (old.to(gl.float32) + update).to(residual.dtype.element_ty)
+        value = new.to(gl.float32)
     gl.store(residual + token[None, :] * WIDTH + (tile * 128 + row)[:, None], new, mask=present)
-    value = gl.where(present, new.to(gl.float32), 0.0)
+    value = gl.where(present, value, 0.0)
     gl.store(squares + tile * BLOCK_T + token, gl.sum(value * value, axis=0))
     store_quantized(
         value * gain.to(gl.float32)[:, None], q, q_scale, tile, row, token, tokens, WIDTH, PADDED, ROTATE, LAYOUT

@@ -7,24 +7,31 @@ import triton
 import triton.language as tl
 
 from ..core.registry import register
-from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
+from ..core.residual_stream import as_residual, round_residual
+from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
 
-def reference(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """input_ids [T] int32 or int64, weight [V, H] -> [T, H].
+def reference(
+    input_ids: torch.Tensor, weight: torch.Tensor, stream_dtype: Optional[torch.dtype] = None
+) -> torch.Tensor:
+    """input_ids [T] int32 or int64, weight [V, H] -> [T, H], with `stream_dtype` as a residual stream of that dtype:
+    sixteenths in fp16 of a weight in bf16 (`core/residual_stream.py`).
 
     An id outside 0..V-1 raises here and reads as zeros on the GPU.
     """
-    return torch.nn.functional.embedding(input_ids, weight)
+    rows = torch.nn.functional.embedding(input_ids, weight)
+    return rows if stream_dtype is None else round_residual(rows.float(), stream_dtype, weight.dtype)
 
 
-def fake(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def fake(input_ids: torch.Tensor, weight: torch.Tensor, stream_dtype: Optional[torch.dtype] = None) -> torch.Tensor:
     """The results of `reference`, not filled."""
-    return weight.new_empty((*input_ids.shape, weight.shape[1]))
+    return weight.new_empty((*input_ids.shape, weight.shape[1]), dtype=stream_dtype or weight.dtype)
 
 
 @triton.jit
 def _embedding_kernel(input_ids, weight, out, VOCAB, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    model: tl.constexpr = weight.dtype.element_ty
+    stream: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -32,12 +39,15 @@ def _embedding_kernel(input_ids, weight, out, VOCAB, WIDTH: tl.constexpr, BLOCK:
     token = tl.load(input_ids + row).to(tl.int64)
     readable = tl.where((token >= 0) & (token < VOCAB), WIDTH, 0)
     values = tl.load(weight + token * WIDTH + column, mask=column < readable, other=0.0)
+    if stream != model:
+        values, _ = as_residual(in_fp32(values), stream, model)
     tl.store(out + row * WIDTH + column, values, mask=inside)
 
 
 def launch(
     input_ids: torch.Tensor,
     weight: torch.Tensor,
+    stream_dtype: Optional[torch.dtype] = None,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,

@@ -4,6 +4,9 @@ int8) after it.
 Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps)
 rounded to the model's dtype, then times the weight in that dtype. `keep` says whether the unquantized y is wanted too
 (a LoRA shrink reads it).
+
+The residual stream (x of the ops without a sum, residual and new_residual of those with one) may be fp16 where the
+weight is bf16: it then holds sixteenths (`core/residual_stream.py`), and y is bf16.
 """
 
 from typing import Optional
@@ -13,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..core.registry import register
+from ..core.residual_stream import as_residual, is_scaled, of_residual, residual_in_fp32, round_residual
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 from .quantize import (
     E4M3,
@@ -28,19 +32,27 @@ from .quantize import (
 )
 
 
+def _normed(stream: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype of what a norm makes of a residual stream."""
+    return weight.dtype if is_scaled(stream.dtype, weight.dtype) else stream.dtype
+
+
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H] -> y like x."""
-    values = x.float()
+    """x [..., H], weight [H] -> y like x; in bf16 where x is a stream in fp16 and weight bf16."""
+    values = residual_in_fp32(x, weight.dtype)
     normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return normalised.to(x.dtype) * weight
+    return normalised.to(_normed(x, weight)) * weight
 
 
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, new_residual), both like x: new_residual = x + delta + residual summed in fp32, y its norm."""
+    """(y like x, new_residual like residual): new_residual = x + delta + residual, summed in fp32 and rounded once; y
+    its norm.
+    """
     total = x.float() if delta is None else x.float() + delta.float()
-    new_residual = (total + residual.float()).to(x.dtype)
+    total = total + residual_in_fp32(residual, weight.dtype)
+    new_residual = round_residual(total, residual.dtype, weight.dtype)
     return rms_norm_reference(new_residual, weight, eps), new_residual
 
 
@@ -52,7 +64,7 @@ def rms_norm_quant_reference(
     """
     y = rms_norm_reference(x, weight, eps)
     q, scale = quantize_rowwise_reference(y, dtype, rotate)
-    return y if keep else x.new_empty(0, x.shape[-1]), q, scale
+    return y if keep else y.new_empty(0, y.shape[-1]), q, scale
 
 
 def add_rms_norm_quant_reference(
@@ -73,21 +85,21 @@ def add_rms_norm_quant_reference(
 
 def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The results of `rms_norm_reference`, not filled."""
-    return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=_normed(x, weight))
 
 
 def add_rms_norm_fake(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of `add_rms_norm_reference`, not filled."""
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+    return x.new_empty(x.shape), residual.new_empty(residual.shape)
 
 
 def rms_norm_quant_fake(
     x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The results of `rms_norm_quant_reference`, not filled."""
-    y = x.new_empty(x.shape) if keep else x.new_empty((0, x.shape[-1]))
+    y = x.new_empty(x.shape if keep else (0, x.shape[-1]), dtype=_normed(x, weight))
     return y, *quantize_rowwise_fake(x, dtype)
 
 
@@ -102,7 +114,7 @@ def add_rms_norm_quant_fake(
     rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The results of `add_rms_norm_quant_reference`, not filled."""
-    return *rms_norm_quant_fake(x, weight, eps, keep, dtype), x.new_empty(x.shape)
+    return *rms_norm_quant_fake(x, weight, eps, keep, dtype), residual.new_empty(residual.shape)
 
 
 @triton.jit
@@ -114,20 +126,25 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    model: tl.constexpr = weight.dtype.element_ty
+    given: tl.constexpr = x.dtype.element_ty
+    normed: tl.constexpr = model if given == tl.float16 and model == tl.bfloat16 else given
     gain = tl.load(weight + column, mask=inside, other=0.0)  # a weight: no earlier kernel writes it
     pdl_start(PDL)
     at = row * WIDTH + column
-    values = in_fp32(tl.load(x + at, mask=inside, other=0.0))
     if ADD:
+        values = in_fp32(tl.load(x + at, mask=inside, other=0.0))
         if HAS_DELTA:
             values += in_fp32(tl.load(delta + at, mask=inside, other=0.0))
-        values += in_fp32(tl.load(residual + at, mask=inside, other=0.0))
-        values = rounded_to(values, x.dtype.element_ty)
-        tl.store(new_residual + at, values.to(x.dtype.element_ty), mask=inside)
+        values += of_residual(tl.load(residual + at, mask=inside, other=0.0), model)
+        held, values = as_residual(values, new_residual.dtype.element_ty, model)
+        tl.store(new_residual + at, held, mask=inside)
+    else:
+        values = of_residual(tl.load(x + at, mask=inside, other=0.0), model)
     normalised = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
-    result = rounded_to(rounded_to(normalised, x.dtype.element_ty) * gain.to(tl.float32), x.dtype.element_ty)
+    result = rounded_to(rounded_to(normalised, normed) * gain.to(tl.float32), normed)
     if KEEP:
-        tl.store(y + at, result.to(x.dtype.element_ty), mask=inside)
+        tl.store(y + at, result.to(normed), mask=inside)
     if QUANTIZE:
         store_quantized_row(result, q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from sidestream.ops.collectives.group import RankGroup, register_group
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
+from sidestream.ops.core.residual_stream import round_residual
 from sidestream.ops.lora.plan import lora_active_reference
 from sidestream.ops.lora.rounded import lora_round_reference
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
@@ -19,7 +20,7 @@ from support.drafts import answers_to_keep, rings_of_answers, steps_of_drafts
 from support.lora import LoraCase, lora_case
 
 SAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {}
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 def samples(name: str) -> Callable[[Callable[[], list[tuple[Any, ...]]]], Callable[[], list[tuple[Any, ...]]]]:
@@ -87,10 +88,17 @@ def exact(values: torch.Tensor, scale: torch.Tensor, rotated: int = 0) -> torch.
 
 
 def decoder_block_inputs(
-    tokens: int, attention: int, hidden: int, intermediate: int, qkv: int, device: str = "cpu", dtype: torch.dtype = FP8
+    tokens: int,
+    attention: int,
+    hidden: int,
+    intermediate: int,
+    qkv: int,
+    device: str = "cpu",
+    dtype: torch.dtype = FP8,
+    stream: torch.dtype = BF16,
 ) -> tuple[Any, ...]:
     """Arguments of `decoder_block`, e4m3 or int8, whose activations are of order 1; qkv 0: nothing is projected
-    after it.
+    after it. `stream`: float16 for residuals as sixteenths.
     """
 
     def linear(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +107,7 @@ def decoder_block_inputs(
     gains = [1 + 0.1 * torch.randn(hidden, device=device) for _ in range(2)]
     return (
         *quantize_blocks_reference(torch.randn(tokens, attention, device=device), dtype),
-        torch.randn(tokens, hidden, device=device).to(BF16),
+        round_residual(torch.randn(tokens, hidden, device=device), stream, BF16),
         *linear(hidden, attention),
         gains[0].to(BF16),
         *linear(2 * intermediate, hidden),
@@ -146,6 +154,7 @@ def _all_reduce_add_rms_norm_quant() -> list[tuple[Any, ...]]:
     return [
         (x, residual, delta, weight, 1e-5, "tp1", True, torch.int8, 8),
         (x, residual, None, weight, 1e-5, "tp1", False, torch.int8, 0, True),
+        (x, residual.to(FP16), None, weight, 1e-5, "tp1", False, torch.int8, 0, True),
     ]
 
 
@@ -176,7 +185,13 @@ def _embedding() -> list[tuple[Any, ...]]:
     return [
         (torch.randint(0, 11, (5,)), normal(11, 16)),
         (torch.randint(0, 11, (3,), dtype=torch.int32), normal(11, 16, dtype=torch.float32)),
+        (torch.randint(0, 11, (3,)), normal(11, 16), torch.float16),
     ]
+
+
+@samples("residual_values")
+def _residual_values() -> list[tuple[Any, ...]]:
+    return [(normal(3, 24, dtype=torch.float16), BF16), (normal(3, 24), BF16)]
 
 
 @samples("rms_norm")
@@ -184,6 +199,7 @@ def _rms_norm() -> list[tuple[Any, ...]]:
     return [
         (normal(3, 24), normal(24), 1e-5),
         (normal(2, 2, 16, dtype=torch.float32), normal(16, dtype=torch.float32), 1e-6),
+        (normal(3, 24, dtype=torch.float16), normal(24), 1e-5),
     ]
 
 
@@ -192,19 +208,21 @@ def _add_rms_norm() -> list[tuple[Any, ...]]:
     return [
         (normal(3, 24), normal(3, 24), None, normal(24), 1e-5),
         (normal(3, 24), normal(3, 24), normal(3, 24), normal(24), 1e-5),
+        (normal(3, 24), normal(3, 24, dtype=torch.float16), None, normal(24), 1e-5),
     ]
 
 
 @samples("rms_norm_quant")
 def _rms_norm_quant() -> list[tuple[Any, ...]]:
-    return [(normal(3, 24), normal(24), 1e-5, keep) for keep in (True, False)]
+    return [(normal(3, 24, dtype=dtype), normal(24), 1e-5, keep) for keep in (True, False) for dtype in (BF16, FP16)]
 
 
 @samples("add_rms_norm_quant")
 def _add_rms_norm_quant() -> list[tuple[Any, ...]]:
     return [
-        (normal(3, 24), normal(3, 24), delta, normal(24), 1e-5, keep)
+        (normal(3, 24), normal(3, 24, dtype=dtype), delta, normal(24), 1e-5, keep)
         for delta, keep in ((None, True), (normal(3, 24), False))
+        for dtype in (BF16, FP16)
     ]
 
 
@@ -331,8 +349,8 @@ def _quantize_blocks() -> list[tuple[Any, ...]]:
 @samples("decoder_block")
 def _decoder_block() -> list[tuple[Any, ...]]:
     return [
-        decoder_block_inputs(3, 512, 256, 512, width, dtype=dtype)
-        for width, dtype in ((128, FP8), (0, FP8), (128, torch.int8))
+        decoder_block_inputs(3, 512, 256, 512, width, dtype=dtype, stream=stream)
+        for width, dtype, stream in ((128, FP8, BF16), (0, FP8, BF16), (128, torch.int8, BF16), (0, torch.int8, FP16))
     ]
 
 

@@ -120,6 +120,12 @@ ARMS: tuple[Arm, ...] = (
         MappingProxyType({"precision": "int8", "finer_logits": False}),
         automatic=True,
     ),
+    Arm(
+        "int8-auto-residual-bf16",
+        "the same with the residual stream in bf16 instead of fp16",
+        MappingProxyType({"precision": "int8", "finer_residual": False}),
+        automatic=True,
+    ),
     _int8("int8-rotated-8", "norms rotated by 8 columns instead of 64", norm_rotation=8),
     _int8("int8-calibrated", "what `sidestream calibrate` chooses for each layer", calibrated=True),
     _int8("int8-calibrated-not-smoothed", "the same without smoothed channels", smooth_channels=False, calibrated=True),

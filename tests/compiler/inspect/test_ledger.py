@@ -87,6 +87,15 @@ def test_a_pass_that_is_off_adds_nothing(models: dict[torch.dtype, Model]) -> No
     assert found["quantize_kv"] == 0.0 and "quantize_linears" not in found and max(found.values()) < 1e-4
 
 
+def test_a_stream_in_another_form_is_compared_by_its_values(models: dict[torch.dtype, Model]) -> None:
+    """`finer_residual` divides what is held by 16: that is no error of any layer."""
+    captured, inputs, state, _ = models[torch.bfloat16]
+    rows = ledger(captured, CompileOptions(precision="int8"), inputs, state)
+    row = next(each for each in rows if each.name == "finer_residual")
+    assert row.matches == 1 and 0 < row.added < 0.1, as_text(rows)
+    assert row.worst_layer and 0 < row.growth < 0.1, as_text(rows)
+
+
 def halve_a_scale(graph: fx.Graph, context: Context) -> PassReport:
     """A wrong scale: half of what it should be, for the down projection of layer 0."""
     found = [

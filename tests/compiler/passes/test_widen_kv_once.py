@@ -8,6 +8,7 @@ import torch
 from sidestream.compiler.cost.work import Assumptions, argument_bytes, named_arguments, step_bytes, work
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import widen_kv_once
+from sidestream.compiler.program.buffers import Buffer
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.lora import LoraShape
 from support.meta import compiled_without_weights
@@ -44,12 +45,17 @@ def ops(made: Program) -> Counter[str]:
     return Counter(step.op.removeprefix("sidestream.") for step in made.steps)
 
 
+def wide_buffers(made: Program) -> list[Buffer]:
+    """Keys and values in fp16; the residual stream is in fp16 too."""
+    return [buffer for buffer in made.of_kind("temp") if buffer.dtype == torch.float16 and len(buffer.shape) == 5]
+
+
 @pytest.mark.parametrize("lora", [True, False])
 def test_one_plan_a_step_and_one_buffer_for_all_layers(lora: bool) -> None:
     bucket = Bucket(300, 3, 12, 5, decode=False, lora=lora)
     made, plain = program(bucket), program(bucket, disable=OFF)
     assert ops(made) == ops(plain) + Counter(widen_plan=1, widen_kv=3)
-    wide = [buffer for buffer in made.of_kind("temp") if buffer.dtype == torch.float16]
+    wide = wide_buffers(made)
     assert len(wide) == 3 and {buffer.shape for buffer in wide} == {(3 * 3, 1, 2, 128, 128)} and find_races(made) == []
     assert (
         len({buffer.offset for buffer in wide}) == 1 and made.arena_bytes <= plain.arena_bytes + wide[0].nbytes + 8192
@@ -61,13 +67,7 @@ def test_one_plan_a_step_and_one_buffer_for_all_layers(lora: bool) -> None:
 
 def test_the_buffer_ends_at_65536_tokens() -> None:
     made = program(Bucket(8192, 256, 5000, 128, decode=False, lora=False))
-    assert next(buffer for buffer in made.of_kind("temp") if buffer.dtype == torch.float16).shape == (
-        512,
-        1,
-        2,
-        128,
-        128,
-    )
+    assert wide_buffers(made)[0].shape == (512, 1, 2, 128, 128)
 
 
 def test_what_is_left_alone() -> None:

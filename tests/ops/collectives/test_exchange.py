@@ -22,7 +22,7 @@ from support.checks import EXACT, Tolerance, assert_near, bits
 from support.exchanges import register_rank, run_ranks, shared_exchanges, shared_tensor
 from support.sm90 import launched
 
-BF16, F32, E4M3, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
+BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
 EPS = 1e-5
 
 
@@ -38,6 +38,7 @@ class Case:
     rotate: int = 0
     spread: bool = False
     placed: Optional[int] = None
+    stream: Optional[torch.dtype] = None  # the residuals' dtype; None: the others'
 
     @property
     def eight(self) -> bool:
@@ -53,7 +54,8 @@ class Inputs:
         world, shape = len(exchanges), (case.rows, width)
         self.partials = [torch.randn(shape).to(dtype) for _ in range(world)]
         self.deltas = [torch.randn(shape).to(dtype) if case.delta else None for _ in range(world)]
-        self.residual, self.weight = torch.randn(shape).to(dtype), (1 + 0.1 * torch.randn(width)).to(dtype)
+        self.residual, self.weight = torch.randn(shape), (1 + 0.1 * torch.randn(width)).to(dtype)
+        self.residual = self.residual.to(dtype) if case.stream is None else (20 * self.residual).to(case.stream)
         self.outs = [
             tuple(
                 shared_tensor(each.shape, each.dtype) for each in self.fused.fake(*self.arguments(rank, f"tp{world}"))
@@ -133,6 +135,9 @@ def test_kernels_of_two_ranks() -> None:
         replace(TWO, placed=1, delta=True, spread=True, narrow=E4M3),
         replace(TWO, rows=1, placed=0, spread=True),
         replace(TWO, delta=True, spread=True, keep=True),
+        replace(ONE, delta=True, stream=F16),
+        replace(TWO, rows=5, spread=True, rotate=8, stream=F16),
+        replace(TWO, delta=True, keep=True, stream=F16),
     ]
     check(cases, 2)
 
@@ -181,8 +186,9 @@ def test_one_rank_is_the_op_of_one_gpu() -> None:
 @pytest.mark.parametrize("world", [2, 8])
 def test_machine_code(world: int, width: int) -> None:
     group, x = tensor_parallel_group(world), torch.empty(64, width, device="meta", dtype=BF16)
-    for one_shot, keep, delta in ((True, True, x), (True, False, None), (False, False, None), (False, True, x)):
-        args = (x, x, delta, x[0], EPS, group, keep, INT8, 8, True)
+    forms = ((True, True, x, x), (True, False, None, x), (False, False, None, x), (False, True, x, x))
+    for one_shot, keep, delta, residual in (*forms, (True, False, None, x.half()), (False, True, x, x.half())):
+        args = (x, residual, delta, x[0], EPS, group, keep, INT8, 8, True)
         (code,) = launched(all_reduce_add_rms_norm_quant, *args, one_shot=one_shot, pdl=True)
         assert code.spills == 0 and code.ptx_count("griddepcontrol.wait") == 1
         check_order(code, 1 if one_shot else 2)

@@ -12,7 +12,8 @@ from sidestream.ops.collectives.all_reduce import add_in_rank_order, all_reduce
 from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant, with_delta
 from sidestream.ops.collectives.exchange import Exchange, open_exchange
 from sidestream.ops.collectives.group import RankGroup
-from sidestream.ops.rows.rms_norm import add_rms_norm_quant
+from sidestream.ops.core.residual_stream import residual_in_fp32, round_residual
+from sidestream.ops.rows.rms_norm import rms_norm_quant
 from support.ranks import run_on_ranks
 
 REPLAYS = 10_000
@@ -36,6 +37,8 @@ class Launch:
 
         self.bases = [random() for _ in range(group.world)]
         self.delta, self.residual, self.weight = random() if form == "delta" else None, random(), random()[0]
+        if form == "scaled":
+            self.residual = round_residual(self.residual.float(), torch.float16, torch.bfloat16)
         self.keep, self.spread = form == "keep", form == "spread"
         self.part = self.bases[group.rank].clone()
         if form == "placed" and self.part.nbytes <= exchange.slot_bytes:
@@ -56,9 +59,9 @@ class Launch:
         all_reduce.launch(self.bases[self.group.rank], self.group.name, out=(total,), one_shot=self.one_shot)
         y, q, scale, residual = out
         parts = [with_delta(base * factor, self.delta) for base in self.bases]
-        wanted = (add_in_rank_order(parts) + self.residual.float()).bfloat16()
-        zeros = torch.zeros_like(wanted)
-        alone = add_rms_norm_quant(wanted, zeros, None, self.weight, 1e-5, self.keep, torch.int8, 8)
+        summed = add_in_rank_order(parts) + residual_in_fp32(self.residual, torch.bfloat16)
+        wanted = round_residual(summed, self.residual.dtype, torch.bfloat16)
+        alone = rms_norm_quant(wanted, self.weight, 1e-5, self.keep, torch.int8, 8)
         self.wrong += (residual != wanted)[self.own].sum() + (total != add_in_rank_order(self.bases).bfloat16()).sum()
         # a kernel may add up a row in another order: the last bit of its statistics may flip, and so a rounding
         self.wrong += ((q.int() - alone[1].int()).abs() > 2).sum()
@@ -73,7 +76,7 @@ def replayed(group: RankGroup) -> list[tuple[int, int]]:
     exchange = open_exchange(group, device, SLOT_BYTES)
     step = torch.zeros((), dtype=torch.int64, device=device)
     cases = [(rows, one_shot) for rows in (1, 7, MOST_ROWS) for one_shot in (True, False)]
-    forms = ("placed", "delta", "keep", "spread")
+    forms = ("placed", "delta", "keep", "spread", "scaled")
     launches = [
         Launch(group, exchange, place % 2, *case, form)
         for place, (case, form) in enumerate((case, form) for case in cases for form in forms)

@@ -19,7 +19,7 @@ from support.sm90 import launched, reads_under_way
 LLAMA_8B = (4096, 4096, 14336, 6144)
 SMALL = (512, 512, 1024, 768)
 SMS, SHARED = 132, 232448  # of an H200
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8, INT8, BF16, FP16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16
 # How far two right answers may be apart. Sums in another order differ by 1e-6, those of the e4m3 tensor cores (14 bits)
 # by 1e-4, and an activation on a rounding edge then falls to the other side, by a whole step. Noise of that size before
 # each rounding moves the reference itself by up to 3.1% in e4m3 and 0.9% in int8 (one token; 2.5% and 0.6% for many),
@@ -32,6 +32,11 @@ SHUFFLES = {1: 4 * 16, 32: 4 * 32, 64: 4 * 32}
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9))
+
+
+def stream_of(held: torch.Tensor) -> torch.Tensor:
+    """A residual stream's values: fp16 holds sixteenths."""
+    return held.double() * (16 if held.dtype == FP16 else 1)
 
 
 def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +54,7 @@ def plain(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
-    x = residual.double() + dequantize_blocks(attention, scale).double() @ o.t()
+    x = stream_of(residual) + dequantize_blocks(attention, scale).double() @ o.t()
     gate, up = (norm(x, gain) @ gate_up.t()).chunk(2, -1)
     x = x + (torch.nn.functional.silu(gate) * up) @ down.t()
     return (norm(x, next_gain) @ exact(*rest[8:10], norm_rotation).t() if rest[8] is not None else x[:, :0]), x
@@ -66,6 +71,19 @@ def test_reference_is_the_layer_up_to_rounding(dtype: torch.dtype, off: float, n
     want_qkv, want_residual = plain(args)
     assert qkv.shape == (5, 384) and qkv.dtype == residual.dtype == torch.bfloat16
     assert relative(residual, want_residual) < off / 2 and relative(qkv, want_qkv) < off
+
+
+def test_a_scaled_stream_is_nearer_to_the_layer_than_one_in_bf16() -> None:
+    attention, scale, residual, *rest = decoder_block_inputs(5, 512, 256, 512, 384, dtype=INT8)
+    # 64 times what the layer adds, as streams of real models grow
+    residual = 64 * residual
+    errors = {}
+    for dtype, held in ((BF16, residual), (FP16, (residual.double() / 16).to(FP16))):
+        qkv, after = decoder_block(attention, scale, held, *rest)
+        want_qkv, want = plain((attention, scale, held, *rest))
+        assert qkv.dtype == BF16 and after.dtype == dtype and relative(qkv, want_qkv) < 0.015
+        errors[dtype] = relative(stream_of(after), want)
+    assert errors[FP16] < 0.2 * errors[BF16]
 
 
 def test_without_a_projection_after_it_the_residual_is_the_same() -> None:
@@ -115,8 +133,8 @@ def test_mixed_dtypes_are_refused() -> None:
 @pytest.mark.parametrize("tokens", [1, 32, 64])
 def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
     codes = []
-    for dtype, tensor_core in ((FP8, "QGMMA"), (INT8, "IGMMA")):
-        args = decoder_block_inputs(tokens, *LLAMA_8B, device="meta", dtype=dtype)
+    for dtype, stream, tensor_core in ((FP8, BF16, "QGMMA"), (INT8, FP16, "IGMMA")):  # as a model's programs have it
+        args = decoder_block_inputs(tokens, *LLAMA_8B, device="meta", dtype=dtype, stream=stream)
         (code,) = launched(decoder_block, *args, pdl=True)
         assert code.spills == 0 and code.local_bytes == 0 and code.shared_bytes <= SHARED
         assert code.registers * code.num_warps * 32 <= 65536
@@ -133,7 +151,7 @@ def test_kernel_streams_by_tma_and_multiplies_by_wgmma(tokens: int) -> None:
 
 @pytest.mark.machine_code
 def test_wider_rotations_after_norms_take_no_stack() -> None:
-    args = (*decoder_block_inputs(32, *LLAMA_8B, device="meta", dtype=INT8), 64)
+    args = (*decoder_block_inputs(32, *LLAMA_8B, device="meta", dtype=INT8, stream=FP16), 64)
     (code,) = launched(decoder_block, *args, pdl=True)
     assert code.spills == 0 and code.local_bytes == 0 and code.shared_bytes <= SHARED
     assert code.registers * code.num_warps * 32 <= 65536
@@ -143,21 +161,23 @@ def test_wider_rotations_after_norms_take_no_stack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sizes", "dtype"),
+    ("tokens", "sizes", "dtype", "stream"),
     [
-        (1, SMALL, FP8),
-        (17, SMALL, FP8),
-        (64, SMALL, FP8),
-        (5, (*SMALL[:3], 0), FP8),
-        (20, (1024, 2048, 2048, 1536), FP8),
-        (1, SMALL, INT8),
-        (33, SMALL, INT8),
-        (5, (*SMALL[:3], 0), INT8),
+        (1, SMALL, FP8, BF16),
+        (17, SMALL, FP8, BF16),
+        (64, SMALL, FP8, BF16),
+        (5, (*SMALL[:3], 0), FP8, BF16),
+        (20, (1024, 2048, 2048, 1536), FP8, BF16),
+        (1, SMALL, INT8, BF16),
+        (33, SMALL, INT8, FP16),
+        (5, (*SMALL[:3], 0), INT8, FP16),
     ],
     ids=str,
 )
-def test_kernel_in_threads_is_the_reference(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    args: tuple[Any, ...] = decoder_block_inputs(tokens, *sizes, dtype=dtype)
+def test_kernel_in_threads_is_the_reference(
+    tokens: int, sizes: tuple[int, ...], dtype: torch.dtype, stream: torch.dtype
+) -> None:
+    args: tuple[Any, ...] = decoder_block_inputs(tokens, *sizes, dtype=dtype, stream=stream)
     if tokens == 33:
         args = (*args, 64)
     out = tuple(poison(tensor) for tensor in as_outputs(decoder_block.fake(*args)))
@@ -165,6 +185,32 @@ def test_kernel_in_threads_is_the_reference(tokens: int, sizes: tuple[int, ...],
         decoder_block.launch(*args, out=out)
     for got, right in zip(out, decoder_block.reference(*args), strict=True):
         assert torch.isfinite(got.float()).all() and (not right.numel() or relative(got, right) < NEAR[dtype])
+
+
+def test_kernel_in_threads_cuts_a_scaled_stream_off_at_its_end() -> None:
+    args = huge_stream("cpu")
+    out = tuple(poison(tensor) for tensor in as_outputs(decoder_block.fake(*args)))
+    with kernels_in_threads(module, kernel, pieces, streams):
+        decoder_block.launch(*args, out=out)
+    check_ends(out[1], args)
+
+
+def huge_stream(device: str) -> tuple[Any, ...]:
+    """Arguments in int8 with a stream near the end of what it holds, and a NaN."""
+    attention, scale, residual, *rest = decoder_block_inputs(2, *SMALL, device=device, dtype=INT8, stream=FP16)
+    residual[0, 3:5] = torch.tensor([65504.0, -65504.0])
+    residual[1, 7] = float("nan")
+    o_scale = rest[1]
+    o_scale[3:5] = 1e8  # what o adds to these
+    return attention, scale, residual, *rest
+
+
+def check_ends(after: torch.Tensor, args: tuple[Any, ...]) -> None:
+    update = (dequantize_blocks(*args[:2]).double() @ exact(*args[3:5]).t())[0, 3:5]
+    want = torch.where(update < 0, -65504.0, 65504.0)
+    for found in (after, decoder_block.reference(*args)[1]):
+        assert torch.equal(found[0, 3:5].double(), want) and torch.isfinite(found[0].float()).all()
+        assert found[1, 7].isnan()
 
 
 # On a GPU
@@ -180,9 +226,14 @@ def launch(args: tuple[Any, ...], **options: Any) -> tuple[torch.Tensor, ...]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [LLAMA_8B, (*LLAMA_8B[:3], 0), SMALL, (1024, 2048, 4096, 1536)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33, 64])
-@pytest.mark.parametrize(("dtype", "norm_rotation"), [(FP8, 8), (INT8, 8), (INT8, 64), (INT8, 128)])
-def test_kernel_is_the_reference(sizes: tuple[int, ...], tokens: int, dtype: torch.dtype, norm_rotation: int) -> None:
-    args = (*decoder_block_inputs(tokens, *sizes, device="cuda", dtype=dtype), norm_rotation)
+@pytest.mark.parametrize(
+    ("dtype", "norm_rotation", "stream"),
+    [(FP8, 8, BF16), (INT8, 8, BF16), (INT8, 8, FP16), (INT8, 64, FP16), (INT8, 128, FP16)],
+)
+def test_kernel_is_the_reference(
+    sizes: tuple[int, ...], tokens: int, dtype: torch.dtype, norm_rotation: int, stream: torch.dtype
+) -> None:
+    args = (*decoder_block_inputs(tokens, *sizes, device="cuda", dtype=dtype, stream=stream), norm_rotation)
     want = decoder_block.reference(*args)
     first, second = launch(args), launch(args, pdl=True)
     # Exact they are equally: no further from the layer without roundings than the reference is.
@@ -190,7 +241,14 @@ def test_kernel_is_the_reference(sizes: tuple[int, ...], tokens: int, dtype: tor
         assert torch.equal(bits(got), bits(again)), "other bits at a second launch"
         if right.numel():
             assert torch.isfinite(got.float()).all() and relative(got, right) < NEAR[dtype]
+            got, right = (stream_of(each) for each in (got, right))
             assert relative(got, unrounded) < FURTHER * relative(right, unrounded) + 1e-4
+
+
+@pytest.mark.gpu
+def test_a_scaled_stream_is_cut_off_at_its_end() -> None:
+    args = huge_stream("cuda")
+    check_ends(launch(args)[1], args)
 
 
 @pytest.mark.gpu
@@ -207,9 +265,9 @@ def test_token_counts_may_follow_each_other_in_any_order() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [FP8, INT8])
-def test_a_chain_in_a_graph_gives_the_same_bits_many_times(dtype: torch.dtype) -> None:
-    layers = [decoder_block_inputs(16, *SMALL, device="cuda", dtype=dtype) for _ in range(6)]
+@pytest.mark.parametrize(("dtype", "stream"), [(FP8, BF16), (INT8, FP16)])
+def test_a_chain_in_a_graph_gives_the_same_bits_many_times(dtype: torch.dtype, stream: torch.dtype) -> None:
+    layers = [decoder_block_inputs(16, *SMALL, device="cuda", dtype=dtype, stream=stream) for _ in range(6)]
     outs = [as_outputs(decoder_block.fake(*args)) for args in layers]
 
     def step() -> None:

@@ -86,6 +86,22 @@ def test_what_is_drafted_is_the_formula_over_the_whole_sequence(base: TinyBase, 
     assert seen >= 8
 
 
+def test_int8_gives_the_head_the_hidden_states_themselves(base: TinyBase, head: Path) -> None:
+    """The residual stream is held as sixteenths in fp16 there."""
+    tokens = torch.randint(0, 250, (40,)).tolist()
+    params = SamplingParams(temperature=0, max_tokens=1)
+    with LLM(base.path, draft=head, speculation=DRAFTS, precision="int8", **OPTIONS) as llm:
+        llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        trained = llm.engine.runner.histories.trained
+        features = [trained.feature(place, len(tokens)).float() for place in range(3)]
+        (answer,) = llm.generate([{"prompt_token_ids": tokens[:9]}], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(answer.outputs[0].token_ids) == 8
+    with torch.no_grad():
+        states = base.model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    for feature, layer in zip(features, (1, 2, 3), strict=True):
+        assert float((feature - states[layer][0]).norm() / states[layer].norm()) < 0.1
+
+
 def lora_of(head: Path, adapter: Path, scale: float) -> None:
     """Writes a random LoRA of the head into an adapter's directory."""
     tensors, target = load_file(head / "model.safetensors"), adapter / "draft"

@@ -29,6 +29,7 @@ ARMS = (
     "int8",
     "int8-auto",
     "int8-auto-logits-bf16",
+    "int8-auto-residual-bf16",
     "int8-calibrated",
     "int8-rounded",
     "int8-calibrated-rounded",
