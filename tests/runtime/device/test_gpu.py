@@ -150,8 +150,9 @@ def expect_references(fields: dict[str, Any], bucket: Bucket, options: CompileOp
                 assert torch.equal(got, want), f"{step.name} output {place} differs"
                 continue
             error = float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-6))
-            # three roundings to e4m3 follow each other in it
-            limit = 4e-2 if step.op == "sidestream.decoder_block" else 2e-2
+            # three roundings to e4m3 follow each other in a decoder block; where sums differ in their last bits, a code
+            # near a half falls to the other side, and is a whole step away
+            limit = 4e-2 if step.op == "sidestream.decoder_block" else 3e-2 if got.dtype == torch.int8 else 2e-2
             assert error < limit, f"{step.name} ({step.op}) output {place}: relative error {error}"
         checked.append(step.op)
 
