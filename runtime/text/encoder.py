@@ -27,7 +27,7 @@ SETTLED_SECONDS = 1.0
 
 
 LARGE_BLOCK = 128 << 10
-"""Where glibc begins. With 2 MiB the batcher's memory went on growing under chaos, with this it did not."""
+"""Where glibc begins."""
 MOST_ARENAS = 2
 """The loop's and one for the threads next to it."""
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # mallopt's names for them (malloc.h)

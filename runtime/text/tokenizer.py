@@ -52,6 +52,12 @@ class BytePieces:
         self.texts = [_whole(piece) for piece in pieces]
 
 
+MOST_WORDS = 1000
+"""Words whose tokens the tokenizers library remembers; by itself 10,000. Texts of ordinary words are encoded as fast,
+and clients that invent words make a process keep a tenth of the memory: a word has up to 256 characters.
+"""
+
+
 class FastTokenizer:
     """A `tokenizer.json`."""
 
@@ -66,6 +72,9 @@ class FastTokenizer:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        remember = getattr(self._tokenizer.model, "_resize_cache", None)  # models without a memory have none
+        if remember is not None:
+            remember(MOST_WORDS)
         self._tables: dict[bool, BytePieces | None] = {}
         self._texts: dict[int, str] = {}
 
