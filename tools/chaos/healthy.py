@@ -27,6 +27,7 @@ class HealthyClients:
     lost     neither answer nor error within `patience` seconds
 
     `told_after` has, for each request that was open when a process was killed, the seconds until its client heard so.
+    One that was asked before the server was back from the kill before has waited for a connection, as long as it may.
     """
 
     def __init__(self, served: ServedDemo, questions: Sequence[Question], count: int, patience: float) -> None:
@@ -85,14 +86,14 @@ class HealthyClients:
                 self._stop.wait(0.5)
 
     def _one(self, client: Client, question: Question) -> None:
-        asked = time.monotonic()
+        asked, serves = time.monotonic(), self._served.is_back
         try:
             (output,) = client.generate(
                 [question.asked], question.params, adapter=question.adapter, timeout=self._patience
             )
         except EngineDeadError:
             killed = self._served.killed_at
-            if killed is not None and asked < killed:
+            if serves and killed is not None and asked < killed:
                 with self._lock:
                     self.told_after.append(time.monotonic() - killed)
             raise

@@ -28,7 +28,8 @@ def kill_one(served: ServedDemo, source: random.Random, roles: Sequence[str] = C
             raise TimeoutError(f"the {role} was not started again within {RESTART_SECONDS:g} s")
         time.sleep(0.05)
     served.wait()
-    served.outages.append(time.monotonic() - served.killed_at)
+    served.back_at = time.monotonic()
+    served.outages.append(served.back_at - served.killed_at)
     return 1
 
 

@@ -51,6 +51,8 @@ class ServedDemo:
         self.begun = time.monotonic()
         self.killed_at: float | None = None
         """When a process was last killed by intention, on the monotonic clock."""
+        self.back_at = self.begun
+        """When it was last seen to serve again after that."""
         self.outages: list[float] = []
         """Seconds from each kill until the server said ok again."""
         self.address = f"ipc://{folder}/run/engine.sock"
@@ -81,6 +83,11 @@ class ServedDemo:
     def alive(self) -> bool:
         """Whether the supervisor runs."""
         return self._process.poll() is None
+
+    @property
+    def is_back(self) -> bool:
+        """Whether it has been seen to serve since the last kill."""
+        return self.killed_at is None or self.back_at > self.killed_at
 
     @property
     def undisturbed(self) -> float:
