@@ -2,16 +2,14 @@
 computed while the device works on the step and the caller on other things.
 """
 
-import time
 from collections.abc import Callable, Collection
 from typing import cast
 
 import numpy as np
 
-from ..requests.errors import RequestError
 from ..steps.plan import Int32, StepDrafts, StepMasks, StepPlan
 from ..structured.drafted import fill_drafted
-from ..structured.filling import Filler, Filling, empty_masks, suspect_slow
+from ..structured.filling import Filler, Filling, empty_masks
 from ..structured.matcher import Matcher
 from .sequence import Sequence
 
@@ -42,26 +40,19 @@ class MasksOfStep:
         self._sequences: list[Sequence] = []
         self._matchers: list[Matcher] = []
         self._filling: Filling | None = None
-        begin = time.thread_time()
         for place, row in enumerate(plan.masked_rows.tolist()):
             sequence = sequences[row]
             if sequence.finished or sequence in void:
                 continue
-            matcher = cast(Matcher, sequence.matcher)
-            try:
-                matcher.advance(sequence.tokens, sequence.prompt_length)
-            except RequestError as error:
-                end(sequence, "error", str(error))
-                continue
             self._rows.append(row)
             self._places.append(place)
             self._sequences.append(sequence)
-            self._matchers.append(matcher)
-        suspect_slow(self._matchers, time.thread_time() - begin)
+            self._matchers.append(cast(Matcher, sequence.matcher))
         if self._matchers:
             drafts = int(np.maximum(plan.drafts[self._rows], 0).sum()) if len(plan.drafts) else 0
             masks = empty_masks(self._matchers, len(self._matchers) + drafts)
-            self._filling = filler.begin(masks, self._matchers)
+            outputs = [(sequence.tokens, sequence.prompt_length) for sequence in self._sequences]
+            self._filling = filler.begin(masks, self._matchers, outputs)
 
     @property
     def step(self) -> int:

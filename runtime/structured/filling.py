@@ -23,6 +23,8 @@ FEW = 8
 MOST_THREADS = 16
 """More would have few of a step's masks each, and the lexers that they need take memory."""
 _chosen: int | None = None
+Output = tuple[list[int], int]
+"""A completion's tokens, its prompt's first, and where its output begins."""
 
 
 def empty_masks(matchers: Sequence[Matcher], count: int) -> Int32:
@@ -50,9 +52,10 @@ def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
     if in_parallel and len(together) > 1:
         together.sort(key=lambda row: matchers[row].lexer)  # each thread begins with a part of them
         jobs = [(matchers[row].state, row) for row in together]
-        threads = executor(min(fill_threads(), len({matchers[row].lexer for row in together})))
         try:
-            threads.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
+            _threads_for([matchers[row] for row in together]).unsafe_compute_mask_ptr(
+                jobs, masks.ctypes.data, masks.strides[0], len(masks)
+            )
         except BaseException as error:
             if not is_fault(error):
                 raise
@@ -64,6 +67,35 @@ def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
     suspect_slow([matchers[row] for row in together], time.monotonic() - begin)
     for row in apart:
         matchers[row].fill(masks[row])
+
+
+def take_in(matchers: Sequence[Matcher], outputs: Sequence[Output], in_parallel: bool) -> None:
+    """Let each matcher know its completion's output so far. One that this does not fit has `failed`."""
+    begin = time.monotonic()
+    usual: list[tuple[int, int]] = []  # with the one token that a step has
+    for row, (matcher, output) in enumerate(zip(matchers, outputs, strict=True)):
+        fresh = matcher.unseen(*output)
+        if in_parallel and len(fresh) == 1 and not matcher.suspicious:
+            usual.append((row, fresh[0]))
+        else:
+            matcher.take_in(fresh)
+    if usual:
+        usual.sort(key=lambda each: matchers[each[0]].lexer)
+        jobs = [(matchers[row].state, token) for row, token in usual]
+        try:
+            _threads_for([matchers[row] for row, _ in usual]).consume_token_par(jobs)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            _log.exception("a fault while tokens were taken in together; each completion's are taken in by themselves")
+            for row, _ in usual:
+                tokens, start = outputs[row]
+                matchers[row].begin_again(tokens[start:])
+    suspect_slow(matchers, time.monotonic() - begin)
+
+
+def _threads_for(matchers: Sequence[Matcher]) -> Any:
+    return executor(min(fill_threads(), len({matcher.lexer for matcher in matchers})))
 
 
 def suspect_slow(matchers: Sequence[Matcher], seconds: float) -> None:
@@ -93,12 +125,13 @@ def executor(threads: int) -> Any:
 class Filling:
     """Masks while they are filled. Until `wait` has returned nobody else may touch the matchers.
 
+    outputs   what the completions have by now, for matchers that do not know it yet
     seconds   how long it took
     """
 
-    def __init__(self, masks: Int32, matchers: Sequence[Matcher]) -> None:
+    def __init__(self, masks: Int32, matchers: Sequence[Matcher], outputs: Sequence[Output] = ()) -> None:
         self.seconds = 0.0
-        self._masks, self._matchers = masks, matchers
+        self._masks, self._matchers, self._outputs = masks, matchers, outputs
         self._begun, self._done = threading.Event(), threading.Event()
         self._problem: BaseException | None = None
 
@@ -107,6 +140,8 @@ class Filling:
         begin = time.monotonic()
         self._begun.set()
         try:
+            if self._outputs:
+                take_in(self._matchers, self._outputs, in_parallel)
             fill(self._masks, self._matchers, in_parallel)
         except BaseException as error:
             self._problem = error  # for the thread that waits
@@ -135,9 +170,11 @@ class Filler:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def begin(self, masks: Int32, matchers: Sequence[Matcher]) -> Filling:
-        """Begin to fill these `empty_masks`; a few are filled at once, in the caller's thread."""
-        filling = Filling(masks, matchers)
+    def begin(self, masks: Int32, matchers: Sequence[Matcher], outputs: Sequence[Output] = ()) -> Filling:
+        """Begin to fill these `empty_masks`; a few are filled at once, in the caller's thread. `outputs`: see
+        `Filling`.
+        """
+        filling = Filling(masks, matchers, outputs)
         if len(matchers) <= FEW or self._closed:
             filling.run(len(matchers) > FEW)
             return filling

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from ..requests.errors import RequestError
 from ..steps.plan import Int32
 from .trial import refusal
 
@@ -84,21 +83,40 @@ class Matcher:
         self.suspicious = self.too_slow = self._broken = False
         self._seen = self._drafts = 0
 
-    def advance(self, tokens: list[int], start: int) -> None:
-        """Take in `tokens[start:]`, the output so far, of which the first ones are known already.
-
-        Raises RequestError when they do not fit, or llguidance gives up.
-        """
-        for token in tokens[start + self._seen :]:
-            if not (self._consume_timed(token) if self.suspicious else self.state.consume_token(token)):
-                raise RequestError(self.problem())
+    def unseen(self, tokens: list[int], start: int) -> list[int]:
+        """Which of `tokens[start:]`, the output so far, have come since this was asked last; take them in."""
+        fresh = tokens[start + self._seen :]
         self._seen = len(tokens) - start
+        return fresh
 
-    def _consume_timed(self, token: int) -> bool:
+    def take_in(self, fresh: list[int]) -> None:
+        """Go on by these tokens. Where they do not fit, or llguidance gives up, it has `failed`."""
+        try:
+            for token in fresh:
+                if not self._consume(token):
+                    break
+        except BaseException as error:
+            self.note_fault(error, "a token was taken in")
+
+    def _consume(self, token: int) -> bool:
+        if not self.suspicious:
+            return bool(self.state.consume_token(token))
         begin = time.thread_time()
         consumed = bool(self.state.consume_token(token))
         self.too_slow |= time.thread_time() - begin > SLOW_SECONDS
         return consumed
+
+    def note_fault(self, error: BaseException, when: str) -> None:
+        """It has failed by this. Raises the error again if it is the wish to end."""
+        if not is_fault(error):
+            raise error
+        _log.error("a fault while %s", when, exc_info=error)
+        self._broken = True
+
+    def begin_again(self, output: list[int]) -> None:
+        """Take all of the output so far in once more, where nobody knows what has been taken in."""
+        self.lexer, self.state = self.grammar.begin()
+        self.take_in(output)
 
     def fill(self, mask: Int32) -> None:
         """Write which tokens may come next, into zeros as wide as llguidance writes them. Twice too slow: it fails."""
@@ -106,10 +124,7 @@ class Matcher:
         try:
             self.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         except BaseException as error:
-            if not is_fault(error):
-                raise
-            _log.exception("a fault while a mask was filled")
-            self._broken = True
+            self.note_fault(error, "a mask was filled")
         slow = time.thread_time() - begin > SLOW_SECONDS
         self.too_slow |= slow and self.suspicious
         self.suspicious = slow

@@ -8,6 +8,13 @@ from ..text.tokenizer import FastTokenizer, SentencePieceTokenizer, Tokenizer
 
 INSTALL = "structured outputs need the package llguidance; pip install 'sidestream[structured]'"
 
+TEXT = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [*(f"{TEXT}{{1,{most}}}" for most in (1, 2, 3, 5, 7, 10, 30)), TEXT + "+"]
+"""Tokens that are a text of so many characters at most: llguidance looks at a set of them together where all of it, or
+nothing, may come. Where a text may be as long as `maxLength` says, fewer and fewer fit near its end; its own sets (10,
+30 and any number) would leave most of the tokens to be looked at one by one there.
+"""
+
 
 def import_llguidance() -> Any:
     """The package. Raises RequestError where it is not installed."""
@@ -44,13 +51,15 @@ def grammar_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, eos_ids: It
     try:
         if isinstance(tokenizer, FastTokenizer):
             count = max(vocabulary, tokenizer.size)
-            return llguidance.LLTokenizer(tokenizer.definition(), n_vocab=count, eos_token=ends or None)
+            return llguidance.LLTokenizer(tokenizer.definition(), n_vocab=count, eos_token=ends or None, slices=SLICES)
         if isinstance(tokenizer, SentencePieceTokenizer):
             pieces, special = tokenizer.pieces()
             end = ends[0] if ends else tokenizer.eos_id
             encode = tokenizer.encode_inside
             wrapped = llguidance.TokenizerWrapper(_Pieces(pieces, special, end, tokenizer.bos_id, encode))
-            return llguidance.LLTokenizer(wrapped, n_vocab=max(vocabulary, len(pieces)), eos_token=ends or None)
+            return llguidance.LLTokenizer(
+                wrapped, n_vocab=max(vocabulary, len(pieces)), eos_token=ends or None, slices=SLICES
+            )
     except ValueError as error:
         raise RequestError(f"structured outputs cannot use this model's tokenizer: {str(error)[:300]}") from error
     raise RequestError(f"structured outputs cannot use a {type(tokenizer).__name__}")

@@ -14,7 +14,7 @@ from sidestream import RequestError, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.structured import trial
 from sidestream.runtime.structured.compiler import GrammarCompiler
-from sidestream.runtime.structured.filling import fill_masks
+from sidestream.runtime.structured.filling import fill_masks, take_in
 from sidestream.runtime.structured.matcher import Matcher
 from sidestream.runtime.structured.plain import is_plain
 from sidestream.runtime.text.tokenizer import FastTokenizer, eos_token_ids, load_tokenizer
@@ -50,7 +50,7 @@ def walk(matcher: Matcher, ends: frozenset[int], seed: int, most: int = 300) -> 
     """Tokens drawn from the masks until the answer may end."""
     chance, tokens = random.Random(seed), []
     for _ in range(most):
-        matcher.advance(tokens, 0)
+        take_in([matcher], [(tokens, 0)], in_parallel=False)
         (mask,) = fill_masks([matcher])
         choices = allowed_in(mask)
         assert choices and not matcher.failed
@@ -82,14 +82,14 @@ def test_a_state_follows_from_the_tokens(model):
     tokens = walk(followed, ends, 3)
     again = grammar.matcher()
     for count in (len(tokens) // 2, len(tokens)):
-        again.advance([7, 7, *tokens[:count]], 2)
+        take_in([again], [([7, 7, *tokens[:count]], 2)], in_parallel=False)
     fresh = [grammar.matcher() for _ in range(3)]
-    for matcher in fresh:
-        matcher.advance(tokens, 0)
+    take_in(fresh, [(tokens, 0)] * 3, in_parallel=True)
     masks = fill_masks([followed, again, *fresh])
     assert (masks == masks[0]).all() and followed.accepting
-    with pytest.raises(RequestError, match="cannot be used"):
-        grammar.matcher().advance([tokens[-1]] * 9, 0)
+    wrong = grammar.matcher()
+    take_in([wrong], [([tokens[-1]] * 9, 0)], in_parallel=False)
+    assert wrong.failed and "cannot be used" in wrong.problem()
 
 
 def test_plain_schemas_need_no_trial_and_others_have_one(model, monkeypatch):
@@ -134,5 +134,6 @@ def test_what_fits_a_schema_is_allowed(model, name, age):
         {"name": name if fast else name.encode("ascii", "replace").decode(), "age": age}, ensure_ascii=False
     )
     matcher = compiler.compile(StructuredOutputsParams(json=PERSON)).matcher()
-    matcher.advance(tokenizer.encode(text, False) if fast else tokenizer.encode_inside(text), 0)
+    tokens = tokenizer.encode(text, False) if fast else tokenizer.encode_inside(text)
+    take_in([matcher], [(tokens, 0)], in_parallel=False)
     assert matcher.accepting

@@ -16,6 +16,7 @@ from sidestream.runtime.requests.structured_outputs import StructuredOutputsPara
 from sidestream.runtime.structured import drafted, filling, matcher
 from sidestream.runtime.structured.compiler import GrammarCompiler
 from sidestream.runtime.structured.drafted import fill_drafted
+from sidestream.runtime.structured.filling import take_in
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from sidestream.tools.bench.drafts.injected import InjectedDrafts
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
@@ -100,8 +101,7 @@ def test_masks_after_drafts_are_what_the_pattern_allows(base: TinyBase, pattern:
         right = list(some_text(20)) if not text else [chance.choice(sorted(allowed(text)))]
         drafts.append([*right[: 3 + number % 4], *([END, 97] if number % 3 else [])][:7])
     for _ in range(2):  # the second time from where the first one has left the matchers
-        for each, text in zip(matchers, texts, strict=True):
-            each.advance(list(text), 0)
+        take_in(matchers, [(list(text), 0) for text in texts], in_parallel=False)
         of, places, words = fill_drafted(matchers, drafts, lambda going, *_: [True] * len(going))
         bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
         found = {

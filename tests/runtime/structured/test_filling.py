@@ -15,8 +15,9 @@ import pytest
 from sidestream import LLM, SamplingParams, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.structured import compiler as compiling
+from sidestream.runtime.structured import filling
 from sidestream.runtime.structured.compiler import GrammarCompiler
-from sidestream.runtime.structured.filling import FEW, Filler, empty_masks, use_threads
+from sidestream.runtime.structured.filling import FEW, Filler, empty_masks, take_in, use_threads
 from sidestream.runtime.structured.matcher import Grammar
 from sidestream.runtime.text.tokenizer import eos_token_ids, load_tokenizer
 from support.tiny import tiny_llama
@@ -55,9 +56,8 @@ def test_masks_are_those_that_llguidance_makes_one_by_one() -> None:
     assert len({matcher.lexer for matcher in matchers}) == 2 * THREADS, "completions are spread over the lexers"
     first, tokens = {id(grammar): grammar.begin()[1] for grammar in grammars}, list[list[int]]([[] for _ in matchers])
     for _ in range(30):
-        for matcher, said in zip(matchers, tokens, strict=True):
-            matcher.advance(said, 0)
-        masks = filler.begin(empty_masks(matchers, COUNT), matchers).wait()
+        outputs = [(said, 0) for said in tokens]
+        masks = filler.begin(empty_masks(matchers, COUNT), matchers, outputs).wait()
         expected = np.zeros_like(masks)
         for row, said in enumerate(tokens):
             fresh = first[id(grammars[row])].deep_copy()
@@ -132,6 +132,43 @@ def test_a_fault_ends_the_request_that_it_belongs_to(llm: LLM, monkeypatch: pyte
             assert answer.finish_reason == "error" and "a fault while it was applied" in str(answer.stop_reason)
         else:
             assert (answer.token_ids, answer.finish_reason) == (wanted.token_ids, wanted.finish_reason)
+
+
+def test_a_token_that_does_not_fit_fails_its_completion_alone() -> None:
+    """Also where many are taken in at a time."""
+    compiler = GrammarCompiler(load_tokenizer(Path(DEMO_MODEL)), 512, eos_token_ids(Path(DEMO_MODEL)))
+    grammar = compiler.compile(StructuredOutputsParams(regex="[a-d]{9}"))
+    matchers = [grammar.matcher() for _ in range(COUNT)]
+    masks = Filler().begin(empty_masks(matchers, COUNT), matchers).wait()
+    (right, *_), banned = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")), 0
+    assert not masks[0][0] & 1
+    take_in(matchers, [([banned if row == 3 else int(right)], 0) for row in range(COUNT)], in_parallel=True)
+    assert [matcher.failed for matcher in matchers] == [row == 3 for row in range(COUNT)]
+    assert "cannot be used" in matchers[3].problem()
+    compiler.close()
+
+
+def test_a_fault_while_tokens_are_taken_in_together_loses_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many were taken in before it."""
+    prompts, params = requests(llm)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    faults = list[int]()
+
+    class Faulty:
+        def __init__(self, threads: int) -> None:
+            self._threads = executor(threads)
+            self.unsafe_compute_mask_ptr = self._threads.unsafe_compute_mask_ptr
+
+        def consume_token_par(self, jobs: list[tuple[Any, int]]) -> list[bool]:
+            faults.append(len(jobs))
+            self._threads.consume_token_par(jobs[: len(faults) % len(jobs)])
+            raise ValueError("no tokens")
+
+    executor = filling.executor
+    monkeypatch.setattr(filling, "executor", Faulty)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert len(faults) > 5
+    assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
 
 
 def test_masks_are_made_while_answers_are_delivered_and_the_next_step_is_planned(
