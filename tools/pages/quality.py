@@ -35,21 +35,11 @@ of 1.79e-03, top-1 agreement of 97.29%, a loss of at most 0.32 points, and 170 o
 `bf16-unfused` had 125: identical to bf16 (`measurements/quality_rotated_64_h200.txt`). No outliers were put in there.
 """
 
-SINCE = """\
-These arms were measured before int8 held the residual stream in fp16 (pass `finer_residual`; bf16, fp8 and the arms of
-other engines have none). With it, on another H200, the default has a mean KL of 0.0024 for the base model and 0.0036
-with the worst adapter, top-1 of 97.25% and 96.88%, and perplexities of 1.0029 and 1.0071 times fp32's
-(`measurements/real_model_residual_h200.txt`, where `int8-auto-residual-bf16` is the default without the pass: 0.0027
-and 0.0040). All three limits are kept but for perplexity with two adapters, `json` with 1.0071 and `strings` with
-1.0031: one reading moves by 0.0017 either way, and bf16 itself has up to 1.0019.
-
-"""
-
 
 def measured(_: str = "") -> str:
     """The page as the raw output has it."""
     about = _raw()
-    return page(rounds_of(about), about, PICTURE, PAGE, MODELS, section(real_findings(), REAL_PICTURE.name, SINCE))
+    return page(rounds_of(about), about, PICTURE, PAGE, MODELS, section(real_findings(), REAL_PICTURE.name))
 
 
 def picture(_: str = "") -> str:

@@ -49,10 +49,8 @@ def table(found: Findings) -> Table:
     return Table(found.model, rows, note=note + "".join(broken))
 
 
-def section(found: Findings, picture: str, since: str = "") -> str:
-    """The top of docs/quality.md: one table, one picture, one paragraph; then the limits, what has changed `since`, and
-    every arm with what it is.
-    """
+def section(found: Findings, picture: str) -> str:
+    """The top of docs/quality.md: a table, a picture, a paragraph; then the limits, and every arm with what it is."""
     arms = [f"- `{each.arm}`: {'nothing quantized' if each.arm == REFERENCE else each.about}" for each in found.arms]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     adapters = f" with the adapters {', '.join(found.adapters)}" if found.adapters else ""
@@ -68,7 +66,7 @@ def section(found: Findings, picture: str, since: str = "") -> str:
             f"![Mean KL divergence of each arm to transformers in fp32]({picture})\n",
             verdict(found) + "\n",
             judgements(found).markdown(),
-            since + "### Every arm\n",
+            "### Every arm\n",
             _bare(table(found)),
             *arms,
             "",
