@@ -9,7 +9,7 @@ import numpy as np
 
 from ..steps.plan import Int32, StepDrafts, StepMasks, StepPlan
 from ..structured.drafted import fill_drafted
-from ..structured.filling import Filler, Filling, empty_masks
+from ..structured.filling import Filler, Filling
 from ..structured.matcher import Matcher
 from .sequence import Sequence
 
@@ -50,7 +50,7 @@ class MasksOfStep:
             self._matchers.append(cast(Matcher, sequence.matcher))
         if self._matchers:
             drafts = int(np.maximum(plan.drafts[self._rows], 0).sum()) if len(plan.drafts) else 0
-            masks = empty_masks(self._matchers, len(self._matchers) + drafts)
+            masks = filler.room(self._matchers, len(self._matchers) + drafts)
             outputs = [(sequence.tokens, sequence.prompt_length) for sequence in self._sequences]
             self._filling = filler.begin(masks, self._matchers, outputs)
 

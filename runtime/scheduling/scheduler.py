@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ..requests.errors import RequestError
 from ..steps.plan import FORMER_ANSWERS, OWN_TOKENS, TRAINED_DRAFT, StepDrafts, StepMasks, StepPlan, StepResult
-from ..structured.filling import Filler
+from ..structured.filling import Filler, Memory
 from .choice import Choice
 from .limits import SchedulerLimits, SchedulerStats
 from .masks import MasksOfStep
@@ -316,6 +316,10 @@ class Scheduler:
         plan, sequences = self._issued[step]
         if len(plan.masked_rows):
             self._masks = MasksOfStep(plan, sequences, self._void.get(step, ()), self._end, self._filler)
+
+    def place_masks(self, memory: Memory) -> None:
+        """Have masks filled there from now on, where there is room."""
+        self._filler.memory = memory
 
     def masks_due(self) -> StepMasks | None:
         """The masks of the oldest step that has not come back, if it needs some, has none yet, and no drafts are due.

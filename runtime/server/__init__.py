@@ -17,5 +17,6 @@ connections      the clients, and what has to go out to them
 stepper          plans out, results in, adapters brought in
 gpu_process      the process that drives the GPU
 gpu_link         plans and results between those two
+shared_masks     memory in which the one fills masks and the other reads them
 settings         what `sidestream serve` is told
 """

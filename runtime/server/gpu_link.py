@@ -1,9 +1,11 @@
 """Between the batcher and the GPU process: plans one way, results the other, over two private ipc sockets.
 
 A frame pair (kind, body): plans, drafts, masks and results are flat arrays (`steps/wire.py`), all else small messages.
+Masks lie in memory that both share, and the frame says where, unless there is none or they are too many.
 Each thread of the GPU process has a socket of its own for results; the batcher hears them all on one.
 """
 
+import logging
 import time
 from collections import deque
 from pathlib import Path
@@ -18,15 +20,19 @@ from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
 from ..steps.wire import (
     pack_drafts,
     pack_masks,
+    pack_placed,
     pack_plan,
     pack_result,
     unpack_drafts,
     unpack_masks,
+    unpack_placed,
     unpack_plan,
     unpack_result,
 )
+from .shared_masks import SharedMasks
 
-PLAN, DRAFTS, MASKS, RESULT, MESSAGE = b"P", b"D", b"K", b"R", b"M"
+_log = logging.getLogger(__name__)
+PLAN, DRAFTS, MASKS, PLACED, RESULT, MESSAGE = b"P", b"D", b"K", b"S", b"R", b"M"
 
 
 class Notice(Struct, frozen=True, tag_field="type"):
@@ -50,7 +56,7 @@ class Loading(Notice, frozen=True, tag="loading"):
 
 
 class Ready(Notice, frozen=True, tag="ready"):
-    """GPU -> batcher: plans may come; the engine's sizes."""
+    """GPU -> batcher: plans may come; the engine's sizes. `masks`: the path of its `SharedMasks`."""
 
     vocabulary: int
     num_pages: int
@@ -68,6 +74,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     speculation_history: int = 0
     seconds: dict[str, float] = {}
     longest_step: float = 0.0
+    masks: str = ""
 
 
 class Alive(Notice, frozen=True, tag="alive"):
@@ -166,6 +173,14 @@ class BatcherEnd:
             socket.bind(address)
         self._backlog: deque[tuple[bytes, bytes]] = deque()
         self._heard: deque[Heard] = deque()
+        self.masks: SharedMasks | None = None
+
+    def open_masks(self, path: str) -> None:
+        """Share the memory for masks that a GPU process has told of; where that cannot be, they go by message."""
+        try:
+            self.masks = SharedMasks.open(path) if path else None
+        except (OSError, ValueError) as problem:
+            _log.warning("masks go by message: %s", problem)
 
     def submit(self, plan: StepPlan) -> None:
         """Ship a plan."""
@@ -173,7 +188,8 @@ class BatcherEnd:
 
     def constrain(self, masks: StepMasks) -> None:
         """Ship the masks of a step whose plan was shipped."""
-        self._send((MASKS, pack_masks(masks)))
+        place = None if self.masks is None else self.masks.find(masks.words)
+        self._send((MASKS, pack_masks(masks)) if place is None else (PLACED, pack_placed(masks, *place)))
 
     def tell(self, notice: Notice) -> None:
         """Ship a message."""
@@ -243,6 +259,12 @@ class GpuEnd:
         self.lost = self.plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         """Readable once the batcher is gone."""
         self.plans.connect(plans)
+        self._masks: SharedMasks | None = None
+
+    def share_masks(self, rows: int, words: int) -> str:
+        """Make memory for so many masks a step, of so many words; returns where the batcher finds it."""
+        self._masks = SharedMasks.create(rows, words)
+        return self._masks.path
 
     def receive(self) -> tuple[StepPlan, int] | StepMasks | Notice | None:
         """(plan, when it came), masks, a message, or None."""
@@ -256,6 +278,9 @@ class GpuEnd:
             return unpack_plan(bytearray(body)), time.monotonic_ns()
         if kind == MASKS:
             return unpack_masks(body)
+        if kind == PLACED and self._masks is not None:
+            step, place, rows, places = unpack_placed(body)
+            return StepMasks(step, rows, places, self._masks.masks(*place))
         return _decode(body)
 
     def reporter(self) -> "Reporter":

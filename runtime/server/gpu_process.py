@@ -54,6 +54,8 @@ _log = logging.getLogger(__name__)
 POLL_LOADS_MS = 1
 HOST_MEMORY_SECONDS = 0.1
 END_SECONDS = 1.5
+MORE_WORDS = 32
+"""A tokenizer may know more tokens than have logits, and masks are as wide as it needs."""
 LOST = 70
 """The exit code when the device's context or another rank is lost."""
 STEP_FAULT = "a step failed on the device"
@@ -118,7 +120,9 @@ class _Loop:
         ]
         for thread in threads:
             thread.start()
-        self._reporter.tell(self._served.ready)
+        served = self._served.ready
+        masks = self._link.share_masks(served.max_num_seqs, -(-served.vocabulary // 32) + MORE_WORDS)
+        self._reporter.tell(msgspec.structs.replace(served, masks=masks))
         poller = zmq.Poller()
         for source in (self._link.plans, self._link.lost, self._channel):
             poller.register(source, zmq.POLLIN)

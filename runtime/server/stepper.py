@@ -102,6 +102,9 @@ class Stepper:
             speculation_history=ready.speculation_history,
         )
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
+        link.open_masks(ready.masks)
+        if link.masks is not None:
+            self.scheduler.place_masks(link.masks.take)
         self._remote = RemoteRunner(link, self.hashes)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from .plan import SamplingPlan, StepDrafts, StepMasks, StepPlan, StepResult, no_rows
+from .plan import Int32, SamplingPlan, StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 
 _LONG = ("seeds", "steps")
 _SAMPLING_FLOATS = (
@@ -137,6 +137,23 @@ def unpack_masks(frame: bytes | bytearray | memoryview) -> StepMasks:
     rows, places = np.frombuffer(frame, np.int32, 2 * count, 12).reshape(2, count)
     masks = np.frombuffer(frame, np.int32, count * words, 12 + 8 * count).reshape(count, words)
     return StepMasks(step, rows, places, masks)
+
+
+def pack_placed(masks: StepMasks, offset: int, stride: int) -> bytes:
+    """Masks as one frame that says where their words lie: at which byte of memory that both sides have, and how many
+    bytes lie between two masks' first words.
+    """
+    head = np.asarray([masks.step, offset, stride, *masks.words.shape], np.int32)
+    return b"".join(part.data for part in (head, masks.rows, masks.places))
+
+
+def unpack_placed(frame: bytes | memoryview) -> tuple[int, tuple[int, int, int, int], Int32, Int32]:
+    """(step, (offset, stride, masks, words of each), rows, places) of a frame of `pack_placed`. Raises ValueError for a
+    frame that is cut short.
+    """
+    step, offset, stride, count, words = np.frombuffer(frame, np.int32, 5).tolist()
+    rows, places = np.frombuffer(frame, np.int32, 2 * count, 20).reshape(2, count)
+    return step, (offset, stride, count, words), rows, places
 
 
 def pack_drafts(drafts: StepDrafts) -> bytes:

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any
@@ -23,6 +23,8 @@ FEW = 8
 MOST_THREADS = 16
 """More would have few of a step's masks each, and the lexers that they need take memory."""
 _chosen: int | None = None
+Memory = Callable[[int, int], Int32 | None]
+"""(how many masks, words of each) -> where to fill them; None where there is no room for so many."""
 Output = tuple[list[int], int]
 """A completion's tokens, its prompt's first, and where its output begins."""
 
@@ -163,16 +165,25 @@ class Filling:
 class Filler:
     """A thread that has masks filled while the caller goes on. It starts when there is work for it, and ends with
     `close` or when nothing refers to this any more.
+
+    memory   where the masks of a step lie, if they are to lie in a certain place
     """
 
     def __init__(self) -> None:
+        self.memory: Memory | None = None
         self._work: SimpleQueue[Filling | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def room(self, matchers: Sequence[Matcher], count: int) -> Int32:
+        """Room for so many masks of these matchers, of which there is at least one. What is there means nothing."""
+        words = max(matcher.grammar.words_known for matcher in matchers)
+        placed = None if self.memory is None else self.memory(count, words)
+        return np.empty((count, words), np.int32) if placed is None else placed
+
     def begin(self, masks: Int32, matchers: Sequence[Matcher], outputs: Sequence[Output] = ()) -> Filling:
-        """Begin to fill these `empty_masks`; a few are filled at once, in the caller's thread. `outputs`: see
-        `Filling`.
+        """Begin to fill these, which are as wide as llguidance writes them; a few are filled at once, in the caller's
+        thread. `outputs`: see `Filling`.
         """
         filling = Filling(masks, matchers, outputs)
         if len(matchers) <= FEW or self._closed:

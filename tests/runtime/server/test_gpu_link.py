@@ -3,10 +3,12 @@
 import time
 
 import numpy as np
+import pytest
 import zmq
 from sidestream.runtime.server.gpu_link import BatcherEnd, GpuEnd, Load, Ready, Retire, StepFailed, Timing
 from sidestream.runtime.server.gpu_process import is_fatal, without_directories
-from sidestream.runtime.steps.plan import StepDrafts, StepResult
+from sidestream.runtime.server.shared_masks import SharedMasks
+from sidestream.runtime.steps.plan import StepDrafts, StepMasks, StepResult
 
 
 def receive(end, timeout=60.0):
@@ -64,6 +66,47 @@ def test_drafts_are_taken_first_where_they_have_come_next(tmp_path):
         assert drafts.step == 4 and drafts.tokens.tolist() == [[4, 5]]
         assert receive(batcher) == StepFailed(4, "no") and batcher.receive() is None
         context.destroy(linger=0)
+
+
+def random_masks(source, rows, words):
+    return source.integers(-(2**31), 2**31, (rows, words), np.int32)
+
+
+@pytest.mark.parametrize("path", ["shared", "", "/nowhere"])
+def test_masks_arrive_as_they_are(tmp_path, path, caplog):
+    """Those that lie in shared memory, of which every second row or a part of each may be meant, and all others."""
+    source = np.random.default_rng(0)
+    with zmq.Context() as context:
+        batcher, gpu = BatcherEnd(context, tmp_path, 0), GpuEnd(context, tmp_path, 0)
+        shared = gpu.share_masks(8, 40)
+        batcher.open_masks(shared if path == "shared" else path)
+        assert (batcher.masks is None) == (path != "shared")
+        assert ("masks go by message" in caplog.text) == (path == "/nowhere")
+        for step, count in enumerate((8, 1, 9, 3, 0)):
+            room = np.empty((count, 40), np.int32)
+            if batcher.masks is not None and count and (placed := batcher.masks.take(count, 40)) is not None:
+                assert count <= 8
+                room = placed
+            room[:] = random_masks(source, count, 40)
+            words, rows = room[::-1][: 1 + step][::-1][:, :37], np.arange(min(count, 1 + step), dtype=np.int32)
+            batcher.constrain(StepMasks(step, rows, rows + 5, words))
+            while batcher._backlog:
+                batcher.flush()
+            got = receive(gpu)
+            assert got.step == step and np.array_equal(got.words, words)
+            assert np.array_equal(got.rows, rows) and np.array_equal(got.places, rows + 5)
+            assert np.shares_memory(got.words, gpu._masks._bytes) == (path == "shared" and count in (8, 1, 3))
+        context.destroy(linger=0)
+
+
+def test_masks_are_read_within_the_shared_memory_only():
+    memory = SharedMasks.create(4, 10)
+    assert memory.take(5, 10) is None and memory.find(np.zeros((1, 10), np.int32)) is None
+    for place in ((0, 40, 9, 10), (-4, 40, 1, 10), (0, 36, 1, 10), (290, 40, 1, 10), (0, 40, -1, 10)):
+        with pytest.raises(ValueError, match="do not lie in 320 bytes"):
+            memory.masks(*place)
+    first, second = memory.take(4, 10), memory.take(4, 10)
+    assert not np.shares_memory(first, second) and memory.find(first[1:]) == (200, 40)
 
 
 def test_a_partner_that_died_raises_nothing(tmp_path):

@@ -47,6 +47,8 @@ class HashRunner:
 
     def constrain(self, handle: StepResult, masks: StepMasks) -> None:
         """Look for a token in a few words of each mask, then from its beginning on."""
+        if not len(masks.rows):  # all of them have ended meanwhile
+            return
         words, rows = masks.words.view(np.uint32), np.arange(len(masks.rows))
         hashed = handle.tokens[masks.rows].astype(np.int64) * 7919 + masks.rows * 104729
         columns = (hashed[:, None] + np.arange(PROBES) * 1299709) % words.shape[1]
