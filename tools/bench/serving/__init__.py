@@ -14,5 +14,6 @@ closed_loop      its clients, one process of them
 cores            cores for clients and others for the server
 simulated_gpu    a GPU process that only takes its time
 structured_steps  whether a device would wait for constraints in this process
+structured_server what constraints cost a server's steps
 traced_gpu       a GPU process that measures how long the device stands still (workload G)
 """
