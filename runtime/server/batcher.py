@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from ..processes.garbage import collect_seldom
+from ..processes.garbage import GarbageLook, collect_seldom
 from ..processes.watch import STALL_SECONDS, AwakeClock
 from ..steps.plan import StepDrafts
 from ..text.chat_template import chat_words
@@ -117,6 +117,7 @@ class Batcher:
         """Serve until the supervisor says stop or is gone. `early`: orders that came with the settings."""
         _allow_descriptors()
         _tame_garbage_collector()
+        garbage = GarbageLook()
         next_tick = next_beat = 0.0
         try:
             self._channel.send({"event": "bound", "address": self._listener.address})
@@ -145,6 +146,7 @@ class Batcher:
                     next_tick = now + TICK_SECONDS
                     self._connections.beat()
                     self._watch_gpu()
+                    garbage.look()
                 if now >= next_beat:
                     next_beat = now + HEARTBEAT_SECONDS
                     self._channel.beat()

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ..requests.errors import RequestError
@@ -28,8 +28,8 @@ SETTLED_SECONDS = 1.0
 
 LARGE_BLOCK = 128 << 10
 """Where glibc begins."""
-MOST_ARENAS = 1
-"""All threads share one: what one of them has freed serves the others, and fewer pages are kept by small pieces."""
+MOST_ARENAS = 2
+"""The loop's and one for the threads next to it."""
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # mallopt's names for them (malloc.h)
 
 
@@ -166,9 +166,8 @@ def keep_large_blocks_apart() -> None:
     the arenas, and the small pieces that are left between them pin more and more pages.
     """
     with suppress(AttributeError):
-        malloc = ctypes.CDLL(None)
-        malloc.mallopt(_MMAP_THRESHOLD, LARGE_BLOCK)
-        malloc.mallopt(_ARENA_MAX, MOST_ARENAS)
+        _libc().mallopt(_MMAP_THRESHOLD, LARGE_BLOCK)
+        _libc().mallopt(_ARENA_MAX, MOST_ARENAS)
 
 
 def give_back_memory() -> None:
@@ -177,4 +176,10 @@ def give_back_memory() -> None:
     An arena shrinks from its end alone: one small piece that stays there would keep hundreds of MiB.
     """
     with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        _libc().malloc_trim(0)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """One for all: each makes classes of its own."""
+    return ctypes.CDLL(None)
