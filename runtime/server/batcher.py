@@ -264,6 +264,7 @@ class Batcher:
             int(self._settings.llm.get("seed", 0)),
             self._settings.step_timeout,
             self._clock,
+            link.open_masks(ready.masks),
         )
         self._grammars.ready(ready)
         self._state.phase, self._state.progress = "ready", 1.0

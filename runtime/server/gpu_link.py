@@ -173,14 +173,15 @@ class BatcherEnd:
             socket.bind(address)
         self._backlog: deque[tuple[bytes, bytes]] = deque()
         self._heard: deque[Heard] = deque()
-        self.masks: SharedMasks | None = None
+        self._masks: SharedMasks | None = None
 
-    def open_masks(self, path: str) -> None:
-        """Share the memory for masks that a GPU process has told of; where that cannot be, they go by message."""
+    def open_masks(self, path: str) -> SharedMasks | None:
+        """The memory for masks that a GPU process has told of; where it cannot be shared, masks go by message."""
         try:
-            self.masks = SharedMasks.open(path) if path else None
+            self._masks = SharedMasks.open(path) if path else None
         except (OSError, ValueError) as problem:
             _log.warning("masks go by message: %s", problem)
+        return self._masks
 
     def submit(self, plan: StepPlan) -> None:
         """Ship a plan."""
@@ -188,7 +189,7 @@ class BatcherEnd:
 
     def constrain(self, masks: StepMasks) -> None:
         """Ship the masks of a step whose plan was shipped."""
-        place = None if self.masks is None else self.masks.find(masks.words)
+        place = None if self._masks is None else self._masks.find(masks.words)
         self._send((MASKS, pack_masks(masks)) if place is None else (PLACED, pack_placed(masks, *place)))
 
     def tell(self, notice: Notice) -> None:
@@ -262,8 +263,14 @@ class GpuEnd:
         self._masks: SharedMasks | None = None
 
     def share_masks(self, rows: int, words: int) -> str:
-        """Make memory for so many masks a step, of so many words; returns where the batcher finds it."""
-        self._masks = SharedMasks.create(rows, words)
+        """Make memory for so many masks a step, of so many words; returns where the batcher finds it, or nothing
+        where it cannot be had: then masks come by message.
+        """
+        try:
+            self._masks = SharedMasks.create(rows, words)
+        except (OSError, ValueError) as problem:
+            _log.warning("masks come by message: %s", problem)
+            return ""
         return self._masks.path
 
     def receive(self) -> tuple[StepPlan, int] | StepMasks | Notice | None:

@@ -30,10 +30,16 @@ class SharedMasks:
 
     @classmethod
     def create(cls, rows: int, words: int) -> Self:
-        """With room for so many masks of so many words a step. The GPU process has it."""
+        """With room for so many masks of so many words a step. The GPU process has it. Raises OSError or ValueError
+        where there is no such memory.
+        """
         fd = os.memfd_create("sidestream-masks")
-        os.truncate(fd, STEPS * rows * words * 4)
-        return cls(fd, f"/proc/{os.getpid()}/fd/{fd}")
+        try:
+            os.truncate(fd, STEPS * rows * words * 4)
+            return cls(fd, f"/proc/{os.getpid()}/fd/{fd}")
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def open(cls, path: str) -> Self:

@@ -14,6 +14,7 @@ from ..scheduling.scheduler import Scheduler, SchedulerLimits
 from ..steps.plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
+from .shared_masks import SharedMasks
 
 BRIEF_TOKENS = 1024
 """A step of more tokens is long enough for the next plan to be ready in time; a third one in line would only make
@@ -73,7 +74,7 @@ class Stepper:
     `late_plans`: plans that came when the device had nothing left to do though requests were open; `idle_seconds`: how
     long it stood still for want of them; `busy_seconds`: this process's own work on steps, `plan_seconds` the part of
     it that the next plan waits for; `launch_seconds`: from a plan's arrival at the GPU process until all of it is
-    launched; `watch`: whether a step takes too long (`step_timeout`: see there).
+    launched; `watch`: whether a step takes too long (`step_timeout`: see there). `masks`: where masks are to lie.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Stepper:
         seed: int = 0,
         step_timeout: float | None = None,
         clock: AwakeClock | None = None,
+        masks: SharedMasks | None = None,
     ) -> None:
         self.ready = ready
         self.link = link
@@ -102,9 +104,8 @@ class Stepper:
             speculation_history=ready.speculation_history,
         )
         self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
-        link.open_masks(ready.masks)
-        if link.masks is not None:
-            self.scheduler.place_masks(link.masks.take)
+        if masks is not None:
+            self.scheduler.place_masks(masks.take)
         self._remote = RemoteRunner(link, self.hashes)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()

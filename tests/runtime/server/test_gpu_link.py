@@ -1,5 +1,6 @@
 """The two ends between the processes: order, and a partner that is not there yet or no more."""
 
+import errno
 import time
 
 import numpy as np
@@ -79,12 +80,12 @@ def test_masks_arrive_as_they_are(tmp_path, path, caplog):
     with zmq.Context() as context:
         batcher, gpu = BatcherEnd(context, tmp_path, 0), GpuEnd(context, tmp_path, 0)
         shared = gpu.share_masks(8, 40)
-        batcher.open_masks(shared if path == "shared" else path)
-        assert (batcher.masks is None) == (path != "shared")
+        memory = batcher.open_masks(shared if path == "shared" else path)
+        assert (memory is None) == (path != "shared")
         assert ("masks go by message" in caplog.text) == (path == "/nowhere")
         for step, count in enumerate((8, 1, 9, 3, 0)):
             room = np.empty((count, 40), np.int32)
-            if batcher.masks is not None and count and (placed := batcher.masks.take(count, 40)) is not None:
+            if memory is not None and count and (placed := memory.take(count, 40)) is not None:
                 assert count <= 8
                 room = placed
             room[:] = random_masks(source, count, 40)
@@ -107,6 +108,25 @@ def test_masks_are_read_within_the_shared_memory_only():
             memory.masks(*place)
     first, second = memory.take(4, 10), memory.take(4, 10)
     assert not np.shares_memory(first, second) and memory.find(first[1:]) == (200, 40)
+
+
+def test_where_there_is_no_memory_to_share_masks_go_by_message(tmp_path, monkeypatch, caplog):
+    """As where a process may make no files of this size."""
+
+    made = []
+
+    def full(fd, size):
+        made.append(fd)
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr("sidestream.runtime.server.shared_masks.os.truncate", full)
+    monkeypatch.setattr("sidestream.runtime.server.shared_masks.os.close", made.remove)
+    with zmq.Context() as context:
+        batcher, gpu = BatcherEnd(context, tmp_path, 0), GpuEnd(context, tmp_path, 0)
+        path = gpu.share_masks(4, 10)
+        assert path == "" and batcher.open_masks(path) is None and "masks come by message" in caplog.text
+        assert not made, "its descriptor is closed"
+        context.destroy(linger=0)
 
 
 def test_a_partner_that_died_raises_nothing(tmp_path):
