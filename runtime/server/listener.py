@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import zmq
 
 from ..wire.addresses import Address
+from ..wire.inflow import Inflow
 from ..wire.keys import Gate, ServerKeys
 from ..wire.protocol import MAX_FRAME_BYTES
 from ..wire.zmtp import GREETING, SEVERAL, Reader, ZmtpError, head
@@ -299,6 +300,7 @@ class CurveListener:
         except zmq.ZMQError:
             self._gate.close()
             raise
+        self._inflow = Inflow(router)
         bound = router.getsockopt(zmq.LAST_ENDPOINT)
         self.address = bound.decode().rstrip("\x00") if isinstance(bound, bytes) else str(address)
 
@@ -313,15 +315,18 @@ class CurveListener:
         return False
 
     def look(self) -> None:
-        """Nothing to do: libzmq reads by itself."""
+        """libzmq reads by itself; a message without an end is cut off."""
+        self._inflow.look(waiting=True)
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """See `Listener`."""
         try:
-            identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
+            self._inflow.look()
             return None
-        return identity, frames[0] if len(frames) == 1 else SEVERAL
+        self._inflow.came(frames)
+        return identity.bytes, frames[0].bytes if len(frames) == 1 else SEVERAL
 
     def send(self, identity: bytes, frame: bytes) -> None:
         """See `Listener`."""
@@ -343,6 +348,7 @@ class CurveListener:
 
     def close(self, seconds: float) -> None:
         """See `Listener`."""
+        self._inflow.close()
         self._router.close(int(seconds * 1000))
         self._gate.close()
 

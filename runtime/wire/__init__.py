@@ -2,6 +2,7 @@
 
 protocol         messages, limits, and frames
 zmtp             the transport below it, as the server speaks it with peers that need no keys
+inflow           what peers with keys have sent of messages without an end
 addresses        where a server listens
 keys             CURVE keys: who may speak with a server
 channel          the supervisor's line to its children

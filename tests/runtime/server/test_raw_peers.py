@@ -102,9 +102,7 @@ def test_who_has_a_key_can_claim_no_id_that_libzmq_would_give(tmp_path):
 
 
 def test_a_peer_that_holds_a_key_ends_nothing_by_hanging_up(tmp_path):
-    """libzmq reads these connections, until its queue of a peer is full; a message that has no end it keeps as a whole
-    (docs/reliability.md), and lets go of when the peer hangs up.
-    """
+    """libzmq reads these connections, until its queue of a peer is full."""
     (friend,) = curve.generate(tmp_path / "keys", ["friend"])
     keys, body = curve.load_client_keys(friend), encode(Submit("a", prompt_token_ids=[300] * (1 << 18)))
     with (
@@ -127,6 +125,39 @@ def test_a_peer_that_holds_a_key_ends_nothing_by_hanging_up(tmp_path):
             assert answer[0].outputs[0].token_ids == continuation([7, 8], -1, 6, 251)
         assert server.child("server.batcher") == batcher, "it is the same process"
         assert memory(batcher) - before < 256 * MIB, "of 424 MiB that came; what a round leaves is the allocator's"
+
+
+def test_a_message_without_end_of_a_peer_that_holds_a_key_is_cut_off(tmp_path):
+    """By its bytes: libzmq keeps its parts. Others that send a lot at the same time are not taken for it."""
+    (friend,) = curve.generate(tmp_path / "keys", ["friend"])
+    keys = curve.load_client_keys(friend)
+    whole = encode(Submit("a", prompt_token_ids=[300] * (1 << 20)))  # 3 MiB, refused
+    with (
+        free_port() as port,
+        serve_fake(tmp_path, bind=f"tcp://127.0.0.1:{port}", keys=str(tmp_path / "keys" / "server")) as server,
+        Client(server.address, keys=friend, connect_timeout=60) as client,
+    ):
+        client.health()
+        batcher = server.child("server.batcher")
+        before = memory(batcher)
+        peer, busy = RawCurvePeer(server.address, keys), RawCurvePeer(server.address, keys)
+        took = 0
+        for turn in range(1200):
+            if turn % 10 == 0:
+                assert busy.pour(whole, 1, flags=0) == 1, "who completes its messages is read"
+            if peer.pour(bytes(MIB), 1) == 0:
+                break
+            took += 1
+        assert 64 <= took < 1200, "it is cut off after 64 MiB, when that is seen"
+        end = time.monotonic() + 60
+        while memory(batcher) - before > 256 * MIB:
+            assert time.monotonic() < end, "what was held of it is let go of"
+            time.sleep(0.1)
+        answer = client.generate([[7, 8]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        assert answer[0].outputs[0].token_ids == continuation([7, 8], -1, 6, 251)
+        assert server.child("server.batcher") == batcher, "it is the same process"
+        peer.close()
+        busy.close()
 
 
 @pytest.mark.parametrize("size", [0, MIB])
