@@ -246,6 +246,8 @@ class BatcherEnd:
         """Unbind."""
         self._plans.close(0)
         self.results.close(0)
+        if self._masks is not None:
+            self._masks.close()
 
 
 class GpuEnd:

@@ -50,6 +50,10 @@ class SharedMasks:
         finally:
             os.close(fd)
 
+    def close(self) -> None:
+        """Let go of it, as soon as no masks that lie there are used any more. There is no room in it then."""
+        self._bytes, self._share = np.zeros(0, np.uint8), 0
+
     def take(self, count: int, words: int) -> Int32 | None:
         """The next step's place, [count, words]; None where it has no room for so many."""
         size = count * words * 4

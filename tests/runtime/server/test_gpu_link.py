@@ -2,6 +2,7 @@
 
 import errno
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,6 +109,12 @@ def test_masks_are_read_within_the_shared_memory_only():
             memory.masks(*place)
     first, second = memory.take(4, 10), memory.take(4, 10)
     assert not np.shares_memory(first, second) and memory.find(first[1:]) == (200, 40)
+    mapped = Path("/proc/self/maps").read_text().count("sidestream-masks")
+    other = SharedMasks.open(memory.path)
+    assert Path("/proc/self/maps").read_text().count("sidestream-masks") == mapped + 1
+    other.close()
+    assert other.take(1, 1) is None and other.find(first) is None
+    assert Path("/proc/self/maps").read_text().count("sidestream-masks") == mapped
 
 
 def test_where_there_is_no_memory_to_share_masks_go_by_message(tmp_path, monkeypatch, caplog):
