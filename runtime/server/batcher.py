@@ -146,12 +146,12 @@ class Batcher:
                     next_tick = now + TICK_SECONDS
                     self._connections.beat()
                     self._watch_gpu()
-                    garbage.look()
                 if now >= next_beat:
                     next_beat = now + HEARTBEAT_SECONDS
                     self._channel.beat()
                     self._tell_answers()
                 self._settle()
+                garbage.look()  # plans are out
                 if self._stop_at is not None and (not self._requests or now >= self._stop_at):
                     return self._farewell()
         except ChannelClosed:
