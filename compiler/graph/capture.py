@@ -5,8 +5,11 @@ it works on modules on the meta device. `capture_callable` (make_fx, for what to
 concrete shapes. Neither functionalises: a mutation of the KV cache stays one node, and graph order is its meaning.
 """
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -62,7 +65,7 @@ def capture_module(
     Raises CaptureError with torch's explanation when the module branches on data or calls what torch.export can't see
     into.
     """
-    # seconds of imports that a start from kept programs does without
+    _import_tracer()
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -114,6 +117,23 @@ def capture_callable(function: Callable[..., Any], inputs: Sequence[Any], parame
     constants: dict[str, torch.Tensor] = {}
     _constants_to_inputs(graph_module, constants)
     return Captured(graph_module, constants, [node.name for node in placeholders])
+
+
+def _import_tracer() -> None:
+    """Seconds of imports, that a start from kept programs does without.
+
+    torch's tracer asks for a temporary directory while it is imported, and that question writes a file. On a full disk
+    the import would fail half-way, and each later one would too: what torch has registered cannot be registered again.
+    So the answer is given here where nothing can be written; the tracer itself writes no file.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = os.environ.get("TMPDIR", "/tmp")
+        try:
+            import_module("torch.export._trace")
+        finally:
+            tempfile.tempdir = None
 
 
 def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The programs that are ready to run, by bucket; once requests come, others are built next to the steps."""
 
 from collections.abc import Callable, Iterable
-from threading import Event
+from threading import Event, Lock
 from typing import Generic, TypeVar
 
 from ...compiler.program.program import Bucket
@@ -19,6 +19,7 @@ class ReadyPrograms(Generic[T]):
         self._ready: dict[Bucket, T] = {}
         self._asked: set[Bucket] = set()
         self._builder: Background | None = None
+        self._making = Lock()
 
     def get(self, bucket: Bucket, make: Callable[[Bucket], T]) -> T:
         """The bucket's program; after `build_aside` the smallest one that is ready and holds its steps, while a thread
@@ -45,8 +46,10 @@ class ReadyPrograms(Generic[T]):
         return self._builder is None or self._builder.finish(timeout)
 
     def _add(self, bucket: Bucket, make: Callable[[Bucket], T]) -> T:
-        ready = self._ready[bucket] = make(bucket)
-        return ready
+        with self._making:  # one at a time: two threads may not import torch's tracer together
+            if bucket not in self._ready:
+                self._ready[bucket] = make(bucket)
+            return self._ready[bucket]
 
     def _ask(self, builder: Background, bucket: Bucket, make: Callable[[Bucket], T]) -> None:
         if bucket in self._asked:

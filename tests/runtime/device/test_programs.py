@@ -74,6 +74,31 @@ def test_a_program_that_cannot_be_built_is_tried_once_and_its_steps_go_on():
     assert make.made == [each.name for each in (*FIRST, wrong, right)]
 
 
+def test_two_threads_never_build_at_the_same_time():
+    """Torch's tracer, which the first build imports, can't be imported by two threads together."""
+    programs, begun, go_on = ReadyPrograms[str](), [], threading.Event()
+
+    def make(wanted: Bucket) -> str:
+        begun.append(wanted.name)
+        if wanted not in FIRST:
+            assert go_on.wait(WAIT)
+        return wanted.name
+
+    programs.build_aside(FIRST, make)
+    programs.get(bucket(16, 4), make)  # its thread builds it
+    larger = bucket(128, 8)  # no program holds its steps, so that who needs it builds it
+    others = [threading.Thread(target=programs.get, args=(larger, make)) for _ in range(2)]
+    for other in others:
+        other.start()
+        other.join(0.2)
+    assert len(begun) == len(FIRST) + 1
+    go_on.set()
+    for other in others:
+        other.join(WAIT)
+    assert programs.finish(WAIT)
+    assert sorted(begun) == sorted(each.name for each in (*FIRST, bucket(16, 4), larger))
+
+
 @pytest.fixture
 def builders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that captured the model, built or bound a program, in order."""
