@@ -273,8 +273,8 @@ def run(options: argparse.Namespace) -> int:
             llm = build(options, config, directory, adapters, options.speculate)
         start_up = time.perf_counter() - started
         print(f"ready after {start_up:.1f} s\n")
-        print(header() + "  tokens/step  drafts/step" * bool(options.speculate))
-        rows = []
+        print(header() + "  tokens/step  drafts/step  times" * bool(options.speculate))
+        rows: list[Row] = []
         for kind in options.lora:
             for concurrency in options.concurrency:
                 variants: list[tuple[bool, float | None]] = [(False, None)]
@@ -285,6 +285,8 @@ def run(options: argparse.Namespace) -> int:
                     row = measure_row(llm, options, config, kind, list(adapters), concurrency, structured, acceptance)
                     rows.append(row)
                     made = f"{row.tokens_per_step:>13.2f}{row.drafts_per_step:>13.2f}" if options.speculate else ""
+                    if acceptance is not None:
+                        made += f"{times_decoding(row, rows):>7.2f}"
                     print(line(row, llm.device.type == "cuda") + made, flush=True)
         if options.profile is not None:
             again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
@@ -296,6 +298,7 @@ def run(options: argparse.Namespace) -> int:
     if options.speculate:
         count = "as many drafts as the engine chooses" if options.speculate == "auto" else f"{options.speculate} drafts"
         print(f"@P: {count} a request and step, each right with the injected probability P")
+        print("times: as fast as the line without drafts, prompts left out")
     if on_gpu:
         shared = f", a part on each of {ranks_of(options)} GPUs" if ranks_of(options) > 1 else ""
         print(
@@ -429,6 +432,13 @@ def measure_row(
         tokens,
         chosen,
     )
+
+
+def times_decoding(row: Row, rows: Sequence[Row]) -> float:
+    """How many times the tokens of a step's time a row makes of what the row like it without drafts does."""
+    like = (row.lora, row.concurrency, row.structured)
+    (without,) = (each for each in rows if each.drafts == 0 and (each.lora, each.concurrency, each.structured) == like)
+    return row.tokens_per_step / row.ms_per_step * without.ms_per_step
 
 
 def per_step(llm: Any, generate: Callable[[int], Any], output_len: int) -> tuple[float, float]:

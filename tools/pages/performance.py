@@ -73,28 +73,32 @@ def families() -> str:
     return table(["shape", "1 request, ms", "with an adapter", "64 requests, ms", "with adapters"], lines)
 
 
+SPECULATION = ("7", "3", "auto", "auto_8")
+
+
 def speculation() -> str:
-    """Steps with drafts, at injected rates of acceptance."""
+    """Steps with drafts, at injected rates of acceptance; each table of a bench next to its own lines without."""
     lines = []
-    for drafts in (7, 3):
-        plain: dict[str, float] = {}
-        for row in raw(f"bench_speculation_{drafts}_h200")["rows"]:
-            if row["injected_acceptance"] is None:
-                plain[row["lora"]] = row["tokens_per_second"]
+    for name in SPECULATION:
+        plain: dict[tuple[str, int], Any] = {}
+        for row in raw(f"bench_speculation_{name}_h200")["rows"]:
+            injected, load = row["injected_acceptance"], (row["lora"], row["concurrency"])
+            if injected is None:
+                plain[load] = row
+            without = plain[load]
             of = "base" if row["lora"] == "none" else "adapters" if row["concurrency"] > 1 else "an adapter"
+            chosen = f"auto: {row['drafts_per_step']:.1f}" if row["drafts"] == "auto" else str(row["drafts"])
+            decoding = row["tokens_per_step"] * without["ms_per_step"] / row["ms_per_step"]
             lines.append(
                 [
                     str(row["concurrency"]),
                     of,
-                    *(
-                        ("none", "")
-                        if row["injected_acceptance"] is None
-                        else (str(row["drafts"]), f"{row['injected_acceptance']:g}")
-                    ),
+                    *(("none", "") if injected is None else (chosen, f"{injected:g}")),
                     f"{row['ms_per_step']:.2f}",
                     f"{row['tokens_per_step']:.2f}",
+                    f"{decoding:.2f}",
                     f"{row['tokens_per_second']:,.0f}",
-                    f"{row['tokens_per_second'] / plain[row['lora']]:.2f}",
+                    f"{row['tokens_per_second'] / without['tokens_per_second']:.2f}",
                 ]
             )
     head = [
@@ -104,8 +108,9 @@ def speculation() -> str:
         "right with probability",
         "ms a step",
         "tokens a step",
-        "tok/s",
-        "times",
+        "times, decoding",
+        "tok/s with prompts",
+        "times, with prompts",
     ]
     return table(head, lines)
 
