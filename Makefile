@@ -2,8 +2,9 @@
 PYTHON ?= python3
 # `make test TORCH=oldest`, `newest` or a release: in an environment of its own, next to .venv.
 TORCH  ?=
-oldest := 2.11.0
-newest := 2.15.0
+NEEDS  := tests/releases/requirements-
+oldest := $(shell sed -n 's/^torch==//p' $(NEEDS)oldest.txt)
+newest := $(shell sed -n 's/^torch==//p' $(NEEDS)newest.txt)
 NAMED  := $(if $(filter oldest newest,$(TORCH)),$($(TORCH)),$(TORCH))
 ifneq ($(NAMED),$(shell printf '%s\n' '$(NAMED)' | grep -Ex '[0-9]+[.][0-9]+[.][0-9]+'))
 $(error TORCH=$(TORCH) must be oldest, newest or a release such as $(newest))
@@ -22,8 +23,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # the package asks for any: where pip knows a CPU build of it, no CUDA packages come.
 FRESH := 2.13.0
 CHOSEN = $(or $(NAMED),$(if $(shell command -v nvidia-smi),,$(FRESH)))
-# what a release needs too: torch 2.11 brings Triton 3.6, whose interpreter fails with NumPy 2.4
-with-2.11.0 := 'numpy<2.4'
+# the oldest and the newest come with what else they need
+NAMED_FILE := $(patsubst %,-r $(NEEDS)%.txt,$(strip $(foreach each,oldest newest,$(if $(filter $($(each)),$(NAMED)),$(each)))))
 
 # Each process takes half of the tests in order, so that a module's fixtures are made once; the first to finish takes half of what the other has left.
 TWO_PROCESSES := -n 2 --dist worksteal
@@ -103,7 +104,7 @@ $(PY):
 # mypy finds the package by its import name through .venv/src/sidestream, as the repository's root is the package.
 $(VENV)/.installed: pyproject.toml | $(PY)
 	$(SAY) 'installing torch'
-	@$(PY) -m pip show --quiet torch 2>/dev/null || $(PIP) torch$(CHOSEN:%===%) $(with-$(CHOSEN))
+	@$(PY) -m pip show --quiet torch 2>/dev/null || $(PIP) $(or $(NAMED_FILE),torch$(CHOSEN:%===%))
 	$(SAY) 'installing Sidestream and its requirements'
 	@$(PIP) 'setuptools>=77' wheel
 	@$(PIP) --no-build-isolation -e .

@@ -21,7 +21,9 @@ def run(where: Path, *command: str, status: int = 0) -> str:
 
 def asked(where: Path, *arguments: str) -> str | None:
     """The release of torch that `make` would install."""
-    found = re.search(r" torch==(\S+)", run(where, "make", "--dry-run", *arguments))
+    said = run(where, "make", "--dry-run", *arguments)
+    files = [(where / name).read_text() for name in re.findall(r" -r (\S+)", said)]
+    found = re.search(r"(?:^| )torch==(\S+)", "\n".join([said, *files]), re.MULTILINE)
     return found and found[1]
 
 
@@ -34,6 +36,7 @@ def checkout(tmp_path: Path) -> Path:
     place.mkdir()
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, place)
+    shutil.copytree(ROOT / "tests" / "releases", place / "tests" / "releases")
     return place
 
 
@@ -48,6 +51,15 @@ def test_a_named_torch_has_an_environment_of_its_own(checkout: Path) -> None:
     assert "torch==2.12.1" in said and ".venv-2.12.1/bin/python -m pytest" in said and ".venv/" not in said
     said = run(checkout, "make", "test", "TORCH=older", status=2)
     assert "TORCH=older must be oldest, newest or a release such as" in said
+
+
+@pytest.mark.parametrize("name", ["oldest", "newest"])
+def test_the_oldest_and_the_newest_come_with_what_else_they_need(checkout: Path, name: str) -> None:
+    file = f"tests/releases/requirements-{name}.txt"
+    release = asked(checkout, "test", f"TORCH={name}")
+    for spelled in (name, release):
+        said = run(checkout, "make", "--dry-run", "test", f"TORCH={spelled}")
+        assert f" -r {file}" in said and f".venv-{release}/bin/python -m pytest" in said
 
 
 def test_an_environment_that_is_there_stays(checkout: Path) -> None:

@@ -1,4 +1,4 @@
-"""`residual_values`: a residual stream as plain values of the model's dtype, for whoever else reads it."""
+"""`residual_values`: a residual stream as plain values of the model's dtype, for what else reads it."""
 
 from typing import Optional
 

@@ -48,7 +48,7 @@ class Surroundings:
     A step goes `values`, which cross with its inputs, `place`, the program, and then `sample`, where it is `captured`
     and nothing is asked but tokens of the logits as they are, or `take`.
     `drafts` [S, K] int32: what `place` has found for the bucket's sequences. `sent`: the event after which the last
-    step's `Counted` has been copied, which whoever copies it leaves here.
+    step's `Counted` has been copied; the code that copies it leaves the event here.
     """
 
     def __init__(self, histories: Histories, bucket: Bucket, inputs: StepInputs, logits: torch.Tensor) -> None:

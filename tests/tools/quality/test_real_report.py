@@ -1,5 +1,6 @@
 """What is said of the real model's figures: judged by the limits, next to bf16's own. And how the page opens."""
 
+import math
 import re
 from math import nan
 
@@ -41,6 +42,17 @@ def test_each_reader_is_judged_next_to_what_bf16_has_there() -> None:
         ("int8", "base", "all three"),
     ]
     assert judgements(found).rows[2][2:8] == ("0.0045", "0.0014", "95.99%", "97.42%", "1.0029", "1.0012")
+
+
+def test_how_a_mean_kl_and_a_perplexity_go_together_is_told_where_enough_was_read() -> None:
+    """Half of them 0.001 above e^KL and half 0.002 above, so 0.0015 on average; one far from bf16 does not count."""
+    read_by_many = [read(f"a{i}", 0.003, 0.97, math.exp(0.003 + (0.001, 0.002)[i % 2])) for i in range(20)]
+    found = findings(bf16=read_by_many, fp8=[read("base", 0.02, 0.9, 1.5)])
+    note = judgements(found).note
+    assert "the 20 readings with a mean KL below 0.01 the two differ by 0.0015 on average" in note
+    assert "standard deviation of 0.0005" in note
+    assert "a mean KL of 0.0040 is expected to have a perplexity of 1.0040 times" in note
+    assert "readings" not in judgements(findings(bf16=read_by_many[1:], fp8=[read("base", 0.02, 0.9, 1.5)])).note
 
 
 def test_a_limit_that_is_missed_by_less_than_a_digit_is_not_shown_as_kept() -> None:

@@ -1,5 +1,7 @@
 """Which limits the kinds of int8 keep on the real model, next to what bf16 itself has: a verdict, and a table."""
 
+import math
+from statistics import mean, stdev
 from typing import NamedTuple
 
 from ..arms import DEFAULT, REFERENCE
@@ -56,6 +58,8 @@ MEAN_KL = Limit("mean KL", "mean_kl", 0.004, "{:.4f}", "{:.6f}")
 TOP_1 = Limit("top-1", "top_1", 0.96, "{:.2%}", "{:.4%}", least=True)
 PERPLEXITY = Limit("perplexity", "perplexity_ratio", 1.003, "{:.4f}", "{:.6f}")
 LIMITS = (MEAN_KL, TOP_1, PERPLEXITY)
+NEAR, ENOUGH = 0.01, 20
+"""Readings with a smaller mean KL tell how it goes with the perplexity, where there are so many."""
 
 
 def verdict(found: Findings) -> str:
@@ -86,7 +90,26 @@ def judgements(found: Findings) -> Table:
             rows.append((arm, one.adapter, *figures, _missed(one)))
     limits = ", ".join(limit.said for limit in LIMITS)
     note = f"The limits: {limits} times fp32's. The columns `bf16's` hold what bf16 itself has."
-    return Table("The limits, and bf16's own distance", rows, left=2, note=note)
+    return Table("The limits, and bf16's own distance", rows, left=2, note=note + _what_is_expected(found))
+
+
+def _what_is_expected(found: Findings) -> str:
+    """How the two limits on a mean KL and on a perplexity go together, by all readings that are near bf16."""
+    near = [
+        (one.mean_kl[0], math.log(one.perplexity_ratio[0]))
+        for each in found.arms
+        for one in each.divergences
+        if one.mean_kl[0] < NEAR
+    ]
+    if len(near) < ENOUGH:
+        return ""
+    beyond = [change - mean_kl for mean_kl, change in near]
+    return (
+        " The mean KL is also how far the logarithm of the perplexity is expected to rise, were the text the model's "
+        f"own: over the {len(near)} readings with a mean KL below {NEAR:g} the two differ by {abs(mean(beyond)):.4f} "
+        f"on average, with a standard deviation of {stdev(beyond):.4f}. So a reading with a mean KL of "
+        f"{MEAN_KL.bound:.4f} is expected to have a perplexity of {math.exp(MEAN_KL.bound):.4f} times fp32's."
+    )
 
 
 def read(found: Findings, arm: str) -> list[Divergence]:
