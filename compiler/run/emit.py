@@ -19,6 +19,7 @@ from ..program.calls import out_overload, overload_of, own_op
 from ..program.program import Program, Step
 from .captured import capture, capture_stream
 from .first_runs import first_runs
+from .one_row import as_two_rows, is_one_row
 from .places import placed_tensors
 from .ranges import SWITCH, named, ranged, replay_range, step_range
 
@@ -309,6 +310,9 @@ class BoundProgram:
                 return lambda: launch(*args, out=outs, sm_budget=budget, pdl=pdl)
             reference = own.reference
             return lambda: _store(reference(*args), outs, step)
+        if self.device.type == "cpu" and is_one_row(step.op, args):
+            product = overload_of(step.op)
+            return lambda: _store(as_two_rows(product, *args, **kwargs), outs, step)
         variant = out_overload(step.op) if outs else None
         if variant is not None:
             overload, names = variant
