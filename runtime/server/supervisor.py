@@ -24,7 +24,7 @@ from msgspec import structs
 
 from ..processes.child import STOP_SECONDS, Child, status_text
 from ..processes.watch import LOOK_AT_STOPPED_SECONDS, LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock, StopWatch
-from ..wire.addresses import AddressLock, check_keys, make_private_directory, parse
+from ..wire.addresses import AddressLock, check_keys, make_private_directory, parse, temporary_root
 from ..wire.channel import ChannelClosed
 from .front import Front
 from .gpu_link import Ready
@@ -47,7 +47,9 @@ class Supervisor:
         check_keys(self._address, settings.keys is not None)
         make_private_directory(self._address)
         self._lock = AddressLock(self._address)
-        self._runtime = Path(tempfile.mkdtemp(prefix="sidestream-", dir=os.environ.get("XDG_RUNTIME_DIR") or None))
+        self._runtime = Path(
+            tempfile.mkdtemp(prefix="sidestream-", dir=os.environ.get("XDG_RUNTIME_DIR") or temporary_root())
+        )
         self._settings = structs.replace(settings, directory=str(self._runtime), generation=0)
         self._batcher: Child | None = None
         self._gpu: Child | None = None

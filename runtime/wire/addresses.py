@@ -96,9 +96,19 @@ def default_address() -> str:
     directory = (
         Path(runtime) / "sidestream"
         if runtime and Path(runtime).is_dir()
-        else Path(tempfile.gettempdir()) / f"sidestream-{os.getuid()}"
+        else temporary_root() / f"sidestream-{os.getuid()}"
     )
     return f"ipc://{directory}/engine.sock"
+
+
+def temporary_root() -> Path:
+    """Where this machine keeps what does not last. Python finds no such directory on a full disk, for it tries to write
+    a file there; sockets need no room.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 def check_keys(address: Address, keys: bool, flag: str = "--keys") -> None:

@@ -119,12 +119,14 @@ def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float)
 async def _serve(
     server: uvicorn.Server, listener: socket.socket, say: Callable[[str], None], channel: Channel | None
 ) -> None:
+    url = url_of(listener)
+
     async def beat() -> None:
         told = False
         while True:
             if server.started and not told:
                 told = True
-                say(url_of(listener))
+                say(url)
             if channel is not None:
                 channel.beat()
             await asyncio.sleep(HEARTBEAT_SECONDS if told else 0.02)
@@ -159,15 +161,17 @@ def run(fd: int, listener_fd: int) -> int:
     """The process under a supervisor. Returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s gateway %(message)s")
     channel = Channel.from_fd(fd)
-    first: dict[str, Any]
-    (first, *_) = channel.receive(block=True)
-    settings = msgspec.convert(first["settings"], GatewaySettings)
     listener = socket.socket(fileno=listener_fd)
     try:
+        first: dict[str, Any]
+        (first, *_) = channel.receive(block=True)
+        settings = msgspec.convert(first["settings"], GatewaySettings)
         return serve(settings, listener, lambda url: channel.send({"event": "ready", "address": url}), channel)
     except ValueError as error:
         channel.send({"event": "failed", "message": " ".join(str(error).split())})
         return 2
+    except ChannelClosed:
+        return 1  # the supervisor ends, and has said why
 
 
 if __name__ == "__main__":

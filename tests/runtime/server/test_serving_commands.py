@@ -20,7 +20,7 @@ from support.fake_runner import continuation
 from support.serving import GUARD, free_port, serve_fake
 
 CLI = [sys.executable, "-m", "sidestream.tools.cli"]
-DISK = 4096  # bytes that a file may have: less than a program
+DISK = 0  # bytes that a file may have
 
 
 def command(*arguments: str, **options) -> "subprocess.CompletedProcess[str]":
