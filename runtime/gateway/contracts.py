@@ -132,6 +132,9 @@ class Engines(Protocol):
     async def start(self) -> None:
         """Begin to connect; returns at once, also when no engine is there yet."""
 
+    def expect_end(self) -> None:
+        """The engines are being stopped: that they go is no news from now on."""
+
     async def close(self) -> None:
         """End all connections; open requests fail."""
 

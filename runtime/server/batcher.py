@@ -97,7 +97,7 @@ class Batcher:
         self._link: BatcherEnd | None = None
         self._clock = AwakeClock()
         self._gpu_heard = 0.0
-        self._gave_up = False
+        self._gave_up = self._told_to_end = False
         self._retries = Retries()
         self._answers_told = 0
         self._expect_gpu(settings.generation)
@@ -120,9 +120,9 @@ class Batcher:
         garbage = GarbageLook()
         next_tick = next_beat = 0.0
         try:
-            self._channel.send({"event": "bound", "address": self._listener.address})
             for order in early:
                 self._obey(order)
+            self._channel.send({"event": "bound", "address": self._listener.address})
             while True:
                 stepper = self._state.stepper
                 busy = self._connections.waiting or (stepper is not None and stepper.in_flight)
@@ -155,7 +155,8 @@ class Batcher:
                 if self._stop_at is not None and (not self._requests or now >= self._stop_at):
                     return self._farewell()
         except ChannelClosed:
-            _log.error("the supervisor is gone")
+            if not self._told_to_end:
+                _log.error("the supervisor is gone")
             shutil.rmtree(self._settings.directory, ignore_errors=True)  # which it would have done
             return 1
 
@@ -310,6 +311,8 @@ class Batcher:
         elif what == "drain":
             self._state.draining = True
             self._stop_at = time.monotonic() + float(order["seconds"])
+        elif what == "end":
+            self._told_to_end = True
         if what == "gpu_died" and self._state.dead:
             self._stop_at = time.monotonic()
 

@@ -2,12 +2,14 @@
 address and a socket that listens, and it is started again when it dies.
 """
 
+import contextlib
 import socket
 from collections.abc import Callable
 
 from msgspec import Struct
 
 from ..processes.child import Child
+from ..wire.channel import ChannelClosed
 
 DEATHS = 5
 LIVED_SECONDS = 30.0
@@ -38,6 +40,12 @@ class Front:
             return False
         self.start(addresses, now)
         return True
+
+    def draining(self) -> None:
+        """Say that the engines are being stopped, so that their end is no news."""
+        if self.child is not None:
+            with contextlib.suppress(ChannelClosed):
+                self.child.channel.send({"event": "draining"})
 
     def close(self) -> None:
         """No more connections; what is being answered may end."""

@@ -72,6 +72,7 @@ class Supervisor:
             return self._watch()
         finally:
             children = [child for child in (self._gpu, self._batcher) if child is not None]
+            self._order({"order": "end"})
             for child in children:
                 child.channel.close()
             if self._front is not None:
@@ -149,6 +150,8 @@ class Supervisor:
         seconds = self._settings.drain_seconds
         self._say(f"draining for up to {seconds:g} s; a second signal stops at once")
         self._draining_until = time.monotonic() + seconds + STOP_SECONDS
+        if self._front is not None:
+            self._front.draining()  # first: a batcher that has nothing to do ends at once
         self._order({"order": "drain", "seconds": seconds})
         return None
 

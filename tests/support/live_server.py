@@ -45,8 +45,11 @@ def serving(*arguments: str) -> Iterator[Served]:
         try:
             yield Served(_wait(log, process), address, process, Path(directory))
         finally:
+            before = len(log.read_text())
             process.terminate()
             assert process.wait(60) == 0, log.read_text()
+        said = log.read_text()[before:]
+        assert "is gone" not in said and "is lost" not in said, f"of a stop nobody has to hear that:\n{said}"
 
 
 def _wait(log: Path, process: "subprocess.Popen[str]") -> str:

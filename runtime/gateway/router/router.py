@@ -60,7 +60,7 @@ class Router:
         self._catalogue = Catalogue()
         self._links: dict[str, EngineLink] = {}
         self.counts: dict[str, Counter[str]] = {}
-        self._started = False
+        self._started = self._stopping = False
         self._leaving: set[asyncio.Task[None]] = set()
         self._remembered: dict[str, AdapterCard] = {}  # of engines that were removed
         self._created = int(time.time())
@@ -81,6 +81,10 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    def expect_end(self) -> None:
+        """See `Engines`."""
+        self._stopping = True
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
@@ -226,7 +230,8 @@ class Router:
     def _lost(self, link: EngineLink, problem: Exception) -> None:
         if link.name not in self._links:
             return
-        _log.warning("%s is lost: %s", link.name, problem)
+        if not self._stopping:
+            _log.warning("%s is lost: %s", link.name, problem)
         self._book.lost(link.name, time.monotonic())
         self._dispatch.wake()
 

@@ -93,7 +93,7 @@ def serve(
         drain = settings.drain_seconds if channel is None else min(settings.drain_seconds, HANG_UP_SECONDS)
         config = server_config(app, settings, drain)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(uvicorn.Server(config), listener, say, channel))
+            runner.run(_serve(uvicorn.Server(config), listener, say, channel, parts.engines.expect_end))
     finally:
         parts.close()
     return 0
@@ -117,7 +117,11 @@ def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float)
 
 
 async def _serve(
-    server: uvicorn.Server, listener: socket.socket, say: Callable[[str], None], channel: Channel | None
+    server: uvicorn.Server,
+    listener: socket.socket,
+    say: Callable[[str], None],
+    channel: Channel | None,
+    engines_end: Callable[[], None],
 ) -> None:
     url = url_of(listener)
 
@@ -133,7 +137,8 @@ async def _serve(
 
     def read() -> None:
         try:
-            channel.receive()  # type: ignore[union-attr]
+            if channel.receive():  # type: ignore[union-attr]
+                engines_end()  # all that a supervisor says is that it stops them
         except ChannelClosed:
             asyncio.get_running_loop().remove_reader(channel.fileno())  # type: ignore[union-attr]
             server.should_exit = True

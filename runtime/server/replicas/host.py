@@ -163,6 +163,8 @@ class Replicas:
         for number in self._wake.recv(64):
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._draining = True
+                if self._front is not None:
+                    self._front.draining()
                 for engine in self._engines:
                     if engine.child is not None:
                         engine.child.process.send_signal(signal.SIGTERM)
