@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...runtime.client.client import Client
 from ...runtime.requests.errors import RequestError, ServerError
+from ...runtime.requests.sampling_params import SamplingParams
 from . import caches, directories, kills, peers
 from .served import ServedDemo
 
@@ -62,12 +63,26 @@ def loads_and_unloads(target: Target, source: random.Random) -> Outcome:
 
 
 def full_disk(target: Target, source: random.Random) -> Outcome:
-    """Loads while no file can be written."""
+    """Loads, and prompts for which programs may have to be built, while no file can be written."""
     target.served.full_disk(True)
     try:
-        return loads_and_unloads(target, source)
+        loads, surprises = loads_and_unloads(target, source)
+        prompts, more = odd_prompts(target, source)
+        return loads + prompts, surprises + more
     finally:
         target.served.full_disk(False)
+
+
+def odd_prompts(target: Target, source: random.Random) -> Outcome:
+    """One to eight prompts at once, of any length."""
+    prompts = [" ".join(["word"] * source.randint(1, 60)) for _ in range(source.randint(1, 8))]
+    try:
+        with Client(target.served.address, call_timeout=30.0) as client:
+            answers = client.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    except (RequestError, ServerError, TimeoutError) as problem:
+        return len(prompts), [f"honest prompts were not answered: {problem}"]
+    short = sum(len(answer.outputs[0].token_ids) != 4 for answer in answers)
+    return len(prompts), [f"{short} of {len(prompts)} answers have other than 4 tokens"] * bool(short)
 
 
 def damaged_cache(target: Target, source: random.Random) -> Outcome:

@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +69,13 @@ class ServedDemo:
                 "XDG_RUNTIME_DIR": str(folder),
             }
         )
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        # here, since a server whose disk is full could not write it
+        self._logging = threading.Thread(target=self._keep_log, name="log", daemon=True)
+        self.log.touch()
+        self._logging.start()
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +139,14 @@ class ServedDemo:
             limit = 0 if full else LARGEST_FILE
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
 
+    def _keep_log(self) -> None:
+        said = self._process.stdout
+        if said is not None:
+            with said, self.log.open("wb") as log:
+                while piece := os.read(said.fileno(), 1 << 16):
+                    log.write(piece)
+                    log.flush()
+
     def tail(self, lines: int = 8) -> str:
         """The end of the server's log."""
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -164,5 +176,6 @@ class ServedDemo:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._logging.join(5)  # a process that is left would keep it
         left = [f"process {pid}" for pid in children if Path(f"/proc/{pid}").exists()]
         return left + [str(path.relative_to(self.folder)) for path in self.folder.rglob("*.sock")]
