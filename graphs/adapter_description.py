@@ -73,13 +73,20 @@ def describe_adapter(
     Only safetensors are read, and only regular files. Raises AdapterError naming the field or tensor and the remedy; it
     quotes nothing else of a file.
     """
-    if not directory.is_dir():
+    try:
+        is_directory = directory.is_dir()
+        only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
+    except OSError as problem:
+        raise AdapterError(
+            f"its directory cannot be read ({problem.strerror}): check the path's length and permissions"
+        ) from None
+    if not is_directory:
         raise AdapterError(
             f"adapter directory {directory} does not exist: give the directory that holds adapter_config.json and "
             f"{WEIGHTS}"
         )
     settings = AdapterConfig.from_directory(directory, lenient, roots)
-    if not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists():
+    if only_a_pickle:
         raise AdapterError(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
             "save_pretrained(safe_serialization=True)"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .config_fields import ConfigError
 
+SHOWN = 100  # characters of a name that an error quotes
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_.-]{1,96}")
 
 
@@ -15,7 +16,14 @@ def model_directory(model: str | Path) -> Path:
     to download or convert, for a hub id that is not there and for GGUF.
     """
     path = Path(model)
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as problem:  # a name that is too long, or a directory that may not be entered
+        shown = str(model) if len(str(model)) <= SHOWN else f"{str(model)[:SHOWN]}..."
+        raise ConfigError(
+            f"model {shown!r} cannot be read ({problem.strerror}); name a directory or a hub id"
+        ) from None
+    if is_directory:
         _refuse_gguf(path, sorted(path.glob("*.gguf")))
         return path
     if path.suffix == ".gguf":

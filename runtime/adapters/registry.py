@@ -338,6 +338,6 @@ def _stamp(directory: Path) -> Stamp | None:
         states = [(directory / name).stat() for name in (WEIGHTS, CONFIG)]
         draft = directory / LORA_DIRECTORY
         states += [(draft / name).stat() for name in (WEIGHTS, CONFIG) if draft.is_dir()]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a zero byte in the path
         return None
     return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)

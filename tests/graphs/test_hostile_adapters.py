@@ -187,3 +187,9 @@ def test_errors_quote_no_weights(base: TinyBase, adapter: Path) -> None:
         with pytest.raises(AdapterError) as caught:
             load(base, adapter)
         assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "n" * 5000, "zero\0byte"])
+def test_a_path_that_no_directory_can_have(base: TinyBase, tmp_path: Path, name: str) -> None:
+    with pytest.raises(AdapterError, match=r"cannot be read|does not exist"):
+        load(base, tmp_path / name)

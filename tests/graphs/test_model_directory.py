@@ -56,6 +56,13 @@ def test_other_names_are_no_hub_ids(cache: Path, name: str) -> None:
     assert model_directory(name) == Path(name)
 
 
+def test_a_name_that_is_too_long_is_quoted_in_part() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'x{100}...' cannot be read .File name too long.; name a directory or a hub id"
+    ):
+        model_directory("x" * 5000)
+
+
 def test_a_cache_that_is_damaged_says_how_to_do_without(cache: Path) -> None:
     put(cache, "org/name", "config.json")
     (cache / "models--org--name" / "refs" / "main").write_bytes(b"\xff\xfe")

@@ -62,6 +62,8 @@ def test_refusals_have_the_same_words(describer: AdapterDescriber, adapter: Path
     configure(adapter, rank_pattern={}, surprise="yes")
     assert "unknown field 'surprise'" in refusal(describer)
     assert describer(adapter, CONFIG_OF_DEMO, 128, True, None).pairs, "lenient"
+    too_long = adapter / ("n" * 300)
+    assert "cannot be read (File name too long)" in refusal(lambda _, *more: describer(too_long, *more))
     (adapter / WEIGHTS).unlink()
     os.mkfifo(adapter / WEIGHTS)
     assert "is not a regular file" in refusal(lambda *a: describer(adapter, CONFIG_OF_DEMO, 128, True, None))
