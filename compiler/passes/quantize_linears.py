@@ -12,7 +12,7 @@ from ..graph.recipe import item, quantize, stored_parts
 from ..options import torch_dtype
 from .base import Context, PassReport
 
-ALIGNMENT = 16
+ALIGNMENT = 16  # bytes of a row of weights or activations: kernels read it in such pieces
 
 
 def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
@@ -25,8 +25,9 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     In int8 mode x and the weight's rows are rotated in blocks of columns first (128 after SiLU, 8 after a norm),
     which leaves the product as it was and no column far larger than the others; not where attention makes x, whose
     heads `rotate_values` can rotate for nothing. Where a checkpoint stores the weight in this dtype already, its values
-    and scales are taken as they are. Matches linears with a loaded weight. Leaves linears with a bias, sizes that are
-    no multiples of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8 mode only.
+    and scales are taken as they are. Matches linears with a loaded weight. Leaves linears with a bias, with
+    columns that are no multiple of 16, and, with `lm_head="bf16"`, the last linear of the graph. Runs in int8 and fp8
+    mode only.
     """
     report = PassReport(0)
     if not context.options.quantizes:
@@ -82,8 +83,9 @@ def _refusal(node: fx.Node, last: bool, context: Context) -> str | None:
         return f"{weight.name} is computed in the graph, not loaded"
     if bind(node).bias is not None:
         return "it has a bias (is lift_bias off?)"
-    if any(int(size) % ALIGNMENT for size in shape_of(weight)):
-        return f"{weight.name} is {tuple(shape_of(weight))}: eight bits need multiples of {ALIGNMENT}"
+    columns = int(shape_of(weight)[1])
+    if columns % ALIGNMENT:
+        return f"{weight.name} has {columns} columns: eight bits need a multiple of {ALIGNMENT}"
     if last and context.options.lm_head == "bf16":
         return "lm_head='bf16' keeps the output projection"
     return None

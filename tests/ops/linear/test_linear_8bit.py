@@ -246,7 +246,7 @@ def test_llama_shapes(name: str, tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "n", "k"),
-    [(1, 256, 256), (5, 768, 256), (33, 100, 208), (200, 1032, 272), (300, 1000, 272), (700, 100, 16)],
+    [(1, 256, 256), (5, 768, 256), (17, 1003, 256), (33, 100, 208), (200, 1032, 272), (300, 1001, 272), (700, 100, 16)],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_odd_shapes(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:

@@ -102,7 +102,7 @@ def test_misfits_are_named() -> None:
 @BOTH
 def test_configurations(dtype: torch.dtype) -> None:
     for tokens, n, k in tuned(dtype):
-        assert chosen(tokens, n, k, dtype).kernel == "gluon"
+        assert chosen(tokens, n, k, dtype).kernel in ("gluon", "triton")
     for tokens in (100, 256, 1000, 8192):
         for n, k in ((4096, 4096), (4096, 14336), (28672, 4096), (128, 128)):
             config = chosen(tokens, n, k, dtype)
@@ -143,8 +143,12 @@ def tuned_shapes() -> list[tuple[torch.dtype, tuple[int, int, int]]]:
 def test_tuned_configurations_compile_without_spills(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     config = chosen(*shape, dtype)
     code = compiled(config, *shape, dtype)
-    assert code.spills == 0 and code.shared_bytes * config.ctas_per_sm <= SHARED, config
-    assert code.sass["IGMMA" if dtype == INT8 else "QGMMA"] > 0 and code.sass["UTMALDG"] >= 3
+    assert code.spills == 0, config
+    # whole tiles of the Triton kernel wait for nobody: as many programs are on an SM as fit
+    resident = 1 if config.kernel == "triton" and not config.split else config.ctas_per_sm
+    assert code.shared_bytes * resident <= SHARED, config
+    assert code.sass["IGMMA" if dtype == INT8 else "QGMMA"] > 0
+    assert code.sass["UTMALDG"] >= 3 if config.kernel == "gluon" else code.sass["LDGSTS"] > 0
     assert reads_under_way(code) == []
 
 
@@ -229,7 +233,15 @@ def test_tuned_shapes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 @BOTH
 @pytest.mark.parametrize(
     ("tokens", "n", "k"),
-    [(1, 256, 256), (5, 770, 128), (33, 100, 384), (65, 4096, 4096), (200, 1032, 2048), (1000, 4096, 14336)],
+    [
+        (1, 256, 256),
+        (5, 771, 128),
+        (33, 100, 384),
+        (64, 49155, 2048),
+        (65, 4096, 4096),
+        (200, 1032, 2048),
+        (1000, 4096, 14336),
+    ],
 )
 def test_other_shapes(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:
     args = block_inputs(tokens, n, k, dtype, device="cuda")

@@ -252,11 +252,12 @@ def test_every_kernel(config: LinearConfig, tokens: int, n: int, k: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 40, 128, 256, 500, 2000])
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (100, 208)])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (100, 208), (49155, 2048)])
 def test_launch(n: int, k: int, tokens: int) -> None:
     args = inputs(tokens, n, k, device="cuda", dtype=INT8)
     for given in with_and_without_addends(args):
         check_kernel(linear_8bit, *given, BF16, tolerances={0: NEAR})
         check_kernel(linear_8bit, *given, BF16, tolerances={0: NEAR}, sm_budget=99, pdl=True)
-    check_activation(args, two_launches=activation_config(tokens, n, k, int8=True) is None, pdl=True)
+    if n % 2 == 0:  # as many gates as ups
+        check_activation(args, two_launches=activation_config(tokens, n, k, int8=True) is None, pdl=True)
     check_kernel(linear_8bit, *args, FP32, tolerances={0: NEAR})
