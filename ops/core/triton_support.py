@@ -5,11 +5,15 @@ saturation), truncates fp32 -> bf16, and lacks PDL's instructions: `INTERP` pick
 launches never ask for PDL.
 """
 
+import os
 from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
+
+# Products and sums become one instruction, as they always did: Triton 3.9 warns that its default will change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERP = tl.constexpr(INTERPRETED)
