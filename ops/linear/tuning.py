@@ -116,8 +116,8 @@ def this_gpu() -> str | None:
 
 
 def tuned_table(op: str = "linear_fp8") -> dict[tuple[int, int, int], LinearConfig]:
-    """(N, K, padded tokens) -> the fastest configuration of `op` measured on this GPU."""
-    return {**read_table(_path_for(this_gpu()), op), **_instead.get(op, {})}
+    """(N, K, padded tokens) -> the fastest configuration of `op` measured on this GPU, else on an H200."""
+    return {**read_table(TUNED, op), **read_table(_path_for(this_gpu()), op), **_instead.get(op, {})}
 
 
 _instead: dict[str, dict[tuple[int, int, int], LinearConfig]] = {}
@@ -309,7 +309,8 @@ def wide_candidates(tokens: int, n: int, sm_count: int, activate: bool = False) 
 def candidates(tokens: int, n: int, k: int, sm_count: int, int8: bool = False) -> list[LinearConfig]:
     """Configurations worth measuring for this shape on a GPU of `sm_count` SMs."""
     block_t = min(128, padded_tokens(tokens))
-    found = [linear_config(tokens, n, k, sm_count, int8=int8), choose_config(tokens, n, k, sm_count)]
+    whole = n % 16 == 0
+    found = [linear_config(tokens, n, k, sm_count, whole, int8), choose_config(tokens, n, k, sm_count, whole)]
     for block_n, ctas_per_sm in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
         tiles = cdiv(n, block_n) * cdiv(tokens, block_t)
         slots = sm_count * ctas_per_sm
@@ -348,7 +349,7 @@ def candidates(tokens: int, n: int, k: int, sm_count: int, int8: bool = False) -
         )
     if tokens > 64 and n % 8 == 0:
         found += wide_candidates(tokens, n, sm_count)
-    if tokens >= 64 and n % 16 == 0:
+    if tokens >= 64 and whole:
         found += large_candidates() if int8 else [LinearConfig("scaled_mm")]
     if int8:  # its sums are exact as they are
         found = [replace(config, promote=0) for config in found if config.kernel != "scaled_mm"]

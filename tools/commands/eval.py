@@ -46,9 +46,8 @@ EXAMPLES = """\
 examples:
   sidestream eval --smoke                                          a minute on a CPU: the demo model, three arms, two
                                                                    controls
-  sidestream eval quality/base --adapters quality/adapters --controls --inject --markdown docs/quality.md --plot
-  docs/quality.svg sidestream eval models/llama --lora-modules sql=adapters/sql --prompts prompts.jsonl --arms
-  fp8,fp8-kv-int8
+  sidestream eval quality/base --adapters quality/adapters --controls --inject --markdown quality.md --plot quality.svg
+  sidestream eval models/llama --lora-modules sql=adapters/sql --prompts prompts.jsonl --arms fp8,fp8-kv-int8
   sidestream eval --real --output-json real.json                   SmolLM2-135M-Instruct, fetched and converted once
   sidestream eval --list-arms                                      what there is to compare
 
@@ -81,8 +80,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     group.add_argument(
         "--inject",
-        action="store_true",
+        action="store_const",
+        const="also",
         help="also run on a copy of the model into which outliers as in large Llamas are put (exact rescaling)",
+    )
+    group.add_argument(
+        "--inject-only",
+        dest="inject",
+        action="store_const",
+        const="only",
+        help="run on that copy only, with the arms that are compared there",
     )
     group.add_argument(
         "--jobs",
@@ -151,6 +158,8 @@ def run(options: argparse.Namespace) -> int:
     chosen = known.chosen_arms(names, options.controls or options.smoke)
     if options.smoke:
         chosen = [arm for arm in chosen if not arm.control or arm.name in known.SMOKE_CONTROLS or arm.name in names]
+    if options.inject == "only" and not any(arm.name in known.INJECTED for arm in chosen):
+        raise ValueError(f"--inject-only compares other arms: {', '.join(known.INJECTED)}; name some of them, or none")
     begin = time.perf_counter()
     from ..quality.report import tables, verdicts
     from ..quality.summary import screen
@@ -238,7 +247,7 @@ def make_suite(options: argparse.Namespace, directory: Path, adapters: dict[str,
 def run_rounds(
     options: argparse.Namespace, directory: Path, adapters: dict[str, Path], suite: Any, chosen: Sequence[Any]
 ) -> Iterator[Any]:
-    """The clean round, and with --inject the injected one."""
+    """The clean round, and with --inject the injected one, or that one only."""
     from tqdm import tqdm
 
     from ...runtime.text.tokenizer import load_tokenizer
@@ -257,10 +266,11 @@ def run_rounds(
 
     texts = calibration_texts(suite.documents)
     special = [arm for arm in chosen if arm.name in INJECTED] if options.inject else []
+    clean = options.inject != "only"
     begin, shown = time.perf_counter(), sys.stderr.isatty()
     jobs = options.jobs or (GPU_JOBS if options.device != "cpu" and cuda_is_there() else 1)
     with tqdm(
-        total=stages(len(chosen), jobs) + (stages(len(special), jobs) if special else 0),
+        total=stages(len(chosen), jobs) * clean + (stages(len(special), jobs) if special else 0),
         desc="Evaluating",
         unit="stage",
         disable=not shown,
@@ -298,11 +308,12 @@ def run_rounds(
                     progress(f"{arm.name}: not rounded: {type(problem).__name__}: {problem}")
             return made
 
-        with tempfile.TemporaryDirectory(prefix="sidestream_rounded_") as files:
-            found = calibration(directory, adapters, chosen)
-            rounded = rounding(directory, adapters, found, chosen, Path(files))
-            model = Model(directory, adapters, found, rounded=rounded)
-            yield evaluate(model, suite, chosen, options.device, CLEAN, progress, jobs)
+        if clean:
+            with tempfile.TemporaryDirectory(prefix="sidestream_rounded_") as files:
+                found = calibration(directory, adapters, chosen)
+                rounded = rounding(directory, adapters, found, chosen, Path(files))
+                model = Model(directory, adapters, found, rounded=rounded)
+                yield evaluate(model, suite, chosen, options.device, CLEAN, progress, jobs)
         if special:
             with tempfile.TemporaryDirectory(prefix="sidestream_injected_") as place:
                 progress("outliers are injected")

@@ -62,15 +62,23 @@ FAMILIES = {"Llama-3.1-8B": "", "Qwen2.5-7B": "qwen2.5-7b_", "Qwen3-8B": "qwen3-
 
 
 def families() -> str:
-    """Workload A at 1 and 64 requests with each family's shape."""
+    """Workload A at 1, 64 and 256 requests with each family's shape."""
     lines = []
     for title, infix in FAMILIES.items():
         rows = {(row["lora"], row["concurrency"]): row for row in raw(f"bench_latency_{infix}h200")["rows"]}
         cells = [
-            (rows[lora, count]["ms_per_step"], rows[lora, count]) for count in (1, 64) for lora in ("none", "zipf")
+            (rows[lora, count]["ms_per_step"], rows[lora, count]) for count in (1, 64, 256) for lora in ("none", "zipf")
         ]
         lines.append([title, *(f"{ms:.2f} ({row['share_of_floor']:.0%})" for ms, row in cells)])
-    return table(["shape", "1 request, ms", "with an adapter", "64 requests, ms", "with adapters"], lines)
+    loads = [
+        "1 request, ms",
+        "with an adapter",
+        "64 requests, ms",
+        "with adapters",
+        "256 requests, ms",
+        "with adapters",
+    ]
+    return table(["shape", *loads], lines)
 
 
 SPECULATION = ("7", "3", "auto", "auto_8")

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
 from ..options.engine import positive
-from ..options.models import LLAMA_8B
-from .jobs import Job, Timing, show, sparse
+from ..options.models import SHAPES, shape_fields
+from .jobs import Job, Timing, show
+from .table import has, put, sections, write
 
 if TYPE_CHECKING:
     from ...ops.linear.tuning import LinearConfig
 
 TOKENS = (16, 32, 64, 128, 256, 512)
+DEFAULT_SHAPE = "llama-3.1-8b"
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
 DTYPES = ("int8", "fp8")
 AS_FAST = 1.03  # slower than the fastest by so much counts as the same speed
@@ -33,9 +35,9 @@ data, and are the same bits twice. It is timed after another kernel and with col
 with the others on the same weights. Of those within 3% of the fastest the most exact one is kept.
 
 The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries
-for other shapes and for the other dtype are left as they are. A linear that was measured in FP8 alone runs in int8 as
-it does there, where int8 has that kernel. The token counts are powers of two: a step of 100 tokens uses the entry for
-128."""
+for other shapes and for the other dtype are left as they are, with --missing all entries that are there. A linear that
+was measured in FP8 alone runs in int8 as it does there, where int8 has that kernel. The token counts are powers of two:
+a step of 100 tokens uses the entry for 128."""
 
 EXAMPLES = """\
 examples:
@@ -44,6 +46,7 @@ examples:
                                                          package
   sidestream tune --dtype fp8                            the same for --precision fp8
   sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
+  sidestream tune qwen3-8b mistral-7b --missing          what the table lacks for two models
   sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay
   sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without,
                                                          not alone"""
@@ -54,13 +57,17 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "tune",
         help="find the fastest kernels for a model's linears on this GPU",
-        usage="%(prog)s [MODEL] [options]",
+        usage="%(prog)s [MODEL ...] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="directory with a config.json (default: Llama-3.1-8B's shape)"
+        "models",
+        nargs="*",
+        default=[DEFAULT_SHAPE],
+        metavar="MODEL",
+        help=f"directories with a config.json, or names: {', '.join(SHAPES)} (default: {DEFAULT_SHAPE})",
     )
     parser.add_argument(
         "--layers",
@@ -100,6 +107,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="FILE",
         help="the table to write (default: this GPU's table inside the package)",
     )
+    parser.add_argument("--missing", action="store_true", help="measure only entries that the table lacks")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
     parser.set_defaults(run=run)
 
@@ -109,32 +117,38 @@ def run(options: argparse.Namespace) -> int:
 
     Raises ValueError for a model that is none, and without a GPU unless it is a dry run.
     """
-    from ...ops.core.device import H200_SMS
-
-    name, config = _model(options.model)
-    work = list(jobs(config, options.layers, options.tokens, options.dtype))
-    if options.dry_run:
-        print(plan(work, H200_SMS))
-        return 0
     import torch
     from tqdm import tqdm
 
-    if not torch.cuda.is_available():
-        raise ValueError("tune times CUDA kernels, and this machine has no GPU; --dry-run lists what would be measured")
+    from ...ops.core.device import H200_SMS
     from ...ops.linear import tuning
 
-    device = torch.cuda.get_device_name(0)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    output = options.output or tuning.TUNED.parent / f"{tuning.gpu_slug(device)}.json"
+    models = {_name(model): _fields(model) for model in options.models}
+    there = torch.cuda.is_available()
+    device, sms = "", H200_SMS
+    if there:
+        device = torch.cuda.get_device_name(0)
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+    output = options.output or (tuning.TABLES / f"{tuning.gpu_slug(device)}.json" if there else tuning.TUNED)
     table = json.loads(output.read_text()) if output.exists() else {}
-    table.update(device=device, model=name)
+    work = [
+        (job, config)
+        for job, config in jobs_of(models, options.layers, options.tokens, options.dtype)
+        if not (options.missing and has(table, job))
+    ]
+    if options.dry_run:
+        print(plan([job for job, _ in work], sms))
+        return 0
+    if not there:
+        raise ValueError("tune times CUDA kernels, and this machine has no GPU; --dry-run lists what would be measured")
+    table = {"device": device, "models": sorted({*table.get("models", ()), *models}), **sections(table)}
     with tqdm(
-        total=sum(len(_configs(job, sms)) for job in work),
+        total=sum(len(_configs(job, sms)) for job, _ in work),
         desc=f"Tuning {options.dtype}",
         unit="config",
         dynamic_ncols=True,
     ) as bar:
-        for job in work:
+        for job, config in work:
             bar.set_postfix_str(f"{job.layer} x {job.tokens}")
             best, fused, measured = measure(job, sms, options.repeats, bar.update, bar.write)
             if options.in_layers and job.layer != "lm_head":
@@ -154,17 +168,31 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model(path: str | None) -> tuple[str, dict[str, Any]]:
-    """(name, fields of config.json)."""
-    if path is None:
-        return "Llama-3.1-8B", LLAMA_8B
-    file = Path(path) / "config.json"
-    if not file.is_file():
+def _name(model: str) -> str:
+    """A model's name in the table: its directory's, or the shape's."""
+    return model if model in SHAPES else Path(model).resolve().name
+
+
+def _fields(model: str) -> dict[str, Any]:
+    """The fields of a model's config.json."""
+    if model not in SHAPES and not (Path(model) / "config.json").is_file():
         raise ValueError(
-            f"{path} is no model directory: it has no config.json; give a directory, or nothing for Llama-3.1-8B's "
-            "shape"
+            f"{model} is no model directory: it has no config.json; give a directory, or a name of {', '.join(SHAPES)}"
         )
-    return Path(path).resolve().name, json.loads(file.read_text())
+    return shape_fields(model)
+
+
+def jobs_of(
+    models: dict[str, dict[str, Any]], layers: list[str], tokens: list[int], dtype: str
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """The entries to measure for several models, each shape once, and the fields of the first model that has it."""
+    seen: set[tuple[int, int, int]] = set()
+    for config in models.values():
+        for job in jobs(config, layers, tokens, dtype):
+            place = job.n, job.k, job.tokens
+            if place not in seen:
+                seen.add(place)
+                yield job, config
 
 
 def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: str = DEFAULT_PRECISION) -> Iterator[Job]:
@@ -232,41 +260,6 @@ def choose(measured: list[Timing]) -> Timing:
         (timing for timing in measured if timing.us <= AS_FAST * fastest),
         key=lambda timing: (round(timing.error, 4), timing.us),
     )
-
-
-def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
-    """Sets one entry of `op` in the section of the job's dtype, or removes it."""
-    from ...ops.linear.tuning import table_op
-
-    shapes = table.setdefault(table_op(op, job.int8), [])
-    shape = next((shape for shape in shapes if (shape["n"], shape["k"]) == (job.n, job.k)), None)
-    if shape is None:
-        shape = {"layer": job.layer, "n": job.n, "k": job.k, "tokens": {}}
-        shapes.append(shape)
-    shape["tokens"].pop(str(job.tokens), None)
-    if config is not None:
-        shape["tokens"][str(job.tokens)] = sparse(config)
-    shape["tokens"] = dict(sorted(shape["tokens"].items(), key=lambda entry: int(entry[0])))
-
-
-def write(path: Path, table: dict[str, Any]) -> None:
-    """The table as JSON, an entry a line."""
-    heads = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if not isinstance(value, list)]
-    ops = []
-    for op, shapes in table.items():
-        if not isinstance(shapes, list):
-            continue
-        blocks = []
-        for shape in shapes:
-            head = ", ".join(
-                f"{json.dumps(key)}: {json.dumps(value)}" for key, value in shape.items() if key != "tokens"
-            )
-            entries = ",\n".join(
-                f"      {json.dumps(tokens)}: {json.dumps(config)}" for tokens, config in shape["tokens"].items()
-            )
-            blocks.append("    {" + head + ', "tokens": {\n' + entries + "\n    }}")
-        ops.append(f"  {json.dumps(op)}: [\n" + ",\n".join(blocks) + "\n  ]")
-    path.write_text("{\n" + ",\n".join([*heads, *ops]) + "\n}\n")
 
 
 def in_layers(

@@ -16,7 +16,8 @@ from sidestream.tools.options.engine import DEFAULT_PRECISION
 from sidestream.tools.tuning import bench as tune_bench
 from sidestream.tools.tuning import layers as tune_layers
 from sidestream.tools.tuning.jobs import Job, Timing
-from sidestream.tools.tuning.tune import DTYPES, activation_configs, choose, linear_configs, put, write
+from sidestream.tools.tuning.table import has, put, write
+from sidestream.tools.tuning.tune import DTYPES, activation_configs, choose, linear_configs
 
 
 def test_a_dry_run_lists_the_shapes_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +33,28 @@ def test_a_dry_run_lists_the_shapes_of_the_model(capsys: pytest.CaptureFixture[s
     assert [line.split(" configurations")[0].split()[:-1] for line in lines[:-1]] == [
         f"down  {shape} x {tokens}".split() for tokens in (16, 128)
     ]
+
+
+def test_several_models_share_entries_and_what_the_table_has_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    table: dict[str, Any] = {"device": "NVIDIA H200", "models": []}
+    put(table, "linear_8bit", Job("lm_head", 32768, 4096, 16), LinearConfig("gluon"))
+    write(path, table)
+    assert has(table, Job("lm_head", 32768, 4096, 16)) and not has(table, Job("lm_head", 32768, 4096, 16, "fp8"))
+    expected = [
+        "qkv [6144, 4096] x 16",  # the same in all three
+        "lm_head [128256, 4096] x 16",
+        "lm_head [32768, 4096] x 16",
+        "lm_head [151936, 4096] x 16",
+    ]
+    asked = ["tune", "llama-3.1-8b", "mistral-7b", "qwen3-8b", "--dry-run", "--tokens", "16", "-o", str(path)]
+    for more in ([], ["--missing"]):
+        assert cli.main([*asked, "--layers", "qkv", "lm_head", *more]) == 0
+        lines = capsys.readouterr().out.splitlines()[:-1]
+        assert [" ".join(line.split()[:-2]) for line in lines] == expected
+        expected = [shape for shape in expected if "[32768," not in shape]
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +106,7 @@ def test_each_dtype_has_its_sections(
     )
     path, other = tmp_path / "table.json", {"fp8": "linear_int8", "int8": "linear_fp8"}[dtype]
     kept = [{"layer": "down", "n": 4096, "k": 14336, "tokens": {"16": {"kernel": "triton"}}}]
-    path.write_text(json.dumps({"device": "", "model": "", other: kept}))
+    path.write_text(json.dumps({"device": "", "models": ["a model"], other: kept}))
     place = (28672, 4096, 256)
     for one, fused in ((98.5, False), (97.5, True)):
         monkeypatch.setattr(FakeBench, "one", one, raising=False)
@@ -94,6 +117,7 @@ def test_each_dtype_has_its_sections(
         assert list(tuning.read_table(path, f"linear_{dtype}_silu_mul")) == [place] * fused
         table = json.loads(path.read_text())
         assert table[other] == kept and f"{other}_silu_mul" not in table and table["device"] == "NVIDIA H200"
+        assert table["models"] == ["a model", "llama-3.1-8b"]
     assert "with SiLU" in capsys.readouterr().out
 
 
@@ -175,7 +199,7 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         tuning.wide_config(128, 64, 2, promote=4),
         LinearConfig("gluon", 64, 32, stages=8, ctas=128, split=True, max_registers=72),
     )
-    table = {"device": "NVIDIA H200", "model": "m"}
+    table: dict[str, Any] = {"device": "NVIDIA H200", "models": ["m"]}
     put(table, "linear_8bit", job, first)
     put(table, "linear_8bit", Job("down", 4096, 14336, 32, "fp8"), second)
     put(table, "linear_8bit", Job("lm_head", 128256, 4096, 128, "fp8"), LinearConfig("scaled_mm"))
