@@ -3,18 +3,19 @@
 The model:
 llama             Llama (and what differs from it) as readable PyTorch, with the parameter names of its checkpoints
 lora              a linear layer with LoRA stacks, and the stacks' shape
+head_layout       heads that are narrower than the kernels', filled up with zeros
 rotary            rotary position embedding: frequencies and rotation
 config            config.json: shapes, constants, and what is refused
 families          which architectures are served, and in what each differs from Llama
 stored_weights    projections that a checkpoint stores in eight bits already
-config_fields     the fields of config.json, checked one by one
+config_fields     the fields of config.json, checked one by one; the types of RoPE
 
 Files:
 checkpoint        a model's weights: one file or shards, validated before they are loaded
 model_directory   where a model lies that was named: a directory, or a hub id in the local cache
 safetensors_file  one .safetensors file through a memory map
-regular_file      opening what somebody else put there: regular files, under the directories that are allowed
-quoting           what an error may say of such a file
+regular_file      opening what somebody else put there: regular files, under the directories that are allowed; what an
+                  error may say of them
 
 PEFT adapters:
 adapter           one adapter, read from its directory and checked against the base

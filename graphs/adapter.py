@@ -16,6 +16,7 @@ from .adapter_config import AdapterError
 from .adapter_description import AGAIN, WEIGHTS, Description, describe_adapter
 from .adapter_file import AdapterFile, readers
 from .config import LlamaConfig
+from .head_layout import arranged
 from .safetensors_file import FLOATING
 
 MODULES_AT_ONCE = 14
@@ -36,7 +37,7 @@ class Describe(Protocol):
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter, nameless. Per module (`model.layers.0.self_attn.q_proj`): `tensors` A [r, in] and B [out, r] as
-    stored, and the `scaling` of B A.
+    stored (heads as the graph has them), and the `scaling` of B A.
 
     `rank` is the largest r; `targets` the projections that occur (`q_proj`, ...), in Llama's order. `content_hash`
     (sha256, hex) covers everything that affects outputs: same hash, same outputs. `differences` says where the tensors
@@ -89,7 +90,8 @@ def load_adapter(
         content_hash = _content_hash(file, found)
         for module, (first, second) in found.pairs.items():
             a, b = file.tensor(first), file.tensor(second)
-            tensors.update({part: (a, b[row:end]) for part, row, end in config.parts_of(module)})
+            for part, row, end in config.parts_of(module):
+                tensors[part] = arranged(config, part, "lora_a", a), arranged(config, part, "lora_b", b[row:end])
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(

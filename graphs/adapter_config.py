@@ -8,7 +8,7 @@ from typing import Any
 
 from .config_fields import read_json_object
 from .peft_patterns import MAX_PATTERNS, LookAroundError, PatternError, PeftPatterns
-from .quoting import name_of, value_of
+from .regular_file import name_of, value_of
 
 CONFIG = "adapter_config.json"
 _AGAIN = "save the adapter again with peft's save_pretrained"

@@ -15,7 +15,7 @@ import msgspec
 from .adapter_config import AdapterConfig, AdapterError
 from .config import LlamaConfig
 from .peft_patterns import LookAroundError
-from .quoting import name_of, value_of
+from .regular_file import name_of, value_of
 from .tensor_layout import ITEM_BYTES, Layout, read_layout
 
 WEIGHTS = "adapter_model.safetensors"
@@ -175,7 +175,7 @@ def _check_rank(
 
 def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig) -> int:
     """The module's rank, once its shapes fit the base and its dtypes can be served."""
-    outputs, inputs = config.module_shape(module)
+    outputs, inputs = config.stored_shape(module)
     shape_a, shape_b = (layout.places[name].shape for name in names)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
         raise AdapterError(

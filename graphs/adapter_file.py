@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .quoting import name_of
+from .regular_file import name_of
 from .safetensors_file import FLOATING
 from .tensor_layout import Layout, damaged, open_file
 

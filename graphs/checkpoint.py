@@ -12,6 +12,7 @@ from torch import nn
 
 from .config import LlamaConfig
 from .config_fields import read_json_object
+from .head_layout import arranged, arranged_shape
 from .safetensors_file import SafetensorsFile
 from .stored_weights import FILE_DTYPES
 
@@ -32,7 +33,7 @@ class Checkpoint:
 
     Opening reads headers only, so that a missing shard or a truncated file is reported before any weight is touched;
     `tensor` reads through a memory map. With a `config` whose family packs projections, the parts of a packed tensor
-    are there under the names of a plain model.
+    are there under the names of a plain model, and heads as the graph has them (`head_layout`).
     """
 
     def __init__(self, directory: str | Path, config: LlamaConfig | None = None) -> None:
@@ -60,6 +61,7 @@ class Checkpoint:
                 self._home[name] = file
         self._format = "" if config is None else config.weight_format
         self._parts: dict[str, tuple[str, int, int]] = {}
+        self._arrange = config if config is not None and config.rearranges_heads else None
         if config is not None and config.packed_checkpoint:
             self._take_apart(config)
 
@@ -132,17 +134,25 @@ class Checkpoint:
         """Shape of one tensor, from the header."""
         file = self._file(name)
         if name not in self._parts:
-            return file.shapes[name]
-        packed, row, end = self._parts[name]
-        return (end - row, *file.shapes[packed][1:])
+            shape = file.shapes[name]
+        else:
+            packed, row, end = self._parts[name]
+            shape = (end - row, *file.shapes[packed][1:])
+        module, _, kind = name.rpartition(".")
+        return shape if self._arrange is None else arranged_shape(self._arrange, module, kind, shape)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored (bf16, fp16, fp32 or eight bits), a view of the memory map: read-only by convention."""
+        """One tensor as stored (bf16, fp16, fp32 or eight bits), a view of the memory map unless its heads are
+        arranged: read-only by convention.
+        """
         file = self._file(name)
         if name not in self._parts:
-            return file.tensor(name)
-        packed, row, end = self._parts[name]
-        return file.tensor(packed)[row:end]
+            tensor = file.tensor(name)
+        else:
+            packed, row, end = self._parts[name]
+            tensor = file.tensor(packed)[row:end]
+        module, _, kind = name.rpartition(".")
+        return tensor if self._arrange is None else arranged(self._arrange, module, kind, tensor)
 
     def nbytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes that the named tensors (None: all) take in the files."""

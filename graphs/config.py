@@ -8,23 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from .config_fields import ConfigError, integer, number, read_json_object, token_ids
+from .config_fields import (
+    ConfigError,
+    RopeScaling,
+    integer,
+    number,
+    read_json_object,
+    rope_scaling,
+    rotary_dim,
+    token_ids,
+)
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
 from .stored_weights import modules_in_16_bits, stored_format
 
 HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched; `kind` is "default" (not at all), "linear" or "llama3"."""
-
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,8 @@ class LlamaConfig:
     packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
     sliding_window        how many tokens attention sees, the newest ones and a query's own; None: all of them
     full_layers           layers whose attention sees all of them nevertheless
+    stored_head_dim       dimensions of a head in checkpoints and adapters, `head_dim` or less (`head_layout.py`)
+    rotary_dim            how many of them RoPE turns, the first ones
     """
 
     vocab_size: int
@@ -55,7 +55,7 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling = RopeScaling()  # noqa: RUF009  it is frozen
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
@@ -73,12 +73,27 @@ class LlamaConfig:
     packed_checkpoint: bool = False
     sliding_window: int | None = None
     full_layers: tuple[int, ...] = ()
+    stored_head_dim: int = 0
+    rotary_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise ConfigError(
                 f"head_dim {self.head_dim} is not supported: the attention kernels handle {HEAD_DIMS[0]} and "
                 f"{HEAD_DIMS[1]}; use such a model"
+            )
+        if not self.stored_head_dim:
+            object.__setattr__(self, "stored_head_dim", self.head_dim)
+        if not self.rotary_dim:
+            object.__setattr__(self, "rotary_dim", self.stored_head_dim)
+        if self.head_norms and self.rearranges_heads:
+            raise ConfigError(
+                f"head_dim {self.stored_head_dim} is not supported where each head is normed: heads of {HEAD_DIMS[0]} "
+                f"and {HEAD_DIMS[1]} are; use such a model"
+            )
+        if self.unrotated_layers and self.rope_scaling.attention_factor != 1.0:
+            raise ConfigError(
+                "rope type 'longrope' is not supported in a model with layers without RoPE: use another checkpoint"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
@@ -99,7 +114,9 @@ class LlamaConfig:
                 f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: give head_dim in config.json"
             )
         positions = integer(fields, "max_position_embeddings", 2048)
-        theta, scaling = _rope(fields, positions)
+        width = integer(fields, "head_dim", hidden // heads)
+        rotary = rotary_dim(fields, width, family.partial_rotary)
+        theta, scaling = rope_scaling(fields, positions, rotary)
         eos = fields.get("eos_token_id")
         dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -113,7 +130,9 @@ class LlamaConfig:
             num_hidden_layers=integer(fields, "num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=integer(fields, "num_key_value_heads", heads),
-            head_dim=integer(fields, "head_dim", hidden // heads),
+            head_dim=_kernels_head_dim(width),
+            stored_head_dim=width,
+            rotary_dim=rotary,
             rms_norm_eps=number(fields, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -141,7 +160,14 @@ class LlamaConfig:
 
     def module_shape(self, module: str) -> tuple[int, int]:
         """(output, input) features of a projection, e.g. module_shape("q_proj") or its full name."""
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return self._shape(module, self.head_dim)
+
+    def stored_shape(self, module: str) -> tuple[int, int]:
+        """The same in checkpoints and adapters, whose heads may be narrower."""
+        return self._shape(module, self.stored_head_dim)
+
+    def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
+        queries, keys = self.num_attention_heads * head_dim, self.num_key_value_heads * head_dim
         shapes = {
             "q_proj": (queries, self.hidden_size),
             "k_proj": (keys, self.hidden_size),
@@ -162,9 +188,33 @@ class LlamaConfig:
         return 0 if layer in self.full_layers else self.sliding_window
 
     def up_to(self, tokens: int) -> Self:
-        """The same model for contexts of at most so many tokens, which need no window that is as long."""
-        needs_none = self.sliding_window is not None and self.sliding_window >= tokens
-        return replace(self, sliding_window=None, full_layers=()) if needs_none else self
+        """The same model for contexts of at most so many tokens, which need no window that is as long. With longrope
+        all frequencies follow from it, also those of short texts: what is cached of a text stays while it grows.
+        """
+        config = self
+        if self.sliding_window is not None and self.sliding_window >= tokens:
+            config = replace(config, sliding_window=None, full_layers=())
+        if self.usual_context < tokens <= self.max_position_embeddings:
+            config = replace(config, rope_scaling=replace(self.rope_scaling, factors=self.rope_scaling.long_factors))
+        return config
+
+    @property
+    def usual_context(self) -> int:
+        """Tokens of the longest context that is served unless a longer one is asked for."""
+        if self.rope_scaling.kind != "longrope":
+            return self.max_position_embeddings
+        return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
+
+    @property
+    def rearranges_heads(self) -> bool:
+        """Whether heads in checkpoints and adapters are others than those of the graph."""
+        return not self.head_dim == self.stored_head_dim == self.rotary_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by. Longrope's factor is that of queries and of keys, and so of scores twice."""
+        scale = self.attention_multiplier or self.stored_head_dim**-0.5
+        return scale * self.rope_scaling.attention_factor**2
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -185,7 +235,7 @@ class LlamaConfig:
         home, dot, name = module.rpartition(".")
         found, row = [], 0
         for part in PACKED_MODULES.get(name, (name,)):
-            rows = self.module_shape(part)[0]
+            rows = self.stored_shape(part)[0]
             found.append((f"{home}{dot}{part}", row, row + rows))
             row += rows
         return found
@@ -208,38 +258,11 @@ def _refuse_foreign(fields: Mapping[str, Any]) -> None:
         )
 
 
-def _rope(fields: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling]:
-    """(theta, scaling) from transformers 5's `rope_parameters` or transformers 4's `rope_theta` and `rope_scaling`."""
-    source = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    table = fields.get(source) or {}
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{source} must be an object, not {table!r}: correct config.json")
-    theta = (
-        number(table, "rope_theta", None)
-        if table.get("rope_theta") is not None
-        else number(fields, "rope_theta", 10000.0)
-    )
-    kind = table.get("rope_type", table.get("type", "default"))
-    if number(table, "partial_rotary_factor", 1.0) != 1.0 or number(fields, "partial_rotary_factor", 1.0) != 1.0:
+def _kernels_head_dim(stored: int) -> int:
+    """The width of heads in the graph: the narrowest of HEAD_DIMS that holds one of the checkpoint's."""
+    wide = next((width for width in HEAD_DIMS if width >= stored), None)
+    if wide is None or stored % 2:
         raise ConfigError(
-            "partial_rotary_factor is not supported: whole heads are rotated here; use a checkpoint without it"
+            f"head_dim {stored} is not supported: even ones up to {HEAD_DIMS[-1]} are; use a model that has such heads"
         )
-    if kind == "default":
-        return theta, RopeScaling()
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor=number(table, "factor", None))
-    if kind == "llama3":
-        scaling = RopeScaling(
-            "llama3",
-            factor=number(table, "factor", None),
-            low_freq_factor=number(table, "low_freq_factor", None),
-            high_freq_factor=number(table, "high_freq_factor", None),
-            original_max_position_embeddings=integer(table, "original_max_position_embeddings", positions),
-        )
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise ConfigError(f"{source}: high_freq_factor must exceed low_freq_factor: correct config.json")
-        return theta, scaling
-    raise ConfigError(
-        f"{source}: rope type {kind!r} is not supported: 'default', 'linear' and 'llama3' are; remove it to serve "
-        "the original context length"
-    )
+    return wide

@@ -1,7 +1,9 @@
 """Fields of config.json, each checked before it is used: an error names the field and says what to do about it."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,112 @@ def flag(fields: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, not {value!r}: correct config.json")
     return bool(value)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched; `kind` is "default" (not at all), "linear", "llama3" or "longrope".
+
+    factors           (longrope) what each frequency is divided by
+    long_factors      (longrope) the same where contexts may be longer than `original_max_position_embeddings`
+    attention_factor  (longrope) of rotated queries and of rotated keys
+    """
+
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    # calibrations know a model by what is shown of it: these are not
+    factors: tuple[float, ...] = field(default=(), repr=False)
+    long_factors: tuple[float, ...] = field(default=(), repr=False)
+    attention_factor: float = field(default=1.0, repr=False)
+
+
+def rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:
+    """How many dimensions of a head RoPE turns; all of them unless the family has `partial` ones."""
+    _, table = _rope_table(fields)
+    factor = number(table if "partial_rotary_factor" in table else fields, "partial_rotary_factor", 1.0)
+    turned = int(head_dim * factor)
+    if turned == head_dim:
+        return turned
+    if not partial:
+        raise ConfigError(
+            "partial_rotary_factor is not supported: whole heads are rotated here; use a checkpoint without it"
+        )
+    if turned % 2 or not 0 < turned < head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor {factor} turns {turned} of {head_dim} dimensions: correct config.json"
+        )
+    return turned
+
+
+def _rope_table(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """(name, fields) of the object about RoPE."""
+    source = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    table = fields.get(source) or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{source} must be an object, not {table!r}: correct config.json")
+    return source, table
+
+
+def rope_scaling(fields: Mapping[str, Any], positions: int, turned: int) -> tuple[float, RopeScaling]:
+    """(theta, scaling) from transformers 5's `rope_parameters` or transformers 4's `rope_theta` and `rope_scaling`;
+    `turned`: dimensions of a head.
+    """
+    source, table = _rope_table(fields)
+    theta = (
+        number(table, "rope_theta", None)
+        if table.get("rope_theta") is not None
+        else number(fields, "rope_theta", 10000.0)
+    )
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind == "default":
+        return theta, RopeScaling()
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor=number(table, "factor", None))
+    if kind == "llama3":
+        scaling = RopeScaling(
+            "llama3",
+            factor=number(table, "factor", None),
+            low_freq_factor=number(table, "low_freq_factor", None),
+            high_freq_factor=number(table, "high_freq_factor", None),
+            original_max_position_embeddings=integer(table, "original_max_position_embeddings", positions),
+        )
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise ConfigError(f"{source}: high_freq_factor must exceed low_freq_factor: correct config.json")
+        return theta, scaling
+    if kind in ("longrope", "su"):
+        return theta, _longrope(source, table, fields, positions, turned)
+    raise ConfigError(
+        f"{source}: rope type {kind!r} is not supported: 'default', 'linear', 'llama3' and 'longrope' are; remove it "
+        "to serve the original context length"
+    )
+
+
+def _longrope(
+    source: str, table: Mapping[str, Any], fields: Mapping[str, Any], positions: int, turned: int
+) -> RopeScaling:
+    """As transformers computes it."""
+    place = table if table.get("original_max_position_embeddings") is not None else fields
+    original = integer(place, "original_max_position_embeddings", positions)
+    factors, long_factors = (_factors(source, table, name, turned // 2) for name in ("short_factor", "long_factor"))
+    stretch = positions / original if table.get("factor") is None else number(table, "factor", None)
+    attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 and original > 1 else 1.0
+    if table.get("attention_factor") is not None:
+        attention = number(table, "attention_factor", None)
+    return RopeScaling(
+        "longrope",
+        factor=stretch,
+        original_max_position_embeddings=original,
+        factors=factors,
+        long_factors=long_factors,
+        attention_factor=attention,
+    )
+
+
+def _factors(source: str, table: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    found = table.get(name)
+    if not isinstance(found, list) or len(found) != count:
+        raise ConfigError(f"{source}: longrope's {name} must hold {count} numbers: correct config.json")
+    return tuple(number({name: factor}, name, None) for factor in found)

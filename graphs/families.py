@@ -24,12 +24,14 @@ class Family:
     served       well-known models of it
     differences  config.json's fields -> LlamaConfig's fields in which such a model differs from a plain Llama
     defaults     fields that config.json may lack, with transformers' default where Llama's is another
+    partial_rotary  whether RoPE may turn a part of each head only
     """
 
     model_type: str
     served: str
     differences: Callable[[Fields], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    partial_rotary: bool = False
 
 
 PACKED_MODULES = {"qkv_proj": ATTENTION_MODULES[:3], "gate_up_proj": MLP_MODULES[:2]}
@@ -82,7 +84,7 @@ FAMILIES: dict[str, Family] = {
         "smollm3", "SmolLM3", _smollm3, {"tie_word_embeddings": True, "rope_theta": 2000000.0}
     ),
     "GraniteForCausalLM": Family("granite", "Granite 3.0 to 3.3", _granite),
-    "Phi3ForCausalLM": Family("phi3", "Phi-3 medium, Phi-4", _phi3, {"rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": Family("phi3", "Phi-3, Phi-3.5, Phi-4", _phi3, {"rms_norm_eps": 1e-5}, True),
 }
 
 _EXPERTS = "its layers are mixtures of experts, and the kernels here are for dense ones", "serve a dense model"

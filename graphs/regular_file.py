@@ -1,13 +1,20 @@
-"""Opening files that somebody else put there: regular ones only, and only under the directories that are allowed.
+"""Files that somebody else put there: opening them, and what an error may say of them.
 
-A name may be a link to an endless device, a pipe that never answers, or a file of this machine that is none of the
-asker's business. Nothing is opened before its kind and its place are known, and both are looked at again afterwards.
+Only regular ones are opened, and only under the directories that are allowed. A name may be a link to an endless
+device, a pipe that never answers, or a file of this machine that is none of the asker's business. Nothing is opened
+before its kind and its place are known, and both are looked at again afterwards. An error says names that look like
+names, and values that are known words or numbers. Everything else is described, so that no message carries a file's
+text to the asker.
 """
 
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,159}")
+_LARGEST = 10**12
 
 
 class FileRefusedError(ValueError):
@@ -49,3 +56,18 @@ def _check_place(real: str, roots: Sequence[Path] | None) -> None:
 def _check_kind(found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise FileRefusedError("is not a regular file")
+
+
+def name_of(text: str) -> str:
+    """A field's or a tensor's name, quoted if it looks like one."""
+    return repr(text) if _NAME.fullmatch(text) else f"(a name of {len(text)} characters)"
+
+
+def value_of(value: object, known: Collection[str] = ()) -> str:
+    """A field's value, if it is None, a number or one of the `known` words; else its kind."""
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < _LARGEST):
+        return repr(value)
+    if isinstance(value, str) and value in known:
+        return repr(value)
+    kinds = {str: "another string", list: "a list", dict: "an object", int: "a larger integer"}
+    return kinds.get(type(value), "something else")

@@ -8,18 +8,28 @@ from .config import LlamaConfig
 
 
 def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
-    """fp32 [D/2]: radians per position of each pair of dimensions, on the CPU whatever the default device.
+    """fp32 [D/2]: radians per position of each pair of dimensions, on the CPU whatever the default device. The last
+    pairs of heads that are wider than what is turned have none.
+    """
+    width = config.rotary_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    found = _stretched(1.0 / config.rope_theta**exponents, config)
+    return torch.nn.functional.pad(found, (0, (config.head_dim - width) // 2))
+
+
+def _stretched(plain: torch.Tensor, config: LlamaConfig) -> torch.Tensor:
+    """The same, stretched as the config's rope type says.
 
     Llama 3.1's rule (`llama3`): wavelengths shorter than original_context / high_freq_factor stay, longer than
     original_context / low_freq_factor are stretched by `factor`, and those in between are blended.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    plain = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling.kind == "default":
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "longrope":
+        return plain / torch.tensor(scaling.factors, device="cpu")
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # rotations within the original context
     blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
     return (1.0 - blend) * plain / scaling.factor + blend * plain

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .quoting import name_of
-from .regular_file import FileRefusedError, open_regular
+from .regular_file import FileRefusedError, name_of, open_regular
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Of the dtypes that adapters may have, spelled as in the file."""

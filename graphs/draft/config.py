@@ -75,9 +75,9 @@ class EagleConfig(LlamaConfig):
             )
         return replace(self, feature_layers=layers)
 
-    def module_shape(self, module: str) -> tuple[int, int]:
-        """(output, input) features of a projection; q, k and v read an embedding and a hidden state."""
-        outputs, inputs = super().module_shape(module)
+    def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
+        """Of a projection; q, k and v read an embedding and a hidden state."""
+        outputs, inputs = super()._shape(module, head_dim)
         packed = module.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "qkv_proj")
         return outputs, 2 * inputs if packed else inputs
 
@@ -127,6 +127,11 @@ def _refuse_foreign(fields: Mapping[str, Any], plain: LlamaConfig) -> None:
     nested = fields.get("eagle_config")
     if plain.num_hidden_layers != 1:
         raise ConfigError(f"a draft of {plain.num_hidden_layers} layers is not supported: use a head of one layer")
+    if plain.stored_head_dim != plain.head_dim:
+        raise ConfigError(
+            f"a draft with heads of {plain.stored_head_dim} is not supported: use a head whose head_dim is "
+            f"{plain.head_dim}, or train one for this model"
+        )
     if plain.biases or plain.weight_format:
         what = "biases" if plain.biases else "projections in eight bits"
         raise ConfigError(f"a draft that has {what} is not supported: use a head without them")

@@ -9,7 +9,7 @@ import torch
 
 from ..adapter_file import LARGEST, in_range, read_fully
 from ..checkpoint import SINGLE, CheckpointError
-from ..quoting import name_of
+from ..regular_file import name_of
 from ..safetensors_file import FLOATING
 from ..tensor_layout import Layout, damaged, open_file, read_layout
 from .config import EagleConfig

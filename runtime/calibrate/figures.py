@@ -108,7 +108,7 @@ def calibrate(
     """
     layers = [Sums() for _ in range(model.config.num_hidden_layers)]
     factors = [_balance(layer, model.config) for layer in model.model.layers]
-    softmax_scale = model.config.head_dim**-0.5
+    softmax_scale = model.config.softmax_scale
     channels = ChannelSizes(model)
     with tqdm(total=2 * len(jobs), desc="Calibrating", unit="run", disable=not progress, leave=False) as bar:
         for second in (False, True):

@@ -202,7 +202,7 @@ def load_model(
     )
     check_layers(compiler_options, config.num_hidden_layers)
     draft = None if engine.draft is None else read_eagle_config(engine.draft).fitted(config)
-    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device)
+    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.usual_context)
     registry = AdapterRegistry(
         config,
         engine.max_lora_rank or MAX_RANK,

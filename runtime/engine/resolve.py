@@ -51,8 +51,12 @@ class EngineSizes:
         return pages_for(self.max_model_len)
 
 
-def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.device) -> EngineSizes:
-    """Fill in what was left open. Raises OptionError for a max_model_len beyond the model's positions."""
+def resolve_sizes(
+    options: EngineOptions, max_positions: int, device: torch.device, usual: int | None = None
+) -> EngineSizes:
+    """Fill in what was left open; `usual`: the longest context where none is asked for, if not all positions. Raises
+    OptionError for a max_model_len beyond the model's positions.
+    """
     if options.max_model_len is not None and options.max_model_len > max_positions:
         raise OptionError(
             f"max_model_len={options.max_model_len} exceeds the model's max_position_embeddings={max_positions}; "
@@ -63,7 +67,7 @@ def resolve_sizes(options: EngineOptions, max_positions: int, device: torch.devi
     if options.max_num_seqs is None and options.max_num_batched_tokens is not None:
         seqs = min(seqs, options.max_num_batched_tokens)
     tokens = options.max_num_batched_tokens or max(seqs, CPU_BATCHED_TOKENS if on_cpu else MAX_BATCHED_TOKENS)
-    sizes = EngineSizes(options.max_model_len or min(max_positions, DEFAULT_MAX_MODEL_LEN), seqs, tokens)
+    sizes = EngineSizes(options.max_model_len or min(usual or max_positions, DEFAULT_MAX_MODEL_LEN), seqs, tokens)
     if options.num_kv_pages is not None and options.num_kv_pages < sizes.blocks:
         raise OptionError(
             f"num_kv_pages={options.num_kv_pages} do not hold one sequence of max_model_len={sizes.max_model_len} "

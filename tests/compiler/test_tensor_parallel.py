@@ -22,7 +22,10 @@ RANKS, STEPS = 4, 4
 LENGTHS = (1, 5, 30, 70)
 ODD = {"vocab_size": 323}  # which no number of ranks divides
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "fewer KV heads than ranks": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "fewer KV heads than ranks, heads of 80": (
+        "Llama",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 80},
+    ),
     "biases, an odd vocabulary": ("Qwen2", {**ODD, "num_attention_heads": 8, "intermediate_size": 192}),
     "normed heads": ("Qwen3", {"num_key_value_heads": 4}),
 }

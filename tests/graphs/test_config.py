@@ -109,6 +109,55 @@ def test_the_old_linear_spelling() -> None:
     assert config.rope_theta == 10000.0
 
 
+def test_what_calibrations_know_a_model_by_stays() -> None:
+    """A file that an earlier release wrote has a digest of this text."""
+    assert repr(RopeScaling("linear", factor=4.0)) == (
+        "RopeScaling(kind='linear', factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, "
+        "original_max_position_embeddings=8192)"
+    )
+
+
+def test_phi_3_mini_has_narrow_heads_and_two_kinds_of_contexts() -> None:
+    """Its own fields, but for the factors' values."""
+    fields = {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32064,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.25] * 48, "long_factor": [4.0] * 48},
+        "sliding_window": 262144,
+    }
+    for kind in ("longrope", "su"):
+        config = LlamaConfig.from_dict({**fields, "rope_scaling": {**fields["rope_scaling"], "type": kind}})
+        assert (config.stored_head_dim, config.head_dim, config.usual_context) == (96, 128, 4096)
+        assert config.softmax_scale == pytest.approx(96**-0.5 * (1 + 5 / 12))  # 1 + log(131072 / 4096) / log(4096)
+        assert (config.module_shape("q_proj"), config.stored_shape("q_proj")) == ((4096, 3072), (3072, 3072))
+        assert config.parts_of("model.layers.0.self_attn.qkv_proj")[2][1:] == (6144, 9216)
+        assert inverse_frequencies(config).count_nonzero() == 48 and inverse_frequencies(config)[0] == 1 / 1.25
+        assert config.up_to(4096).rope_scaling == config.rope_scaling
+        assert inverse_frequencies(config.up_to(4097))[0] == 1 / 4
+    partial = LlamaConfig.from_dict(
+        {**fields, "num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75}
+    )
+    assert (partial.head_dim, partial.rotary_dim) == (128, 96)
+    for wrong, named in (
+        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor 0.7 turns 67 of 96"),
+        ({"partial_rotary_factor": 0.5}, "short_factor must hold 24"),
+        ({"rope_scaling": {**fields["rope_scaling"], "long_factor": [0.0] * 48}}, "long_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 turns 144 of 96"),
+        ({"rope_scaling": {**fields["rope_scaling"], "short_factor": ["a"] * 48}}, "short_factor"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            LlamaConfig.from_dict({**fields, **wrong})
+
+
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LINEAR_ROPE, LLAMA3_ROPE])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_frequencies_equal_transformers(rope: dict, head_dim: int) -> None:
@@ -123,7 +172,8 @@ def test_frequencies_equal_transformers(rope: dict, head_dim: int) -> None:
 
 
 REFUSED = [
-    ({"head_dim": 80}, "head_dim 80"),
+    ({"head_dim": 81}, "head_dim 81"),
+    ({"head_dim": 256}, "head_dim 256"),
     ({"hidden_size": 4096 + 32}, "head_dim 129"),
     ({"hidden_size": 4097}, "not a multiple of num_attention_heads"),
     ({"attention_bias": "yes"}, "attention_bias"),
@@ -162,7 +212,7 @@ REFUSED = [
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope's short_factor must hold 64"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     ({"rope_scaling": {**LLAMA_31_8B["rope_scaling"], "high_freq_factor": 1.0}}, "high_freq_factor"),

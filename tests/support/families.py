@@ -51,6 +51,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {"pad_token_id": 0}),
+    "llama-narrow": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 80}),
+    "phi3-narrow": (  # as Phi-3.5 mini: heads of 96, longrope
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 96,
+            "hidden_size": 192,
+            "initializer_range": 192**-0.5,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1 + index / 40 for index in range(48)],
+                "long_factor": [1 + index for index in range(48)],
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "phi3-partial": (  # as Phi-4-mini: three quarters of a head are turned, longrope
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "hidden_size": 256,
+            "initializer_range": 256**-0.5,
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1 + index / 40 for index in range(48)],
+                "long_factor": [1 + index for index in range(48)],
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
     "phi3-window": ("Phi3", {"pad_token_id": 0, "sliding_window": 24}),
 }
 

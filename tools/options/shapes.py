@@ -135,6 +135,23 @@ GRANITE_33_8B: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+PHI_3_MINI: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+}
 PHI_4: dict[str, Any] = {
     **_COMMON,
     "architectures": ["Phi3ForCausalLM"],
@@ -162,5 +179,6 @@ OTHER_SHAPES = {
     "qwen3-8b": QWEN_3_8B,
     "smollm3-3b": SMOLLM_3_3B,
     "granite-3.3-8b": GRANITE_33_8B,
+    "phi-3-mini": PHI_3_MINI,
     "phi-4": PHI_4,
 }
