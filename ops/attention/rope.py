@@ -133,11 +133,12 @@ def rope_angles_fake(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[t
 
 
 @triton.jit
-def _rope_angles_kernel(positions, inv_freq, cos, sin, HALF: tl.constexpr, PDL: tl.constexpr):
+def _rope_angles_kernel(positions, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, HALF)
+    channel = tl.arange(0, BLOCK)
+    there = channel < HALF
     pdl_start(PDL)
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + channel)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + channel, mask=there, other=0.0)
     # The hardware's sine is only good near zero, and a position can be 10**5: take whole turns off first. 2 pi comes in
     # three parts, of which the first two have so few bits that their products with the number of turns are exact.
     # Nothing may be fused here: the angle is rounded to fp32 as the reference rounds it (half a step is 4e-3 at
@@ -145,10 +146,10 @@ def _rope_angles_kernel(positions, inv_freq, cos, sin, HALF: tl.constexpr, PDL: 
     turns = tl.floor(angle * 0.15915494309189535 + 0.5)
     angle = ((angle - turns * 6.28125) - turns * 0.00193023681640625) - turns * 5.0703631800e-06
     target = token * 2 * HALF + channel
-    tl.store(cos + target, tl.cos(angle))
-    tl.store(cos + target + HALF, tl.cos(angle))
-    tl.store(sin + target, tl.sin(angle))
-    tl.store(sin + target + HALF, tl.sin(angle))
+    tl.store(cos + target, tl.cos(angle), mask=there)
+    tl.store(cos + target + HALF, tl.cos(angle), mask=there)
+    tl.store(sin + target, tl.sin(angle), mask=there)
+    tl.store(sin + target + HALF, tl.sin(angle), mask=there)
 
 
 def rope_angles_launch(
@@ -159,7 +160,7 @@ def rope_angles_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (cos, sin). D/2 is a power of two. Too small to heed `sm_budget`."""
+    """Fill `out` = (cos, sin). Too small to heed `sm_budget`."""
     if positions.numel() == 0:
         return
     grid = (positions.shape[0],)
@@ -169,6 +170,7 @@ def rope_angles_launch(
         out[0],
         out[1],
         HALF=inv_freq.shape[0],
+        BLOCK=next_power_of_2(inv_freq.shape[0]),
         num_warps=1,
         enable_fp_fusion=False,
         **pdl_options(pdl),

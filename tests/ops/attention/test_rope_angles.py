@@ -27,21 +27,22 @@ def test_reference_is_transformers_table() -> None:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_kernel(dtype: torch.dtype) -> None:
-    check_kernel(rope_angles, torch.tensor(POSITIONS, dtype=dtype), inverse_frequencies(32), tolerances=NEAR)
+@pytest.mark.parametrize(("dtype", "half"), [(torch.int32, 32), (torch.int64, 32), (torch.int64, 48)])
+def test_kernel(dtype: torch.dtype, half: int) -> None:
+    check_kernel(rope_angles, torch.tensor(POSITIONS, dtype=dtype), inverse_frequencies(half), tolerances=NEAR)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("half", [32, 64])
+@pytest.mark.parametrize("half", [32, 48, 64])
 def test_kernel_on_the_gpu(half: int) -> None:
     positions = torch.cat([torch.tensor(POSITIONS), torch.randint(0, 131072, (2000,))]).cuda()
     check_kernel(rope_angles, positions, inverse_frequencies(half).cuda(), tolerances=NEAR, pdl=True)
 
 
-def test_machine_code() -> None:
+@pytest.mark.parametrize("half", [48, 64])
+def test_machine_code(half: int) -> None:
     (code,) = launched(
-        rope_angles, torch.empty(64, device="meta", dtype=torch.int64), torch.empty(64, device="meta"), pdl=True
+        rope_angles, torch.empty(64, device="meta", dtype=torch.int64), torch.empty(half, device="meta"), pdl=True
     )
     # with Triton 3.6 the cosine of an angle above 105,615 has digits of 2/pi in local memory, and nothing else is there
     assert code.local_bytes <= 32
