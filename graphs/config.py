@@ -91,10 +91,6 @@ class LlamaConfig:
                 f"head_dim {self.stored_head_dim} is not supported where each head is normed: heads of {HEAD_DIMS[0]} "
                 f"and {HEAD_DIMS[1]} are; use such a model"
             )
-        if self.unrotated_layers and self.rope_scaling.attention_factor != 1.0:
-            raise ConfigError(
-                "rope type 'longrope' is not supported in a model with layers without RoPE: use another checkpoint"
-            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -117,6 +113,8 @@ class LlamaConfig:
         width = integer(fields, "head_dim", hidden // heads)
         rotary = rotary_dim(fields, width, family.partial_rotary)
         theta, scaling = rope_scaling(fields, positions, rotary)
+        if scaling.kind == "yarn":  # config.json may have the positions without it
+            positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
         eos = fields.get("eos_token_id")
         dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -210,11 +208,12 @@ class LlamaConfig:
         """Whether heads in checkpoints and adapters are others than those of the graph."""
         return not self.head_dim == self.stored_head_dim == self.rotary_dim
 
-    @property
-    def softmax_scale(self) -> float:
-        """What scores are multiplied by. Longrope's factor is that of queries and of keys, and so of scores twice."""
+    def softmax_scale_of(self, layer: int) -> float:
+        """What scores of a layer are multiplied by. RoPE's `attention_factor` is that of queries and of keys, and so of
+        scores twice.
+        """
         scale = self.attention_multiplier or self.stored_head_dim**-0.5
-        return scale * self.rope_scaling.attention_factor**2
+        return scale if layer in self.unrotated_layers else scale * self.rope_scaling.attention_factor**2
 
     @property
     def projections(self) -> tuple[str, ...]:

@@ -87,11 +87,13 @@ def flag(fields: Mapping[str, Any], name: str) -> bool:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; `kind` is "default" (not at all), "linear", "llama3" or "longrope".
+    """How rotary frequencies are stretched; `kind` is "default" (not at all), "linear", "llama3", "longrope" or "yarn".
 
+    low_freq_factor, high_freq_factor  (llama3, yarn) turns within `original_max_position_embeddings`: frequencies of
+                      fewer are stretched, those of more are not
     factors           (longrope) what each frequency is divided by
     long_factors      (longrope) the same where contexts may be longer than `original_max_position_embeddings`
-    attention_factor  (longrope) of rotated queries and of rotated keys
+    attention_factor  (longrope, yarn) of rotated queries and of rotated keys
     """
 
     kind: str = "default"
@@ -160,9 +162,11 @@ def rope_scaling(fields: Mapping[str, Any], positions: int, turned: int) -> tupl
         return theta, scaling
     if kind in ("longrope", "su"):
         return theta, _longrope(source, table, fields, positions, turned)
+    if kind == "yarn":
+        return theta, _yarn(source, table, positions)
     raise ConfigError(
-        f"{source}: rope type {kind!r} is not supported: 'default', 'linear', 'llama3' and 'longrope' are; remove it "
-        "to serve the original context length"
+        f"{source}: rope type {kind!r} is not supported: 'default', 'linear', 'llama3', 'longrope' and 'yarn' are; "
+        "remove it to serve the original context length"
     )
 
 
@@ -184,6 +188,29 @@ def _longrope(
         factors=factors,
         long_factors=long_factors,
         attention_factor=attention,
+    )
+
+
+def _yarn(source: str, table: Mapping[str, Any], positions: int) -> RopeScaling:
+    """As transformers computes it."""
+    if table.get("truncate", True) is not True:
+        raise ConfigError(f"{source}: yarn with truncate false is not supported: use another checkpoint")
+    original = integer(table, "original_max_position_embeddings", positions)
+    factor = number(table, "factor", positions / original)
+
+    def attention(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    chosen = attention(1.0)
+    if table.get("mscale") and table.get("mscale_all_dim"):
+        chosen = attention(number(table, "mscale", None)) / attention(number(table, "mscale_all_dim", None))
+    return RopeScaling(
+        "yarn",
+        factor=factor,
+        low_freq_factor=number(table, "beta_slow", 1.0),
+        high_freq_factor=number(table, "beta_fast", 32.0),
+        original_max_position_embeddings=original,
+        attention_factor=number(table, "attention_factor", chosen),
     )
 
 

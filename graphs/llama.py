@@ -83,7 +83,7 @@ class Attention(nn.Module):
         super().__init__()
         self.query_shape = (-1, config.num_attention_heads, config.head_dim)
         self.key_shape = (-1, config.num_key_value_heads, config.head_dim)
-        self.softmax_scale = config.softmax_scale
+        self.softmax_scale = config.softmax_scale_of(layer)
         self.rotates = layer not in config.unrotated_layers
         self.window = config.window_of(layer)
         home = f"model.layers.{layer}.self_attn"

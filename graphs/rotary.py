@@ -30,9 +30,27 @@ def _stretched(plain: torch.Tensor, config: LlamaConfig) -> torch.Tensor:
         return plain / scaling.factor
     if scaling.kind == "longrope":
         return plain / torch.tensor(scaling.factors, device="cpu")
+    if scaling.kind == "yarn":
+        stretched = _ramp(config)
+        return plain / scaling.factor * stretched + plain * (1.0 - stretched)
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # rotations within the original context
     blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
     return (1.0 - blend) * plain / scaling.factor + blend * plain
+
+
+def _ramp(config: LlamaConfig) -> torch.Tensor:
+    """YaRN's share of each frequency that is stretched: 0 for the fast ones, 1 for the slow ones."""
+    scaling, width = config.rope_scaling, config.rotary_dim
+
+    def pair_that_turns(times: float) -> float:
+        """Which pair of dimensions turns so often within the original context; between two of them it has digits."""
+        wavelength = scaling.original_max_position_embeddings / times
+        return width * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(pair_that_turns(scaling.high_freq_factor)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.low_freq_factor)), width - 1)
+    pairs = torch.arange(width // 2, dtype=torch.float32, device="cpu")
+    return ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:

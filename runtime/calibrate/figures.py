@@ -108,13 +108,13 @@ def calibrate(
     """
     layers = [Sums() for _ in range(model.config.num_hidden_layers)]
     factors = [_balance(layer, model.config) for layer in model.model.layers]
-    softmax_scale = model.config.softmax_scale
+    scales = [model.config.softmax_scale_of(layer) for layer in range(model.config.num_hidden_layers)]
     channels = ChannelSizes(model)
     with tqdm(total=2 * len(jobs), desc="Calibrating", unit="run", disable=not progress, leave=False) as bar:
         for second in (False, True):
             for ids, slot in jobs:
-                for layer, factor, (q, k, v) in zip(
-                    layers, factors, attention_inputs(model, ids, slot, device), strict=True
+                for layer, factor, softmax_scale, (q, k, v) in zip(
+                    layers, factors, scales, attention_inputs(model, ids, slot, device), strict=True
                 ):
                     k, q = k * factor, q / factor.repeat_interleave(q.shape[1] // k.shape[1], dim=0)
                     if second:

@@ -40,7 +40,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("a size that is text", ("generate", "{odd_size}", "-p", "hi"), "hidden_size", "correct config.json"),
     ("no layers", ("generate", "{no_layers}", "-p", "hi"), "num_hidden_layers", "correct config.json"),
     ("an unknown dtype of weights", ("generate", "{int4}", "-p", "hi"), "int4", "bfloat16, float16, float32"),
-    ("an unknown RoPE", ("generate", "{yarn}", "-p", "hi"), "yarn", "remove it"),
+    ("an unknown RoPE", ("generate", "{dynamic}", "-p", "hi"), "dynamic", "remove it"),
     ("no weights", ("generate", "{weightless}", "-p", "hi"), "{weightless}", "Hugging Face checkpoint"),
     ("weights cut off", ("generate", "{cut}", "-p", "hi"), "model.safetensors", "download or copy it again"),
     ("no tokenizer", ("generate", "{mute}", "-p", "hi"), "tokenizer", "token ids"),
@@ -271,7 +271,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         "odd_size": {"hidden_size": "large"},
         "no_layers": {"num_hidden_layers": 0},
         "int4": {"torch_dtype": "int4"},
-        "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     }.items():
         found[name] = _model(root / name, **fields)
     (found["not_json"] / "config.json").write_text("{not JSON")

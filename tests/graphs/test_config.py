@@ -7,7 +7,7 @@ import pytest
 import torch
 from sidestream.graphs.config import ConfigError, LlamaConfig, RopeScaling
 from sidestream.graphs.rotary import inverse_frequencies
-from support.tiny import LINEAR_ROPE, LLAMA3_ROPE
+from support.tiny import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
 
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"],
@@ -117,6 +117,14 @@ def test_what_calibrations_know_a_model_by_stays() -> None:
     )
 
 
+def test_yarn_lengthens_what_config_json_says() -> None:
+    """Qwen's pages say to add it, and not to change the positions."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert LlamaConfig.from_dict({**LLAMA_2_7B, "rope_scaling": yarn}).max_position_embeddings == 16384
+    longer = {**LLAMA_2_7B, "max_position_embeddings": 32768, "rope_scaling": {**yarn, "factor": None}}
+    assert LlamaConfig.from_dict(longer).rope_scaling.factor == 8.0
+
+
 def test_phi_3_mini_has_narrow_heads_and_two_kinds_of_contexts() -> None:
     """Its own fields, but for the factors' values."""
     fields = {
@@ -137,7 +145,9 @@ def test_phi_3_mini_has_narrow_heads_and_two_kinds_of_contexts() -> None:
     for kind in ("longrope", "su"):
         config = LlamaConfig.from_dict({**fields, "rope_scaling": {**fields["rope_scaling"], "type": kind}})
         assert (config.stored_head_dim, config.head_dim, config.usual_context) == (96, 128, 4096)
-        assert config.softmax_scale == pytest.approx(96**-0.5 * (1 + 5 / 12))  # 1 + log(131072 / 4096) / log(4096)
+        assert config.softmax_scale_of(0) == pytest.approx(
+            96**-0.5 * (1 + 5 / 12)
+        )  # 1 + log(131072 / 4096) / log(4096)
         assert (config.module_shape("q_proj"), config.stored_shape("q_proj")) == ((4096, 3072), (3072, 3072))
         assert config.parts_of("model.layers.0.self_attn.qkv_proj")[2][1:] == (6144, 9216)
         assert inverse_frequencies(config).count_nonzero() == 48 and inverse_frequencies(config)[0] == 1 / 1.25
@@ -158,7 +168,14 @@ def test_phi_3_mini_has_narrow_heads_and_two_kinds_of_contexts() -> None:
             LlamaConfig.from_dict({**fields, **wrong})
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LINEAR_ROPE, LLAMA3_ROPE])
+YARNS = [
+    YARN_ROPE,
+    {**YARN_ROPE, "beta_fast": 8, "beta_slow": 0.5, "attention_factor": 1.5},
+    {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.2, "original_max_position_embeddings": 4096},
+]
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LINEAR_ROPE, LLAMA3_ROPE, *YARNS])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_frequencies_equal_transformers(rope: dict, head_dim: int) -> None:
     from transformers import LlamaConfig as HFLlamaConfig
@@ -168,7 +185,9 @@ def test_frequencies_equal_transformers(rope: dict, head_dim: int) -> None:
         hidden_size=256, num_attention_heads=2, head_dim=head_dim, rope_parameters=rope, max_position_embeddings=512
     )
     ours = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
-    torch.testing.assert_close(inverse_frequencies(ours), LlamaRotaryEmbedding(theirs).inv_freq, rtol=1e-6, atol=0)
+    rotary = LlamaRotaryEmbedding(theirs)
+    torch.testing.assert_close(inverse_frequencies(ours), rotary.inv_freq, rtol=1e-6, atol=0)
+    assert ours.softmax_scale_of(0) == pytest.approx(head_dim**-0.5 * rotary.attention_scaling**2)
 
 
 REFUSED = [
@@ -211,7 +230,8 @@ REFUSED = [
     ({"architectures": {"a": 1}, "model_type": ["x"]}, "is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate false"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": -2.0}}, "factor must be a positive number"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope's short_factor must hold 64"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ({"rope_scaling": "linear"}, "rope_scaling must be an object"),

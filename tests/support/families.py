@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from .tiny import LINEAR_ROPE, LLAMA3_ROPE, TinyBase, tiny_model
+from .tiny import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, TinyBase, tiny_model
 
 # name -> transformers' name of the classes, and the config fields that make the difference
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 2,
             "no_rope_layers": [1, 0],
             "pad_token_id": 0,
+            "rope_parameters": YARN_ROPE,
         },
     ),
     "granite": (
@@ -112,7 +113,7 @@ def tiny_family(directory: Path, name: str, dice: random.Random, **overrides: An
     }
     if family in ("Qwen2", "Granite", "Phi3", "SmolLM3"):  # their heads are as wide as the model allows
         shape.update(hidden_size=heads * width, initializer_range=(heads * width) ** -0.5)
-    rope = None if family == "Phi3" else dice.choice([None, LINEAR_ROPE, LLAMA3_ROPE])
+    rope = None if family == "Phi3" else dice.choice([None, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE])
     if rope is not None:
         shape["rope_parameters"] = rope
     return tiny_model(directory, family, seed=dice.randrange(1000), **{**shape, **fields, **overrides})
