@@ -35,12 +35,14 @@ def arranged_shape(config: LlamaConfig, module: str, kind: str, shape: tuple[int
 def arranged(config: LlamaConfig, module: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as stored -> with the heads of the graph: itself where these are the checkpoint's.
 
-    Longrope's factor is part of the softmax scale, which counts for all dimensions: q's that are not turned are divided
-    by it, rounded once.
+    RoPE's `attention_factor` is part of the softmax scale, which counts for all dimensions: q's that are not turned are
+    divided by it, in fp32, in which such a tensor is returned.
     """
     shape, axis = tuple(tensor.shape), heads_axis(module, kind)
     if axis is None or not config.rearranges_heads or shape[axis] % config.stored_head_dim:
         return tensor
+    if _has_factor(config, module) and tensor.element_size() > 1:
+        tensor = tensor.float()
     before, after = shape[:axis], shape[axis + 1 :]
     turned, rest = config.rotary_dim // 2, (config.stored_head_dim - config.rotary_dim) // 2
     stored = tensor.reshape(*before, -1, config.stored_head_dim, *after)
@@ -55,7 +57,11 @@ def arranged(config: LlamaConfig, module: str, kind: str, tensor: torch.Tensor) 
 
 def _without_factor(config: LlamaConfig, module: str, unturned: torch.Tensor) -> torch.Tensor:
     """Eight-bit values stay as they are: their scales have the factor."""
-    factor = config.rope_scaling.attention_factor**2
-    if factor == 1.0 or not module.endswith("q_proj") or unturned.element_size() == 1:
+    if not _has_factor(config, module) or unturned.element_size() == 1:
         return unturned
-    return (unturned.float() / factor).to(unturned.dtype)
+    return unturned / config.rope_scaling.attention_factor**2
+
+
+def _has_factor(config: LlamaConfig, module: str) -> bool:
+    partial = config.rotary_dim < config.stored_head_dim
+    return partial and config.rope_scaling.attention_factor != 1.0 and module.endswith("q_proj")

@@ -21,7 +21,7 @@ VOCABULARY = 323
 )
 def test_log_probabilities_are_those_of_transformers(family: str, precision: str, tmp_path: Path) -> None:
     source = random.Random(5)
-    base = tiny_family(tmp_path / "base", family, source, vocab_size=VOCABULARY)
+    base = tiny_family(tmp_path / "base", family, source, vocab_size=VOCABULARY, dtype=torch.bfloat16)
     packed = family.startswith("phi3")
     targets = ("qkv_proj", "o_proj", "down_proj") if packed else ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
     (adapter,) = tiny_adapters(base, [AdapterSpec(rank=8, targets=targets)])
