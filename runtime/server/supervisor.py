@@ -109,6 +109,9 @@ class Supervisor:
             self._clock.look()
             code: int | None = None
             for caller in ready:
+                # a process that another's death has replaced meanwhile has nothing more to say
+                if caller is not None and all(caller is not child for child in self._children()):
+                    continue
                 code = self._hear(caller) if caller is not None else self._signalled()
                 if code is not None:
                     return code

@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 import signal
 import socket
 import time
@@ -275,6 +276,24 @@ def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path, role):
         assert server.stop() == 0
 
 
+@pytest.mark.parametrize("first, second", [("server.batcher", "fake_gpu"), ("fake_gpu", "server.batcher")])
+def test_two_deaths_that_are_noticed_together_are_repaired_together(tmp_path, first, second):
+    """What the supervisor has still to hear of a process that it has replaced ends nothing."""
+    with serve_fake(tmp_path) as server:
+        with server.connect() as wire:
+            assert_works(wire)
+        victims = [os.pidfd_open(server.child(role)) for role in (first, second)]
+        server.process.send_signal(signal.SIGSTOP)
+        for victim in victims:
+            signal.pidfd_send_signal(victim, signal.SIGKILL)
+            _await_end(victim)  # so that the first is heard of first
+        server.process.send_signal(signal.SIGCONT)
+        with server.connect() as wire:
+            assert_works(wire)
+        assert server.log.read_text().count("starting both processes again") == 1
+        assert server.stop() == 0
+
+
 def test_deaths_in_a_row_end_the_server(tmp_path):
     with serve_fake(tmp_path) as server:
         with server.connect():
@@ -295,13 +314,11 @@ def test_the_death_of_the_batcher_ends_everything(tmp_path):
 
 def test_the_death_of_the_supervisor_ends_everything(tmp_path):
     with serve_fake(tmp_path) as server, server.connect():
-        children = [server.child("fake_gpu"), server.child("server.batcher")]
+        children = [os.pidfd_open(server.child(role)) for role in ("fake_gpu", "server.batcher")]
         server.process.kill()
         server.process.wait()
-        end = time.monotonic() + GUARD
-        while any(_alive(child) for child in children):
-            assert time.monotonic() < end, "children outlive the supervisor"
-            time.sleep(0.05)
+        for child in children:
+            _await_end(child)
         address = Path(server.address.removeprefix("ipc://"))
         assert [path.name for path in address.parent.iterdir()] == ["engine.sock.lock"], "no sockets are left"
 
@@ -318,8 +335,8 @@ def test_a_port_that_is_taken_is_told_in_one_line(tmp_path):
             assert "Traceback" not in said
 
 
-def _alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def _await_end(process: int) -> None:
+    """Wait for the last thread of a process, given as a descriptor (`os.pidfd_open`), and close that."""
+    ended, _, _ = select.select([process], [], [], GUARD)
+    assert ended, "it outlives what should have ended it"
+    os.close(process)
