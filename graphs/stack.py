@@ -2,7 +2,7 @@
 rank folded into B.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,23 +11,30 @@ from .config import LlamaConfig
 from .lora import RANK_MULTIPLE, TARGETS, LoraShape
 
 
-def lora_shape_for(adapters: Iterable[Adapter], max_loras: int, max_lora_rank: int | None = None) -> LoraShape | None:
-    """The stacks that hold `max_loras` of these adapters at a time; None when there are none.
+def lora_shape_for(
+    adapters: Iterable[Adapter],
+    max_loras: int,
+    max_lora_rank: int | None = None,
+    target_modules: Sequence[str] | None = None,
+) -> LoraShape | None:
+    """The stacks that hold `max_loras` adapters at a time, of these and of such as come later; None when there is
+    neither an adapter nor a `max_lora_rank`.
 
-    The rank is the adapters' largest (at most `max_lora_rank`), padded to a multiple of 16; the targets are all that
-    occur, with q/k/v and gate/up kept together.
+    The rank is `max_lora_rank`, or else the adapters' largest; it is padded to a multiple of 16. The targets are
+    `target_modules`, or else all that occur (without adapters: all that there are), with q/k/v and gate/up kept
+    together. Raises ValueError for an adapter that does not fit.
     """
     known = list(adapters)
-    if not known:
+    if not known and max_lora_rank is None:
         return None
-    rank = max(adapter.rank for adapter in known)
-    if max_lora_rank is not None and rank > max_lora_rank:
-        raise ValueError(f"an adapter has rank {rank}, above max_lora_rank {max_lora_rank}: raise max_lora_rank")
-    return LoraShape(
-        max_loras,
-        -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE,
-        tuple(name for name in TARGETS if any(name in adapter.targets for adapter in known)),
-    )
+    rank = max_lora_rank or max(adapter.rank for adapter in known)
+    targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in known)]
+    shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS))
+    for adapter in known:
+        if adapter.rank > rank:
+            raise ValueError(f"an adapter has rank {adapter.rank}, above max_lora_rank {rank}: raise max_lora_rank")
+        check_fits(adapter, shape)
+    return shape
 
 
 def check_fits(adapter: Adapter, lora: LoraShape) -> None:
@@ -36,8 +43,8 @@ def check_fits(adapter: Adapter, lora: LoraShape) -> None:
     if adapter.rank > lora.rank or missing:
         raise ValueError(
             f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank "
-            f"{lora.rank} on {', '.join(lora.targets)}: "
-            "raise max_lora_rank, or name the adapter when the engine starts"
+            f"{lora.rank} on {', '.join(lora.targets)}: raise max_lora_rank, add its projections to "
+            "lora_target_modules, or name it when the engine starts"
         )
 
 

@@ -3,6 +3,7 @@
 registry         names and files
 describing       what an adapter's config and header say, read in a process of its own (describe_worker)
 lora_requests    vLLM's LoRARequests as names
+room             how many adapters an engine takes, of which rank, on which projections
 store            adapters in host memory
 host_memory      page-locked memory
 stacks           their way into the device's stacks

@@ -125,9 +125,11 @@ class AdapterRegistry:
         read = self._read(name, path, replace_name)
         return self._register(name, *read, replace_name, former)
 
-    def add_all(self, paths: Mapping[str, str | Path]) -> Iterator[KnownAdapter]:
-        """Adds several, read on some threads and numbered in the order given; the first that can't be added raises
-        as `add` does.
+    def add_all(
+        self, paths: Mapping[str, str | Path], refused: dict[str, Exception] | None = None
+    ) -> Iterator[KnownAdapter]:
+        """Adds several, read on some threads and numbered in the order given. One that can't be added raises as `add`
+        does, or is left out and put into `refused`.
         """
         waiting = deque(paths.items())
         # few at a time: each holds an adapter's tensors
@@ -138,7 +140,14 @@ class AdapterRegistry:
                     name, path = waiting.popleft()
                     reads.append((name, pool.submit(self._read, name, path, False)))
                 name, read = reads.popleft()
-                yield self._register(name, *read.result())
+                try:
+                    known = self._register(name, *read.result())
+                except (ValueError, OSError) as problem:
+                    if refused is None:
+                        raise
+                    refused[name] = problem
+                else:
+                    yield known
 
     def _read(self, name: str, path: str | Path, replace_name: bool) -> tuple[Path, Adapter, Stamp | None]:
         check_name(name)

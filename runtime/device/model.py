@@ -23,16 +23,14 @@ from ...compiler.program.program import Program
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter
 from ...graphs.config import LlamaConfig
-from ...graphs.draft.config import read_eagle_config
 from ...graphs.llama import Llama
-from ...graphs.lora import RANK_MULTIPLE, LoraShape
+from ...graphs.lora import LoraShape
 from ...graphs.model_directory import model_directory
-from ...graphs.stack import lora_shape_for
 from ..adapters.registry import AdapterRegistry, KnownAdapter
-from ..adapters.slot_cache import SlotCache
+from ..adapters.room import draft_lora_shape, lora_shape, num_slots, registry_of
 from ..adapters.stacks import AdapterStacks
 from ..engine.calibration import Calibration, calibrated
-from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
+from ..engine.options import EngineOptions
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, resolve_sizes
 from ..engine.rounding import Rounding, find_rounding
 from ..requests.errors import RequestError
@@ -201,56 +199,16 @@ def load_model(
         engine.rounded_weights, config, weights, compiler_options, calibration, options.as_rounded
     )
     check_layers(compiler_options, config.num_hidden_layers)
-    draft = None if engine.draft is None else read_eagle_config(engine.draft).fitted(config)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.usual_context)
-    registry = AdapterRegistry(
-        config,
-        engine.max_lora_rank or MAX_RANK,
-        keep=engine.max_cpu_loras,
-        cache=SlotCache.from_environment(),
-        lenient=engine.lora_lenient,
-        describe=describe,
-        draft=draft,
-    )
+    registry = registry_of(config, engine, describe)
     reads = registry.add_all(adapters)
     for _known in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
         pass
-    slots = _num_slots(engine, len(registry.numbers))
-    lora = _lora_shape(registry, slots, engine.max_lora_rank) if slots else None
-    registry.draft_lora = _draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
+    slots = num_slots(engine, len(registry.numbers))
+    lora = lora_shape(registry, slots, engine) if slots else None
+    registry.draft_lora = draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
     with _collections_paused():
         return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora)
-
-
-def _num_slots(options: EngineOptions, adapters: int) -> int:
-    """How many adapters are resident at once, of so many."""
-    slots = min(adapters, DEFAULT_MAX_LORAS) if options.max_loras is None else options.max_loras
-    if slots == 0 and adapters:
-        raise OptionError(
-            f"max_loras=0 leaves no room for the {adapters} adapters given; raise max_loras or leave adapters out"
-        )
-    if slots and not adapters and options.max_lora_rank is None:
-        raise OptionError(
-            f"max_loras={slots} without adapters: the shape of the stacks follows from them; give at least one "
-            "in adapters={name: path}, or max_lora_rank"
-        )
-    return slots
-
-
-def _lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
-    """Stacks for the adapters that are known, or for any of `max_lora_rank` if none is."""
-    if registry.numbers or max_lora_rank is None:
-        return lora_shape_for(registry.adapters, slots, max_lora_rank)
-    return LoraShape(slots, -(-max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE)
-
-
-def _draft_lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
-    """The same for their LoRAs of the draft; none where no adapter that is known has one."""
-    if registry.draft is None:
-        return None
-    if not registry.numbers:
-        return _lora_shape(registry, slots, max_lora_rank)
-    return lora_shape_for([each.draft for each in registry.adapters if each.draft is not None], slots, max_lora_rank)
 
 
 def _build(

@@ -5,17 +5,20 @@ Commands make their flags of the fields, so this module does without torch.
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
+from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from ..requests.checks import MAX_DRAFTS, is_speculation
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
 MAX_RANK = 512
+PROJECTIONS = ATTENTION_MODULES + MLP_MODULES
+TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, "all")
 
 
 @documented
@@ -71,7 +74,13 @@ class EngineOptions:
         range=(0, MAX_ADAPTER_SLOTS),
     )
     max_lora_rank: int | None = option(
-        None, "highest rank that is accepted", unset="that of the loaded adapters", range=(1, MAX_RANK)
+        None, "highest rank that is accepted", unset="that of the adapters at the start", range=(1, MAX_RANK)
+    )
+    lora_target_modules: Any = option(
+        None,
+        "projections that accepted adapters may change: names such as q_proj, or all",
+        unset="those that the adapters at the start change; all where there are none",
+        more="q/k/v and gate/up are there together",
     )
     max_cpu_loras: int = option(64, "adapters kept ready in host memory", range=(1, 1 << 16))
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
@@ -107,6 +116,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_choices(self)
         check_speculation(self.speculation)
+        target_modules(self.lora_target_modules)
         for each in fields(self):
             if "range" in each.metadata:
                 _check_range(each, getattr(self, each.name))
@@ -128,6 +138,26 @@ class EngineOptions:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
                 "so not every running sequence would get its token in a step; raise the one or lower the other"
             )
+
+    @property
+    def lora_targets(self) -> tuple[str, ...] | None:
+        """See `target_modules`."""
+        return target_modules(self.lora_target_modules)
+
+
+def target_modules(value: Any) -> tuple[str, ...] | None:
+    """The projections that `lora_target_modules` names; None where that is not given.
+
+    Raises OptionError for what is neither "all" nor names of projections.
+    """
+    if value is None:
+        return None
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not names or any(name not in TARGET_NAMES for name in names):
+        raise OptionError(f"lora_target_modules={value!r} must be 'all' or some of {', '.join(TARGET_NAMES[:-1])}")
+    if "all" in names:
+        return PROJECTIONS
+    return tuple(projection for name in names for projection in PACKED_MODULES.get(name, (name,)))
 
 
 def check_speculation(value: Any) -> None:

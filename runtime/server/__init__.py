@@ -16,6 +16,7 @@ listener         where clients connect
 connections      the clients, and what has to go out to them
 stepper          plans out, results in, adapters brought in
 gpu_process      the process that drives the GPU
+served           the model and the adapters that it serves
 gpu_link         plans and results between those two
 shared_masks     memory in which the one fills masks and the other reads them
 settings         what `sidestream serve` is told

@@ -1,6 +1,7 @@
 """Adapters that clients load, unload and list."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -16,15 +17,22 @@ from .submissions import LOADING_RETRY
 class AdapterDesk:
     """Loads and unloads go to the GPU process under a ticket; its answer goes to the client that asked.
 
-    admin   clients may load and unload
-    roots   directories under which a loaded adapter must lie
+    admin    clients may load and unload
+    roots    directories under which a loaded adapter must lie
+    changed  is told of each change, before the client is: the name, and the directory or None
     """
 
     def __init__(
-        self, state: ServerState, connections: Connections, requests: OpenRequests, admin: bool, roots: list[str]
+        self,
+        state: ServerState,
+        connections: Connections,
+        requests: OpenRequests,
+        admin: bool,
+        roots: list[str],
+        changed: Callable[[str, str | None], None],
     ) -> None:
         self._state, self._connections, self._requests = state, connections, requests
-        self._admin, self._roots = admin, roots
+        self._admin, self._roots, self._changed = admin, roots, changed
         self._tickets: dict[int, tuple[Client, int, LoadAdapter | UnloadAdapter]] = {}
         self._next_ticket = 0
 
@@ -88,7 +96,9 @@ class AdapterDesk:
 
     def answered(self, answer: Answer) -> None:
         """The GPU process has read or dropped an adapter, or could not."""
-        client, call, _ = self._tickets.pop(answer.ticket)
+        client, call, asked = self._tickets.pop(answer.ticket)
+        if answer.problem is None:
+            self._changed(asked.name, asked.path if isinstance(asked, LoadAdapter) else None)
         if answer.adapter is not None and self._state.stepper is not None:
             self._state.stepper.register(answer.adapter)
         if client.gone:

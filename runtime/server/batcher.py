@@ -78,7 +78,12 @@ class Batcher:
             settings.max_waiting,
         )
         self._adapters = AdapterDesk(
-            self._state, self._connections, self._requests, settings.admin, settings.adapter_roots
+            self._state,
+            self._connections,
+            self._requests,
+            settings.admin,
+            settings.adapter_roots,
+            lambda name, path: channel.send({"event": "adapter", "name": name, "path": path}),
         )
         self._tokens = TokenDesk(self._connections, self._tokenizer, self._encoder)
         self._desk = FrontDesk(

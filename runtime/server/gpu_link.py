@@ -56,7 +56,12 @@ class Loading(Notice, frozen=True, tag="loading"):
 
 
 class Ready(Notice, frozen=True, tag="ready"):
-    """GPU -> batcher: plans may come; the engine's sizes. `masks`: the path of its `SharedMasks`."""
+    """GPU -> batcher: plans may come; the engine's sizes.
+
+    masks                     the path of its `SharedMasks`
+    lora_rank, lora_targets   what adapters that come later may have
+    left_out                  adapters that could not be read when the process was started again, and why, for clients
+    """
 
     vocabulary: int
     num_pages: int
@@ -75,6 +80,9 @@ class Ready(Notice, frozen=True, tag="ready"):
     seconds: dict[str, float] = {}
     longest_step: float = 0.0
     masks: str = ""
+    lora_rank: int = 0
+    lora_targets: list[str] = []
+    left_out: dict[str, str] = {}
 
 
 class Alive(Notice, frozen=True, tag="alive"):

@@ -11,7 +11,6 @@ they have come, and plans after it wait until then. If they are also for drafts,
 import logging
 import os
 import queue
-import re
 import selectors
 import sys
 import threading
@@ -20,16 +19,14 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import zmq
 
-from ...ops.core.kv_layout import PAGE_SIZE
 from ..processes.garbage import collect_seldom
 from ..processes.watch import Pulse
 from ..steps.plan import StepDrafts, StepMasks, StepPlan, no_rows
-from ..steps.runner import Runner
 from ..wire.channel import Channel, ChannelClosed
 from .gpu_link import (
     Alive,
@@ -38,7 +35,6 @@ from .gpu_link import (
     InHostMemory,
     Load,
     LoadDone,
-    LoadedAdapter,
     Loading,
     Notice,
     Ready,
@@ -48,6 +44,7 @@ from .gpu_link import (
     StepFailed,
     Unload,
 )
+from .served import LOST, Served, ServedModel, for_caller, is_fatal, with_loaded, without_directories
 from .settings import ServeSettings
 
 _log = logging.getLogger(__name__)
@@ -56,35 +53,7 @@ HOST_MEMORY_SECONDS = 0.1
 END_SECONDS = 1.5
 MORE_WORDS = 32
 """A tokenizer may know more tokens than have logits, and masks are as wide as it needs."""
-LOST = 70
-"""The exit code when the device's context or another rank is lost."""
 STEP_FAULT = "a step failed on the device"
-
-
-class Served(Protocol):
-    """What the GPU process serves.
-
-    Adapter methods raise ValueError or OSError for what cannot be done, with a text for the caller.
-    """
-
-    ready: Ready
-
-    @property
-    def runner(self) -> Runner:
-        """Executes the plans."""
-        ...
-
-    def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
-        """Read an adapter's directory."""
-        ...
-
-    def remove_adapter(self, name: str) -> None:
-        """Forget a name."""
-        ...
-
-    def in_host_memory(self) -> list[int]:
-        """The adapters that need not be read from disk, by number."""
-        ...
 
 
 class _Step(NamedTuple):
@@ -99,8 +68,8 @@ class _Step(NamedTuple):
 class _Loop:
     """Runs until the batcher or the supervisor is gone."""
 
-    def __init__(self, link: GpuEnd, channel: Channel, served: Served) -> None:
-        self._link, self._channel, self._served = link, channel, served
+    def __init__(self, link: GpuEnd, channel: Channel, served: Served, ready: Ready) -> None:
+        self._link, self._channel, self._served, self._ready = link, channel, served, ready
         self._runner = served.runner
         self._reporter = link.reporter()
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
@@ -120,26 +89,26 @@ class _Loop:
         ]
         for thread in threads:
             thread.start()
-        served = self._served.ready
-        masks = self._link.share_masks(served.max_num_seqs, -(-served.vocabulary // 32) + MORE_WORDS)
-        self._reporter.tell(msgspec.structs.replace(served, masks=masks))
+        ready = self._ready
+        masks = self._link.share_masks(ready.max_num_seqs, -(-ready.vocabulary // 32) + MORE_WORDS)
+        self._reporter.tell(msgspec.structs.replace(ready, masks=masks))
         poller = zmq.Poller()
         for source in (self._link.plans, self._link.lost, self._channel):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._broken.is_set():
-                ready = dict(poller.poll(POLL_LOADS_MS if self._loads else 500))
+                arrived = dict(poller.poll(POLL_LOADS_MS if self._loads else 500))
                 while (message := self._link.receive()) is not None:
                     self._take(message)
                 if self._loads:
                     self._report_loads()
                 if time.monotonic() >= self._look_again:
                     self._report_host_memory()
-                if self._link.lost in ready:
+                if self._link.lost in arrived:
                     self._supervisor_gone()
                     _log.error("the batcher is gone")
                     return 0
-                if self._channel.fileno() in ready:
+                if self._channel.fileno() in arrived:
                     self._channel.receive()
         except ChannelClosed:
             return 0
@@ -257,98 +226,8 @@ class _Loop:
                     self._served.remove_adapter(errand.name)
                     answer = Answer(errand.ticket)
             except Exception as error:
-                if not isinstance(error, (ValueError, OSError)):
-                    _log.exception("adapter %r", errand.name)
-                answer = Answer(errand.ticket, problem=_for_caller(error, errand))
+                answer = Answer(errand.ticket, problem=for_caller(error, errand.name))
             reporter.tell(answer)
-
-
-def is_fatal(error: Exception) -> bool:
-    """Whether the device's context, or another rank, is lost: every later step would fail as well."""
-    text = str(error)
-    return type(error).__name__ in ("AcceleratorError", "RankError") or (
-        "CUDA error" in text and "out of memory" not in text
-    )
-
-
-def _for_caller(error: Exception, errand: Load | Unload) -> str:
-    if isinstance(error, OSError):
-        return f"adapter {errand.name!r}: {error.strerror or 'its files cannot be read'}"
-    return (
-        without_directories(str(error))
-        if isinstance(error, ValueError)
-        else f"adapter {errand.name!r}: a fault in the engine; see its log"
-    )
-
-
-def without_directories(text: str) -> str:
-    """A text for clients: of a path only the last part stays, for where things lie on this machine is not their
-    business.
-    """
-    return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)*", "", text)
-
-
-class ServedModel:
-    """See `Served`. Raises what `load_options`, `find_model` and `load_model` raise."""
-
-    def __init__(self, settings: ServeSettings) -> None:
-        # here, because a GPU process that only simulates a model needs no torch
-        from ..adapters.describing import AdapterDescriber
-        from ..device.model import find_model
-        from ..engine.resolve import load_options
-        from ..ranks.shared_model import load_shared
-
-        options = load_options(**settings.llm)
-        source = find_model(settings.model, options)
-        self._model = model = load_shared(
-            settings.model, source, settings.adapters, options, settings.llm, AdapterDescriber()
-        )
-        self.runner: Runner = model.executes
-        model.when_lost(_end_process)
-        model.runner.build_aside()
-        # for what clients load; the adapters of the start may lie anywhere
-        model.restrict_adapters(settings.adapter_roots)
-        limits = model.limits
-        self.ready = Ready(
-            vocabulary=model.source.config.vocab_size,
-            num_pages=limits.num_pages,
-            page_size=PAGE_SIZE,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_slots=limits.num_slots,
-            eos_ids=sorted(model.eos_ids),
-            adapters=[self._loaded(number) for number in model.registry.numbers.values()],
-            device=str(options.device),
-            seconds=dict(model.seconds),
-            prefix_caching=limits.prefix_caching,
-            speculation=limits.speculation,
-            step_times=list(limits.step_times),
-            speculation_history=limits.speculation_history,
-            longest_step=model.longest_step,
-        )
-
-    def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
-        """See `Model.add_adapter`."""
-        return self._loaded(self._model.add_adapter(name, path, replace).number)
-
-    def remove_adapter(self, name: str) -> None:
-        """Forget a name; the batcher says when nothing uses the adapter any more."""
-        self._model.remove_adapter(name)
-
-    def in_host_memory(self) -> list[int]:
-        """See `ModelRunner.in_host_memory`."""
-        return self._model.runner.in_host_memory()
-
-    def _loaded(self, number: int) -> LoadedAdapter:
-        known = self._model.registry.by_number(number)
-        return LoadedAdapter(known.name, known.number, known.adapter.rank, known.content_hash)
-
-
-def _end_process(problem: str) -> NoReturn:
-    """Another rank is lost. The main thread may wait for it inside a kernel; the supervisor starts all again."""
-    _log.error("%s", problem)
-    os._exit(LOST)
 
 
 def run(fd: int, build: Callable[[ServeSettings], Served] = ServedModel) -> int:
@@ -371,6 +250,7 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
                 link.reporter().tell(Loading("loading"))
                 try:
                     served = build(settings)
+                    ready = with_loaded(served, settings.loaded_adapters)
                 except Exception as error:
                     if not isinstance(error, (ValueError, OSError, MemoryError)) and not type(
                         error
@@ -378,9 +258,9 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
                         _log.exception("the model could not be loaded")
                     channel.send({"event": "failed", "message": " ".join(str(error).split()) or type(error).__name__})
                     return 2
-                channel.send({"event": "ready", "ready": msgspec.to_builtins(served.ready)})
+                channel.send({"event": "ready", "ready": msgspec.to_builtins(ready)})
                 linger = 200
-                return _Loop(link, channel, served).run()
+                return _Loop(link, channel, served, ready).run()
         finally:
             context.destroy(linger=linger)
 

@@ -15,7 +15,9 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
 
     model             model directory
     llm               further arguments of `LLM`
-    adapters          name -> directory
+    adapters          name -> directory; they may lie anywhere
+    loaded_adapters   the same for those that clients have loaded: filled in by the supervisor, for processes that are
+                      started again
     bind              the clients' address
     keys              directory of CURVE keys
     drain_seconds     how long open requests may go on after SIGTERM
@@ -35,6 +37,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     model: str
     llm: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
+    loaded_adapters: dict[str, str] = field(default_factory=dict)
     bind: str = ""
     keys: str | None = None
     drain_seconds: float = DRAIN_SECONDS

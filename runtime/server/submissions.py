@@ -36,6 +36,12 @@ def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[E
     if name is None:
         return None
     known = stepper.known.get(name)
+    if known is None and name in stepper.ready.left_out:
+        problem = stepper.ready.left_out[name]
+        return "unknown_adapter", (
+            f"adapter {name!r} could not be read when the engine was started again ({problem}); mend its directory and "
+            "load it"
+        )
     if known is None:
         return "unknown_adapter", f"adapter {name!r} is not known; list_adapters tells which are"
     if content and known.content != content:

@@ -170,10 +170,14 @@ class Supervisor:
             event = message["event"]
             if event == "failed":
                 self._say(f"error: {message['message']}")
-                return EXIT_SETTINGS
-            if event == "ready":
+                if not (self._was_ready and self._settings.restart):
+                    return EXIT_SETTINGS
+                # it could start once: its end counts as a death
+            elif event == "ready":
                 child.started = True
-                self._say(capacity_line(msgspec.convert(message["ready"], Ready)))
+                self._take_ready(msgspec.convert(message["ready"], Ready))
+            elif event == "adapter":
+                self._take_adapter(message["name"], message["path"])
             elif event == "serving":
                 self._was_ready = True
                 self._say(f"serving at {self._settings.bind}")
@@ -189,6 +193,27 @@ class Supervisor:
             elif event == "drained":
                 return 0 if self._draining_until is not None else EXIT_DEAD
         return None
+
+    def _take_ready(self, ready: Ready) -> None:
+        """Later lives of the GPU process have the same room for adapters."""
+        self._say(capacity_line(ready))
+        room = {
+            "max_loras": ready.num_slots,
+            "max_lora_rank": ready.lora_rank,
+            "lora_target_modules": ready.lora_targets,
+        }
+        if ready.lora_rank:
+            given = {name: value for name, value in self._settings.llm.items() if value is not None}
+            self._settings = structs.replace(self._settings, llm=room | given)
+
+    def _take_adapter(self, name: str, path: str | None) -> None:
+        """A client has had an adapter loaded from `path`, or unloaded: so do later lives of the GPU process."""
+        given, loaded = dict(self._settings.adapters), dict(self._settings.loaded_adapters)
+        given.pop(name, None)
+        loaded.pop(name, None)
+        if path is not None:
+            loaded[name] = path
+        self._settings = structs.replace(self._settings, adapters=given, loaded_adapters=loaded)
 
     def _end_overdue(self, message: dict[str, Any]) -> None:
         """The batcher has waited too long for a step: kill the GPU process, unless it has been replaced meanwhile."""

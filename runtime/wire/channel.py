@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 _LENGTH = 4
-_MAX_MESSAGE = 1 << 24
+_MAX_MESSAGE = 1 << 25  # settings may name 4,096 adapters, each at a path of 4 KiB
 
 
 class ChannelClosed(ConnectionError):

@@ -33,6 +33,7 @@ def adapters(base: TinyBase, config: LlamaConfig) -> list[Adapter]:
 def test_shape_covers_all_adapters(adapters: list[Adapter]) -> None:
     assert lora_shape_for(adapters, 5) == LoraShape(5, 32, ("q_proj", "k_proj", "v_proj", "down_proj"))
     assert lora_shape_for(adapters[1:], 1, 16) == LoraShape(1, 16, ("down_proj",))
+    assert lora_shape_for(adapters[1:], 1, 40) == LoraShape(1, 48, ("down_proj",)), "later ones may have more"
     assert lora_shape_for([], 4) is None
     with pytest.raises(ValueError, match="max_lora_rank"):
         lora_shape_for(adapters, 5, 16)

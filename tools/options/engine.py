@@ -13,7 +13,7 @@ from typing import Any, get_args
 from ...compiler.options import DEFAULT_PRECISION, TENSOR_PARALLEL, Layers, choices
 from ...graphs.model_directory import model_directory as hub_or_path
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
-from ...runtime.engine.options import keywords
+from ...runtime.engine.options import TARGET_NAMES, keywords
 from ...runtime.requests.checks import MAX_DRAFTS, is_speculation
 
 ADVANCED = "advanced"
@@ -156,6 +156,7 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
     )
     add_option(group, "max_loras", type=positive)
     add_option(group, "max_lora_rank", metavar="R")
+    add_option(group, "lora_target_modules", nargs="+", action="extend", choices=TARGET_NAMES, metavar="NAME")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -271,6 +272,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "draft",
         "max_loras",
         "max_lora_rank",
+        "lora_target_modules",
         "gpu_memory_utilization",
         "device",
         "calibration",

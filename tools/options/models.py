@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...runtime.engine.options import target_modules
 from .engine import adapters_of
 from .shapes import OTHER_SHAPES
 
@@ -138,25 +139,26 @@ def shape_fields(shape: str) -> dict[str, Any]:
 
 
 def lora_shape(options: argparse.Namespace, config: Any) -> Any:
-    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on all projections; None when
+    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on --lora-target-modules; None when
     there are neither.
     """
     from ...graphs.adapter import load_adapter
-    from ...graphs.lora import RANK_MULTIPLE, LoraShape
+    from ...graphs.lora import RANK_MULTIPLE
     from ...graphs.stack import lora_shape_for
 
+    targets = target_modules(options.lora_target_modules)
     adapters = [
         load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()
     ]
     if adapters:
-        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank)
+        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets)
     if not options.max_loras:
         if options.max_lora_rank:
             raise ValueError(
                 "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
             )
         return None
-    return LoraShape(options.max_loras, -(-(options.max_lora_rank or RANK_MULTIPLE) // RANK_MULTIPLE) * RANK_MULTIPLE)
+    return lora_shape_for([], options.max_loras, options.max_lora_rank or RANK_MULTIPLE, targets)
 
 
 def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:

@@ -318,6 +318,7 @@ def calibrate_model(
         lora_modules=[(name, str(path)) for name, path in adapters.items()],
         max_loras=None,
         max_lora_rank=None,
+        lora_target_modules=None,
     )
     model = load_model(options, directory, torch.bfloat16).to(chosen)
     jobs = [(list(text), slot) for slot in range(-1, len(adapters)) for text in (texts if slot < 0 else texts[:2])]

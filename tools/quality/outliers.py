@@ -123,7 +123,9 @@ def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
     from ..options.models import load_model, reference_logits
 
     model = load_model(
-        Namespace(model=str(source), lora_modules=[], max_loras=None, max_lora_rank=None), source, torch.float32
+        Namespace(model=str(source), lora_modules=[], max_loras=None, max_lora_rank=None, lora_target_modules=None),
+        source,
+        torch.float32,
     )
     inputs = batch_inputs([(list(text), -1) for text in texts])
     keys: list[Any] = []

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight
+from sidestream.compiler.options import OptionError
 from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.config import LlamaConfig
@@ -376,6 +377,37 @@ def test_an_engine_can_start_without_adapters(base, paths):
     assert answers[0] == answers[1]
     with pytest.raises(AdapterError, match="above the limit of 12"):
         llm.add_adapter("large", tiny_adapters(base, [AdapterSpec(rank=20)])[0])
+
+
+def test_lora_target_modules_make_room_for_other_projections(base, paths):
+    narrow, wide = tiny_adapters(base, [AdapterSpec(rank=4, targets=("q_proj",)), AdapterSpec(rank=4)])
+    llm = LLM(base.path, {"narrow": narrow}, max_loras=2, **SMALL)
+    with pytest.raises(RequestError, match="to lora_target_modules"):
+        llm.add_adapter("wide", wide)
+    for names in ("all", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]):
+        llm = LLM(base.path, {"narrow": narrow}, max_loras=2, lora_target_modules=names, **SMALL)
+        llm.add_adapter("wide", wide)
+        answer = llm.generate([ids_of(4)], GREEDY, adapter="wide", use_tqdm=False)
+        known = LLM(base.path, {"wide": wide}, **SMALL)
+        assert answer[0].outputs[0].token_ids == (
+            known.generate([ids_of(4)], GREEDY, adapter="wide", use_tqdm=False)[0].outputs[0].token_ids
+        )
+    with pytest.raises(OptionError, match=r"adapter 'narrow': .* on q_proj .* stacks of rank 16 on o_proj: "):
+        LLM(base.path, {"narrow": narrow}, lora_target_modules=["o_proj"], **SMALL)
+    for wrong in ("embed_tokens", [], ["q_proj", 3], 3):
+        with pytest.raises(OptionError, match=r"lora_target_modules=.* must be 'all' or some of q_proj"):
+            LLM(base.path, {"narrow": narrow}, lora_target_modules=wrong, **SMALL)
+
+
+def test_max_lora_rank_makes_room_next_to_smaller_adapters(base, paths):
+    large = tiny_adapters(base, [AdapterSpec(rank=40)])[0]
+    llm = LLM(base.path, {"small": paths[0]}, max_loras=2, max_lora_rank=40, **SMALL)
+    llm.add_adapter("large", large)
+    answer = llm.generate([ids_of(4)], GREEDY, adapter="large", use_tqdm=False)
+    known = LLM(base.path, {"large": large}, **SMALL)
+    assert answer[0].outputs[0].token_ids == (
+        known.generate([ids_of(4)], GREEDY, adapter="large", use_tqdm=False)[0].outputs[0].token_ids
+    )
 
 
 def test_a_broken_file_ends_one_request_of_many(base, paths, tmp_path):

@@ -35,7 +35,7 @@ class Desk:
         connections: Any = SimpleNamespace(say=lambda client, message: self.said.append(message))
         self.requests = OpenRequests(connections)
         self.client: Any = SimpleNamespace(number=1, open={}, gone=False)
-        self.desk = AdapterDesk(ServerState(self.stepper), connections, self.requests, True, [])
+        self.desk = AdapterDesk(ServerState(self.stepper), connections, self.requests, True, [], lambda *_: None)
 
     def unload(self) -> str | None:
         """The code of the refusal; None: it was passed on."""

@@ -102,11 +102,14 @@ def test_dump_reads_no_weights(tmp_path: Path) -> None:
         "2",
         "--max-lora-rank",
         "12",
+        "--lora-target-modules",
+        "o_proj",
+        "down_proj",
         "--bucket",
         "decode:2",
     )
     text = next((tmp_path / "dump").rglob("program.txt")).read_text()
-    assert "lora" in text
+    assert "o_proj.lora" in text and "down_proj.lora" in text and "q_proj.lora" not in text
 
 
 def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
