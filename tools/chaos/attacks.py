@@ -88,7 +88,7 @@ def odd_prompts(target: Target, source: random.Random) -> Outcome:
 def damaged_cache(target: Target, source: random.Random) -> Outcome:
     """Half of the cache's files change; then the GPU process starts again from what is left."""
     damaged = caches.damage(target.served.cache, source)
-    kills.kill_one(target.served, source, target.victims)
+    kills.kill(target.served, source, target.victims)
     return damaged, []
 
 
@@ -113,7 +113,7 @@ ATTACKS = (
     Attack("frozen process", lambda target, source: (kills.freeze_one(target.served, source), [])),
     Attack(
         "killed process",
-        lambda target, source: (kills.kill_one(target.served, source, target.victims), []),
+        lambda target, source: (kills.kill(target.served, source, target.victims), []),
         kills=True,
     ),
     Attack("damaged cache", damaged_cache, kills=True),
