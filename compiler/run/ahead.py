@@ -50,6 +50,16 @@ class KernelsAhead:
                 except Exception as error:  # whatever a compiler may raise: the launch itself will raise it again
                     log.debug("%s is not compiled ahead: %s", steps[index].name, error)
 
+        self._take_ready()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Begin to compile what `function` launches; it runs, but for its kernels."""
+        with torch.cuda.device(self._device), _no_launches():
+            function()
+
+        self._take_ready()
+
+    def _take_ready(self) -> None:
         for future in self._mode.raw_futures:  # what is ready is found at once by the next program
             if future.done():
                 self._mode.future_kernels[future._key].result(ignore_errors=True)

@@ -38,7 +38,7 @@ CONVERTERS = 4  # warps
 @gluon.jit
 def produce(
     boxes, scale_boxes, block_table, num_blocks, batch, keys, key_scales, keys_ready, keys_free, raw, raw_scales,
-    raw_ready, raw_free, HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
+    raw_ready, raw_free, HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr,
     FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def produce(
         item = item_of(number)
         if item < items:
             head, sequence, _first_token, _end, position, length, steps, _whole, skipped = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, 1, WINDOW
+                item, batch, HK, TILE, PLANNED, 1, WINDOW
             )
             table = block_table + sequence * num_blocks
             if WINDOW:
@@ -112,7 +112,7 @@ def convert_tile(
 @gluon.jit
 def convert(
     batch, keys, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free, values, values_ready, values_free,
-    HK: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr,
+    HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr,
     LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def convert(
         item = item_of(number)
         if item < items:
             _head, _sequence, _first_token, _end, _position, _length, steps, _whole, _skipped = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, WARPS, WINDOW
+                item, batch, HK, TILE, PLANNED, WARPS, WINDOW
             )
             for _j in range(steps):
                 if FP8_SCORES:
@@ -146,7 +146,7 @@ def convert(
 @gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles"])
 def prefill_kernel(
     boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, scale_log2, tokens, sequences, num_blocks,
-    tiles, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, PLANNED: gl.constexpr,
+    tiles, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr,
     FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -223,7 +223,6 @@ def prefill_kernel(
                     HK,
                     GROUP,
                     TILE,
-                    SEQUENCES,
                     PLANNED,
                     FP8_SCORES,
                     False,
@@ -253,7 +252,6 @@ def prefill_kernel(
                     HK,
                     GROUP,
                     TILE,
-                    SEQUENCES,
                     PLANNED,
                     FP8_SCORES,
                     False,
@@ -278,7 +276,6 @@ def prefill_kernel(
                     values_free,
                     HK,
                     TILE,
-                    SEQUENCES,
                     PLANNED,
                     FP8_SCORES,
                     LIMIT,
@@ -306,7 +303,6 @@ def prefill_kernel(
                     raw_free,
                     HK,
                     TILE,
-                    SEQUENCES,
                     PLANNED,
                     FP8_SCORES,
                     STAGES,
@@ -367,7 +363,7 @@ def launch(
     prefill_kernel[min(tiles * kv_heads, multiprocessors(q.device)),](
         boxes, scale_boxes, q, block_table, context_lens, query_start, query_start if plan is None else plan, out,
         softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, HK=kv_heads, GROUP=heads // kv_heads,
-        TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)), PLANNED=plan is not None, FP8_SCORES=fp8_scores,
+        TILE=tile, PLANNED=plan is not None, FP8_SCORES=fp8_scores,
         LIMIT=QUANTIZED_MAX[kv_cache.dtype], STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3,
         WARPS=CONVERTERS, REGISTERS=REGISTERS, WINDOW=window, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from .widen_kv import WIDEN_INT8, WIDENED
 
 ROWS = gl.constexpr(64)  # of a group of four warps; a tile has twice as many
 STEP = gl.constexpr(128)  # keys a step: two pages
+SEARCHED = gl.constexpr(64)  # sequences that `find_tile` looks at together
 
 
 @gluon.constexpr_function
@@ -66,7 +67,6 @@ def find_tile(
     batch,
     HK: gl.constexpr,
     TILE: gl.constexpr,
-    SEQUENCES: gl.constexpr,
     PLANNED: gl.constexpr,
     WARPS: gl.constexpr,
     WINDOW: gl.constexpr = 0,
@@ -75,19 +75,24 @@ def find_tile(
     of an item; without tokens if first >= end. Every row sees the keys of the first `whole` steps, unless they are
     older than its WINDOW. `skipped` steps no row sees any more: position, length, steps and whole count from there.
 
+    The sequences are counted in a loop, so that one compilation serves every number of them.
     PLANNED: `begins` says how many tiles are in front of each sequence's (a row of `widen_plan`); else there is room
     for every ragged end.
     """
     query_start, context_lens, begins, tokens, sequences, tiles = batch
     head = item % HK
     tile = tiles - 1 - item // HK
-    index = gl.arange(0, SEQUENCES, gl.BlockedLayout([SEQUENCES // 32], [32], [WARPS], [0]))
-    if PLANNED:
-        begin = gl.load(begins + index, mask=index <= sequences, other=0)
-    else:
-        begin = gl.load(query_start + index, mask=index <= sequences, other=0) // TILE + index
-    begins_before = (begin <= tile) & (index <= sequences)
-    sequence = gl.sum(begins_before.to(gl.int32), 0) - 1
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [WARPS], [0])
+    place = gl.arange(0, SEARCHED, LAYOUT)
+    begins_before = gl.zeros([SEARCHED], gl.int32, LAYOUT)
+    for searched in range(0, sequences + 1, SEARCHED):
+        index = searched + place
+        if PLANNED:
+            begin = gl.load(begins + index, mask=index <= sequences, other=0)
+        else:
+            begin = gl.load(query_start + index, mask=index <= sequences, other=0) // TILE + index
+        begins_before += ((begin <= tile) & (index <= sequences)).to(gl.int32)
+    sequence = gl.sum(begins_before, 0) - 1
     is_real = sequence < sequences
     start = gl.load(query_start + sequence)
     end = gl.load(query_start + sequence + 1, mask=is_real, other=tokens)
@@ -244,7 +249,7 @@ def wait_turn(turns, step, WHO: gl.constexpr):
 def consume(
     q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready,
     values_free, turns, WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
-    SEQUENCES: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
+    PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr, WINDOW: gl.constexpr = 0,
 ):  # fmt: skip
     """The warps of 64 rows: group WHO of the two.
@@ -261,7 +266,7 @@ def consume(
         item = item_of(number)
         if item < items:
             head, _sequence, first_token, end, position, _length, steps, whole, _skipped = find_tile(
-                item, batch, HK, TILE, SEQUENCES, PLANNED, 4, WINDOW
+                item, batch, HK, TILE, PLANNED, 4, WINDOW
             )
             own = first_token + WHO * (TILE // 2)
             at = (own.to(gl.int64) * HK + head) * (GROUP * 128)

@@ -19,7 +19,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
 from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
-from ..core.triton_support import next_power_of_2
 from .pieces import LOG2_E
 from .prefill_gluon import HEAD_DIM, tile_tokens
 from .prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
@@ -34,7 +33,7 @@ TURNS = True  # on the tensor cores
 @gluon.jit
 def produce(
     boxes, places, batch, keys, keys_ready, keys_free, values, values_ready, values_free, HK: gl.constexpr,
-    TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies steps."""
     step = 0
@@ -43,7 +42,7 @@ def produce(
         item = item_of(number)
         if item < items:
             head, sequence, _first_token, _end, _position, _length, steps, _whole, _skipped = find_tile(
-                item, batch, HK, TILE, SEQUENCES, True, 1
+                item, batch, HK, TILE, True, 1
             )
             place = gl.load(places + sequence)
             for j in range(steps):
@@ -62,7 +61,7 @@ def produce(
 @gluon.jit(do_not_specialize=["tokens", "sequences"])
 def prefill_wide_kernel(
     boxes, q, plan, context_lens, query_start, out, scale_log2, tokens, sequences, HK: gl.constexpr,
-    GROUP: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
+    GROUP: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
     TURNS: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """q, out [T, HK * GROUP, 128]; boxes [steps * HK * 256, 128] is a TMA descriptor of 128 x 128 fp16."""
@@ -115,7 +114,6 @@ def prefill_wide_kernel(
                     HK,
                     GROUP,
                     TILE,
-                    SEQUENCES,
                     True,
                     False,
                     HOLD_QUERIES,
@@ -144,7 +142,6 @@ def prefill_wide_kernel(
                     HK,
                     GROUP,
                     TILE,
-                    SEQUENCES,
                     True,
                     False,
                     HOLD_QUERIES,
@@ -166,7 +163,6 @@ def prefill_wide_kernel(
                     values_free,
                     HK,
                     TILE,
-                    SEQUENCES,
                     STAGES,
                 ),
             ),
@@ -195,7 +191,7 @@ def launch(
     tiles = tokens // tile + sequences + 1
     prefill_wide_kernel[min(tiles * kv_heads, multiprocessors(q.device)),](
         descriptor(wide), q, plan, context_lens, query_start, out, softmax_scale * LOG2_E, tokens, sequences,
-        HK=kv_heads, GROUP=heads // kv_heads, TILE=tile, SEQUENCES=max(32, next_power_of_2(sequences + 1)),
+        HK=kv_heads, GROUP=heads // kv_heads, TILE=tile,
         STAGES=STAGES, HOLD_QUERIES=HOLD_QUERIES, TURNS=TURNS, REGISTERS=REGISTERS, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip

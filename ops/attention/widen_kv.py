@@ -22,6 +22,7 @@ STEP_TOKENS = 128  # of two pages: what attention multiplies at once
 # A sequence with fewer tiles of queries is left: writing fp16 and reading it again takes about as long as four tiles
 # gain, by bytes and by the kernels' rates.
 FEWEST_TILES = 4
+PLANNED_SEQUENCES = 512  # at least, so that one compilation serves every step of an engine
 PLACES, WIDE_TILES, NARROW_TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # rows of the plan
 
 
@@ -152,7 +153,7 @@ def widen_plan_launch(
         steps,
         TILE=tile,
         FEWEST=FEWEST_TILES,
-        SEQUENCES=max(16, next_power_of_2(sequences + 1)),
+        SEQUENCES=max(PLANNED_SEQUENCES, next_power_of_2(sequences + 1)),
         STEP=STEP_TOKENS,
         PAGE=PAGE_SIZE,
         CHUNK=256,

@@ -40,7 +40,7 @@ def fake(
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span", "pieces"])  # they follow from the rows of a step
 def _argmax_kernel(
     logits,
     masks,

@@ -79,7 +79,7 @@ def fake(
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "span"])  # they follow from the rank, and from the rows of a step
 def _best_kernel(
     logits, largest, temperature, seeds, steps, keys, first, count, stride, span, DRAWS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,

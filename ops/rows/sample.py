@@ -282,7 +282,7 @@ def _draw(
     return best_of(best, index)[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one compilation for every number of rows
 def sample_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, masks, mask_rows, tokens, rows, vocabulary,
     GREEDY: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,

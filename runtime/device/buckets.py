@@ -86,29 +86,27 @@ class Buckets:
         return [self.largest(), self.largest_decode(), *([self._largest_verify()] if self.drafts else [])]
 
     def warm_up_buckets(self) -> list[Bucket]:
-        """Mixed buckets among which every kernel of a prompt's step is met: one for each token count, with its
-        LoRA-free twin.
+        """Mixed buckets that launch every kernel of a prompt's step, with their LoRA-free twins: one of each token count,
+        on which the layers depend, and one of each number of rows of logits, on which the head depends.
         """
         twins = (True, False) if self.lora else (False,)
-        return [
-            self._make(tokens, self.sequence_sizes()[0], decode=False, lora=lora)
-            for tokens in self.mixed_sizes()
-            for lora in twins
-        ]
+        few, *more = self.sequence_sizes()
+        places = [(tokens, few) for tokens in self.mixed_sizes()]
+        places += [(_at_least(self.mixed_sizes(), sequences), sequences) for sequences in more]
+        return [self._make(*place, decode=False, lora=lora) for place in places for lora in twins]
 
     def later_buckets(self) -> list[Bucket]:
-        """The other mixed buckets: of more sequences than `warm_up_buckets` have. Without those for steps that score
-        more of a prompt than there are rows for sequences, which are rare.
-        """
+        """The other mixed buckets."""
         twins = (True, False) if self.lora else (False,)
-        return [
+        first = set(self.warm_up_buckets())
+        buckets = [
             self._make(tokens, sequences, decode=False, lora=lora)
             for fewer, sequences in pairwise(self.sequence_sizes())
-            if sequences <= self.max_num_seqs
             for tokens in self.mixed_sizes()
             if tokens > fewer  # a step has no more rows of logits than tokens
             for lora in twins
         ]
+        return [bucket for bucket in buckets if bucket not in first]
 
     def decode_buckets(self) -> list[Bucket]:
         """Every decode bucket, largest first, with its LoRA-free twin."""

@@ -15,7 +15,7 @@ from .sampler import DeviceSamples
 class Handle:
     """`samples`: copies of what the step sampled, in pinned memory, and `done`, the event after which they are valid.
     Of a plan that follows its sequences they have the copy of `counted.whole` in place of tokens. `unsampled`: what
-    samples the step while it waits for masks.
+    samples the step while it waits for masks. `compiled`: see `StepResult`.
     """
 
     plan: StepPlan
@@ -23,6 +23,7 @@ class Handle:
     done: Any = None
     counted: Counted | None = None
     unsampled: Any = None
+    compiled: int = 0
     _drafted: tuple[torch.Tensor, Any, Int32] | None = None  # a copy, its event, and the rows that count
 
     @property
@@ -64,5 +65,5 @@ class Handle:
         if self.counted is not None:
             tokens, accepted, sources = self.counted.on_host(arrays["tokens"], self.plan)
             arrays["tokens"] = tokens
-            return StepResult(self.step, **arrays, accepted=accepted, sources=sources)
-        return StepResult(self.step, **arrays)
+            return StepResult(self.step, **arrays, accepted=accepted, sources=sources, compiled=self.compiled)
+        return StepResult(self.step, **arrays, compiled=self.compiled)

@@ -302,6 +302,7 @@ def _build(
         stacks=stacks,
         vocabulary=config.vocab_size,
         enforce_eager=engine.enforce_eager,
+        fail_on_compilation=engine.fail_on_compilation,
         arena_bytes=largest.arena_bytes,
         histories=Histories(sizes.max_num_seqs, sizes.max_model_len, device, ring_tokens, trained) if follows else None,
     )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...compiler.api import BIND_ERRORS, CompiledModel
 from ...compiler.program.collectives import check_same_order
 from ...compiler.program.program import Bucket, Program
 from ...compiler.run.ahead import KernelsAhead
+from ...compiler.run.compilations import Compilations
 from ...compiler.run.emit import BoundProgram
 from ...ops.collectives.group import group_named, tensor_parallel_group
 from ..adapters.stacks import AdapterStacks, Report
@@ -69,6 +71,7 @@ class ModelRunner:
         stacks: AdapterStacks | None = None,
         vocabulary: int,
         enforce_eager: bool = False,
+        fail_on_compilation: bool = False,
         arena_bytes: int = 0,
         histories: Histories | None = None,
     ) -> None:
@@ -91,6 +94,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
         self._pool: Any = None
         self._waiting: Handle | None = None  # for masks
+        self._compilations = Compilations(fail=fail_on_compilation)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -98,27 +102,32 @@ class ModelRunner:
         return self._tensors
 
     def warm_up(self, show_progress: bool = False) -> float:
-        """GPU only: capture every decode bucket's program, and run steps of some mixed ones so that kernels are
-        compiled; returns the seconds that it took.
+        """GPU only: compile every kernel that a step can launch, and capture every decode bucket's program; returns the
+        seconds that it took.
+
+        The mixed buckets of few sequences launch all kernels that those of more launch, which a test holds.
         """
         begin = time.perf_counter()
         if self.device.type == "cuda":
-            mixed, decode = self.buckets.warm_up_buckets(), self.buckets.captured_buckets() if self.captures else []
+            mixed, decode = self.buckets.warm_up_buckets(), self.buckets.captured_buckets()
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
             with compiling, KernelsAhead(self.device) as ahead:
                 for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
                     for bound in self._program(bucket).parts:
                         ahead.add(bound)
+                ahead.call(partial(self._sampler.warm_up, self._program(mixed[0]).logits))
+                if self.histories is not None:
+                    ahead.call(self.histories.warm_up)
                 for bound in self.trained.bound_chains() if self.trained is not None else ():
                     ahead.add(bound)
                 # a step must not wait for these: at a start from the cache the model would have to be captured first
                 rest = self.compiled.unkept(self.buckets.later_buckets())
                 for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
                     self.compiled.keep(bucket)
-            for bucket in mixed:
+            for bucket in mixed if self.captures else [*mixed, *decode]:
                 for bound in self._program(bucket).parts:
                     bound.prepare()
-            for bucket in progress(decode, "capturing CUDA graphs", "graph", show_progress):
+            for bucket in progress(decode if self.captures else [], "capturing CUDA graphs", "graph", show_progress):
                 self._capture(self._program(bucket))
         if self.stacks is not None:
             self.stacks.store.gently = True  # steps run from now on
@@ -164,8 +173,15 @@ class ModelRunner:
 
     def submit(self, plan: StepPlan) -> Handle:
         """Start a step. On a GPU this returns as soon as everything is launched. One with `masked_rows` computes its
-        logits, and is sampled by `constrain`.
+        logits, and is sampled by `constrain`. Raises CompiledInStep with fail_on_compilation.
         """
+        before = self._compilations.count
+        with self._compilations.watch():
+            handle = self._submit(plan)
+        handle.compiled = self._compilations.count - before
+        return handle
+
+    def _submit(self, plan: StepPlan) -> Handle:
         if self._waiting is not None:
             raise RuntimeError(f"step {plan.step} came while step {self._waiting.step} waits for masks")
         for slot, number in plan.slot_loads.tolist():
@@ -218,7 +234,10 @@ class ModelRunner:
             raise RuntimeError(f"masks of step {masks.step} came when step {handle.step} waits for none")
         (ready, logits, positions), handle.unsampled = handle.unsampled, None
         self._waiting = None
-        self._sample(handle, ready, logits, positions, masks)
+        before = self._compilations.count
+        with self._compilations.watch():
+            self._sample(handle, ready, logits, positions, masks)
+        handle.compiled += self._compilations.count - before
 
     def _sample(
         self,

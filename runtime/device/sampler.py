@@ -84,6 +84,18 @@ class Sampler:
         chosen = _reported(logits, tokens.clamp_min(0), sampling.num_logprobs)
         return DeviceSamples(tokens, *chosen, *(prompts or ()))
 
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Launch every kernel that samples rows of logits [R, V] such as these, masked or not. What comes out means
+        nothing.
+        """
+        numbers = {name: self._numbers.device[name][:1] for name, _ in NUMBERS}
+        row = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        words = torch.zeros(1, cdiv(logits.shape[1], 32), dtype=torch.int32, device=logits.device)
+        for scores in (logits[:1], logits[:1].float()):  # those that were edited are in fp32
+            for masked in ((), (words, row)):
+                argmax(scores, *masked)
+                drawn_with(scores, numbers, *masked)
+
     def _score(self, logits: torch.Tensor, plan: StepPlan) -> Reported:
         """The log-probabilities of prompts, some rows at a time: each takes several times its logits' memory."""
         rows = torch.from_numpy(plan.scored_rows.astype(np.int64)).to(logits.device)

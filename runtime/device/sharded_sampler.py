@@ -52,6 +52,15 @@ class ShardedSampler:
             return self._sampler(all_gather(logits, self._group.name, self._vocabulary), plan, masks, positions)
         return DeviceSamples(self._best(logits[: len(plan.sampling.temperature)], plan.sampling, positions))
 
+    def warm_up(self, part: torch.Tensor) -> None:
+        """See `Sampler.warm_up`; `part` [R, N] as logits are."""
+        self._sampler.warm_up(part.new_empty(1, self._vocabulary))
+        if part.shape[1] != self._vocabulary:
+            place, first = (0, part.shape[1]), part[:1]
+            numbers = [torch.zeros(1, dtype=dtype, device=part.device) for dtype in (torch.float32, torch.int64)]
+            best_of_part(first, *place)
+            best_of_part(first, *place, numbers[0], numbers[0], numbers[1], numbers[1])
+
     def _best(self, part: torch.Tensor, sampling: SamplingPlan, positions: torch.Tensor | None) -> torch.Tensor:
         first = self._group.rank * part.shape[1]
         place = first, min(max(self._vocabulary - first, 0), part.shape[1])

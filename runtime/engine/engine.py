@@ -41,7 +41,7 @@ class Engine:
 
     `overlap`: plan step n + 1 while the device computes step n (results are then taken in one step late); without a
     device there is nothing to overlap. `eos_ids` end a text unless ignore_eos. `num_sampled` counts the tokens made so
-    far.
+    far, `num_compiled` the kernels that steps had to compile.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._arrivals = 0
         self.num_sampled = 0
+        self.num_compiled = 0
 
     @property
     def has_work(self) -> bool:
@@ -244,6 +245,7 @@ class Engine:
         """The part of taking a step in that the next plan waits for; `deliver` does the rest."""
         progress = self.scheduler.commit(result)
         self.num_sampled += len(progress)
+        self.num_compiled += result.compiled
         return progress
 
     def deliver(self, progress: list[Sampled], result: StepResult) -> tuple[list[Delta], list[RequestOutput]]:

@@ -87,6 +87,9 @@ class EngineOptions:
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="what the memory leaves", range=(1, 1 << 24))
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
     enforce_eager: bool = option(False, "run step by step instead of replaying CUDA graphs")
+    fail_on_compilation: bool = option(
+        False, "fail a step that would compile a kernel, instead of waiting for the compiler; for tests and benches"
+    )
     enable_prefix_caching: bool = option(True, "keep the keys and values of prompts for later requests")
     speculation: Any = option(
         "off",

@@ -225,6 +225,7 @@ class Stepper:
         values: dict[str, int | float] = {
             "steps_total": self.steps,
             "tokens_total": self.engine.num_sampled,
+            "kernels_compiled_in_steps_total": self.engine.num_compiled,
             "late_plans_total": self.late_plans,
             "failed_steps_total": self.failed_steps,
             "gpu_idle_seconds_total": self.idle_seconds,

@@ -227,7 +227,8 @@ class StepResult:
     which a sequence gets 1 + accepted [B] from its first one on); with logprobs: token ids and
     log-probabilities [B, 1 + k], the chosen token first, then the k likeliest, and the rank of the chosen one [B].
     `prompt_*`: the same for the N prompt tokens that were scored. `sources` [B]: where the drafts came from,
-    OWN_TOKENS, FORMER_ANSWERS or TRAINED_DRAFT; None where there were own tokens only.
+    OWN_TOKENS, FORMER_ANSWERS or TRAINED_DRAFT; None where there were own tokens only. `compiled`: the kernels that had
+    to be compiled before the step could be launched.
     """
 
     step: int
@@ -240,3 +241,4 @@ class StepResult:
     prompt_ranks: Int32 | None = None
     accepted: Int32 | None = None
     sources: Int32 | None = None
+    compiled: int = 0

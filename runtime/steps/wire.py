@@ -176,7 +176,7 @@ def pack_result(result: StepResult) -> bytes:
         (result.prompt_ranks, result.prompt_tokens, result.prompt_logprobs),
     )
     accepted, sources = (no_rows() if each is None else each for each in (result.accepted, result.sources))
-    head = [result.step, len(result.tokens), len(accepted), len(sources)]
+    head = [result.step, result.compiled, len(result.tokens), len(accepted), len(sources)]
     parts = [each.astype(np.int32, copy=False) for each in (result.tokens, accepted, sources)]
     for ranks, tokens, logprobs in groups:
         if ranks is None or tokens is None or logprobs is None:
@@ -190,8 +190,8 @@ def pack_result(result: StepResult) -> bytes:
 
 def unpack_result(frame: bytes) -> StepResult:
     """The result in a frame of `pack_result`. Raises ValueError for a frame that is cut short."""
-    step, count, drafted, looked_up, *shapes = np.frombuffer(frame, np.int32, 8).tolist()
-    at = 32
+    step, compiled, count, drafted, looked_up, *shapes = np.frombuffer(frame, np.int32, 9).tolist()
+    at = 36
 
     def take(dtype: type, *shape: int) -> np.ndarray:
         nonlocal at
@@ -209,4 +209,4 @@ def unpack_result(frame: bytes) -> StepResult:
         ranks, ids = take(np.int32, rows), take(np.int32, rows, columns)
         groups += [ids, take(np.float32, rows, columns), ranks]
     groups += [accepted if drafted else None, sources if looked_up else None]
-    return StepResult(step, tokens, *groups)
+    return StepResult(step, tokens, *groups, compiled=compiled)

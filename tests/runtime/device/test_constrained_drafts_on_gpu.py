@@ -24,7 +24,15 @@ def check(**options: Any) -> None:
     entries = json.loads((DEMO_MODEL / "prompts.json").read_text(encoding="utf-8"))
     names = sorted({entry["adapter"] for entry in entries if entry["adapter"]})
     places = {name: str(DEMO_MODEL / "adapters" / name) for name in names}
-    llm = LLM(str(DEMO_MODEL), places, max_num_seqs=8, max_model_len=256, show_progress=False, **options)
+    llm = LLM(
+        str(DEMO_MODEL),
+        places,
+        max_num_seqs=8,
+        max_model_len=256,
+        show_progress=False,
+        fail_on_compilation=True,
+        **options,
+    )
     answers = [entry["answer"] for entry in entries]
     (told,) = llm.generate(entries[0]["prompt"], SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
     before = told.outputs[0].text.removesuffix(told.outputs[0].text.lstrip())  # an answer may begin with a space

@@ -190,6 +190,7 @@ def answers(base: TinyBase, adapters: dict[str, Path], **options: Any) -> list[l
         "show_progress": False,
         "gpu_memory_utilization": 0.3,
         "enable_prefix_caching": False,
+        "fail_on_compilation": True,
     }
     llm = sidestream.LLM(base.path, adapters=adapters, **options)
     chosen = ["a", None, "b", "c"]

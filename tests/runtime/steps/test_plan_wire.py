@@ -91,7 +91,7 @@ def test_results(rows, columns, prompts):
         ]
 
     drafts = [some(generator, "", rows) if rows and columns > least else None for least in (0, 1)]
-    result = StepResult(7, some(generator, "", rows), *reported(rows), *reported(prompts), *drafts)
+    result = StepResult(7, some(generator, "", rows), *reported(rows), *reported(prompts), *drafts, compiled=rows)
     frame = pack_result(result)
     assert same(result, unpack_result(frame))
     with pytest.raises(ValueError):
