@@ -96,9 +96,10 @@ def read_layout(
 def _parse(handle: int, size: int, most: int) -> Layout:
     """Raises ValueError for what is no safetensors file, _TooManyTensorsError for one with more than `most` tensors."""
     length = int.from_bytes(_read(handle, 8, 0), "little")
-    if length > size - 8:
+    longest = _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most
+    if length > size - 8 or (length > longest and _read(handle, 1, 8) != b"{"):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    if length > (longest := _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most):
+    if length > longest:
         raise _TooManyTensorsError(f"a header of {length} bytes, and {longest} are the most for {most} tensors")
     header = _read(handle, 8 + length, 0)
     try:
