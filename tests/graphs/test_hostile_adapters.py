@@ -134,11 +134,10 @@ def test_headers_are_bounded_before_they_are_read(
         load(base, adapter)
     monkeypatch.undo()
     monkeypatch.setattr(tensor_layout.json, "loads", lambda _: pytest.fail("it was parsed"))
-    for header in (json.dumps(many).encode(), b" " * (93 << 20)):
+    reasons = (r"a header of \d+ bytes, and \d+ are the most for 56 tensors: use another", r"damaged .*a header of \d+")
+    for header, reason in zip((json.dumps(many).encode(), b" " * (93 << 20)), reasons, strict=True):
         with_header(adapter, header)
-        with pytest.raises(
-            AdapterError, match=r"a header of \d+ bytes, and \d+ are the most for 56 tensors: use another"
-        ):
+        with pytest.raises(AdapterError, match=reason):
             read_layout(adapter / WEIGHTS, AdapterError, "do this", 56, foreign="use another")
 
 
