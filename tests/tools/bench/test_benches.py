@@ -163,8 +163,10 @@ def test_attention_is_held_against_the_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         row = kernels_attention.decode_row("1 x 1024", [1024], "bf16", 1, gpu)
         moved = kernels_attention.moved_bytes([1024], "bf16")
         assert row.share == pytest.approx(moved / 100e-6 / gpu.bytes_per_second(), abs=1e-3)
-    prefills = [((4096, 4096),) * 4, "bf16", 1]
-    known = kernels_attention.prefill_row("4 x 4096", *prefills, H100)  # type: ignore[arg-type]
-    assert known.share == pytest.approx(kernels_attention.operations(((4096, 4096),) * 4) / 100e-6 / 989e12, abs=1e-3)
-    unknown = kernels_attention.prefill_row("4 x 4096", *prefills, replace(H100, known_rates=False))  # type: ignore[arg-type]
+    sequences = ((4096, 4096),) * 4
+    known, unknown = (
+        kernels_attention.prefill_row("4 x 4096", sequences, "bf16", 1, gpu)
+        for gpu in (H100, replace(H100, known_rates=False))
+    )
+    assert known.share == pytest.approx(kernels_attention.operations(sequences) / 100e-6 / 989e12, abs=1e-3)
     assert unknown.share == 0.0 and unknown.rate == known.rate
