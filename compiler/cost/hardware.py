@@ -38,7 +38,7 @@ class Gpu:
     name: str
     source: str
     sms: int
-    bandwidth: tuple[tuple[int, float], ...]
+    bandwidth: tuple[tuple[float, float], ...]
     fp8_tflops: float
     f16_tflops: float
     f32_tflops: float
