@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .build import build_program
+from .cost.hardware import H200, Gpu, gpu_here
 from .cost.timings import Timings
 from .graph.capture import Captured, capture_module
 from .graph.recipe import Recipe, materialize
@@ -232,7 +233,7 @@ class CompiledModel:
         from .inspect.explain import as_text, explain
 
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
-        return as_text(explain(self.options, self.records, programs), self.records)
+        return as_text(explain(self.options, self.records, programs, gpu=gpu_here()), self.records)
 
     def dump(
         self,
@@ -244,6 +245,7 @@ class CompiledModel:
         show_timings: bool = False,
         show_resources: bool = False,
         ledger: Mapping[str, float] | None = None,
+        gpu: Gpu = H200,
     ) -> Path:
         """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules, traces and
         `index.html`; returns the directory.
@@ -251,7 +253,7 @@ class CompiledModel:
         Same model, options and version, same bytes, but for `timings.json`. `layers`: whose graphs to write, default
         all. `timings`: steps measured on a GPU and what `program_resources` says of the kernels, for timings.json, and
         with `show_timings` or `show_resources` for the page. `ledger`: pass name -> relative error that it added, for
-        the page.
+        the page. `gpu`: times are estimated for it.
         """
         from .inspect.dump import dump
 
@@ -274,6 +276,7 @@ class CompiledModel:
             layers=layers,
             timings=timings,
             ledger=ledger,
+            gpu=gpu,
             **shown,
         )
         return target

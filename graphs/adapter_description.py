@@ -14,6 +14,7 @@ import msgspec
 
 from .adapter_config import AdapterConfig, AdapterError
 from .config import LlamaConfig
+from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from .peft_patterns import LookAroundError
 from .regular_file import name_of, value_of
 from .tensor_layout import ITEM_BYTES, Layout, read_layout
@@ -23,6 +24,7 @@ AGAIN = "save the adapter again with peft's save_pretrained"
 _TENSORS_PER_MODULE = 3  # A and B, and room for what is refused by name
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _OTHER_BASE = "the adapter was trained on another base; use that one"
+_PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32", "I64", "U64", "F64")
 
@@ -91,8 +93,8 @@ def describe_adapter(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
             "save_pretrained(safe_serialization=True)"
         )
-    most = _TENSORS_PER_MODULE * len(config.stored_modules())
-    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, most, roots)
+    most = _TENSORS_PER_MODULE * len(config.linear_modules())  # also of a packed base: what is not packed is named
+    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, most, roots, foreign=_OTHER_BASE)
     pairs = _pairs(layout, config)
     ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
     return Description(
@@ -148,6 +150,10 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
         return (
             f"tensor {name_of(key)} is for layer {layer[1]}, but the base has {config.num_hidden_layers}: {_OTHER_BASE}"
         )
+    projection = (module or "").rpartition(".")[2]
+    if layer and projection in _PROJECTIONS:
+        own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
+        return f"tensor {name_of(key)} adapts {projection}, but the base has {', '.join(own)}: {_OTHER_BASE}"
     return f"tensor {name_of(key)} is not LoRA A or B of a Llama projection: remove it, or {AGAIN}"
 
 

@@ -71,16 +71,22 @@ def damaged(path: Path, error: type[ValueError], remedy: str, problem: object) -
     return error(f"{path.name} is damaged or truncated ({problem}): {remedy}")
 
 
-def read_layout(
-    path: Path, error: type[ValueError], remedy: str, most: int, roots: Sequence[Path] | None = None
-) -> Layout:
-    """`most`: tensors that the file may have; its header is bounded by that before it is read.
+class _TooManyTensorsError(ValueError):
+    """A header of more tensors than the file may have."""
 
-    Every fault is raised as `error`, with `remedy`.
+
+def read_layout(
+    path: Path, error: type[ValueError], remedy: str, most: int, roots: Sequence[Path] | None = None, *, foreign: str
+) -> Layout:
+    """Read the header. `most`: tensors that the file may have, which bounds the header before it is read.
+
+    Every fault is raised as `error`: more tensors with the reason and remedy in `foreign`, anything else with `remedy`.
     """
     handle = open_file(path, error, remedy, roots)
     try:
         return _parse(handle, os.fstat(handle).st_size, most)
+    except _TooManyTensorsError as problem:
+        raise error(f"{path.name} has {problem}: {foreign}") from None
     except (OSError, EOFError, ValueError) as problem:
         raise damaged(path, error, remedy, problem) from None
     finally:
@@ -88,10 +94,13 @@ def read_layout(
 
 
 def _parse(handle: int, size: int, most: int) -> Layout:
-    """Raises ValueError for what is no safetensors file."""
+    """Raises ValueError for what is no safetensors file, _TooManyTensorsError for one with more than `most` tensors."""
     length = int.from_bytes(_read(handle, 8, 0), "little")
-    if length > min(size - 8, _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most):
+    longest = _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most
+    if length > size - 8 or (length > longest and _read(handle, 1, 8) != b"{"):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
+    if length > longest:
+        raise _TooManyTensorsError(f"a header of {length} bytes, and {longest} are the most for {most} tensors")
     header = _read(handle, 8 + length, 0)
     try:
         entries = json.loads(header[8:])
@@ -101,7 +110,7 @@ def _parse(handle: int, size: int, most: int) -> Layout:
         raise ValueError("its header is no object")
     entries.pop("__metadata__", None)
     if len(entries) > most:
-        raise ValueError(f"{len(entries)} tensors, where {most} are the most that this base allows")
+        raise _TooManyTensorsError(f"{len(entries)} tensors, and {most} are the most")
     places = {name: _place(name, entry, len(header)) for name, entry in entries.items()}
     end = len(header)
     for place in sorted(places.values(), key=lambda place: place[2:]):

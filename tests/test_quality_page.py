@@ -26,9 +26,16 @@ def test_the_picture_shows_the_arms_of_the_summary_and_folds_the_others() -> Non
     first = texts[texts.index("The model as it is") + 1 : texts.index("With outliers (injected)")]
     names = [text for text in first if not re.fullmatch(r"[\d.e-]+", text)]
     others = sum(not arm["control"] and name not in ARMS for name, arm in arms.items())
-    assert names == [again["arm"], "bf16-unfused", "int8 (default)", "fp8", "fp8-tensorwise", f"{others} other arms"]
+    assert names == [
+        again["arm"],
+        "bf16-unfused",
+        "int8 (default of 0.1.0)",
+        "fp8",
+        "fp8-tensorwise",
+        f"{others} other arms",
+    ]
     worst = max(one["mean_kl"][0] for one in arms["int8"]["divergences"])
-    assert first[first.index("int8 (default)") + 1] == f"{worst:.3g}"
+    assert first[first.index("int8 (default of 0.1.0)") + 1] == f"{worst:.3g}"
     assert len(texts) < 60 and max(map(len, names)) < 25, "readable at the width of a page"
 
 
@@ -61,7 +68,7 @@ def test_the_top_has_the_raw_figures() -> None:
 def test_the_readme_has_the_raw_figures() -> None:
     """Those of the default."""
     raw = (DOCS / "measurements/quality_default_h200.txt").read_text()
-    text = " ".join((DOCS.parent / "README.md").read_text().split())
+    text, top = (" ".join(path.read_text().split()) for path in (DOCS.parent / "README.md", PAGE))
     row = r"{} +\S+ +\S+ +(\S+) +(\S+) +([\d,]+) of ([\d,]+) +\+([\d.]+)  identical to bf16"
     [(reference, right, changed, items, loss)] = re.findall(row.format("\nint8"), raw)
     [(*_, own, _, _)] = re.findall(row.format("\nbf16-unfused"), raw)
@@ -69,6 +76,8 @@ def test_the_readme_has_the_raw_figures() -> None:
     assert f"loses at most {loss} points" in text
     claim = f"{changed} of {items} answers change between right and wrong"
     assert f"{claim}, and our limit is {2 * int(own)}, twice the {own} that" in text
+    assert f"{claim}, where the limit is {2 * int(own)}" in top.partition("## What is compared")[0]
+    assert top.count("The default of 0.1.0 (`int8`) meets") == 1, "the tables are of an earlier default"
 
 
 def test_a_changed_figure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,14 @@
-"""What the cost model knows of a GPU: one entry a GPU, each figure with where it comes from."""
+"""Ceilings and fixed costs of GPUs: entries for measured ones, each figure with its source; for another GPU the figures
+that its driver reports.
+"""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
+from typing import Any
+
+import torch
 
 
 class UnknownGpu(ValueError):
@@ -13,11 +20,12 @@ class Gpu:
     """Ceilings and fixed costs of one GPU.
 
     source         where the figures come from
+    drivers_name   pattern of the names that a driver gives this GPU
     sms            streaming multiprocessors
     bandwidth      (SMs, TB/s) points: what a reading loop on so many SMs gets out of the memory; straight lines between
                    them
     fp8_tflops     dense tensor-core rate of 8-bit operands; f16_tflops of 16-bit ones; f32_tflops outside the tensor
-                   cores
+                   cores; known_rates: they are this GPU's, not scaled from another's
     launch         seconds from a kernel's end to the next one's start inside a CUDA graph; launch_pdl with programmatic
                    dependent launch (each in a chain of 320 kernels that do nothing)
     fork           seconds from the main stream's event to the side stream's kernel
@@ -30,7 +38,7 @@ class Gpu:
     name: str
     source: str
     sms: int
-    bandwidth: tuple[tuple[int, float], ...]
+    bandwidth: tuple[tuple[float, float], ...]
     fp8_tflops: float
     f16_tflops: float
     f32_tflops: float
@@ -42,6 +50,16 @@ class Gpu:
     nvlink_gbs: float = 394.0  # two H200 over 18 links each
     copy_gbs: float = 50.0
     copy_latency: float = 4e-6
+    drivers_name: str = ""
+    known_rates: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Name, bytes per second and source, for files of measurements."""
+        return {"name": self.name, "bytes_per_second": self.bytes_per_second(), "source": self.source}
+
+    def describe_bandwidth(self) -> str:
+        """The bandwidth and the GPU's name, such as "3.03 TB/s (H100)"."""
+        return f"{self.bytes_per_second() / 1e12:.2f} TB/s ({self.name})"
 
     def bytes_per_second(self, sms: float | None = None) -> float:
         """What `sms` SMs (None = all) read in a second."""
@@ -73,33 +91,88 @@ H200 = Gpu(
     fork=FORK,
     join=JOIN,
     join_launch=JOIN_LAUNCH,
+    drivers_name=r"(NVIDIA )?H200( SXM5?)?",
 )
-H100 = Gpu(
+H100 = replace(
+    H200,
     name="H100",
-    source="not measured: the H100 SXM's datasheet (3.35 TB/s) times the share of the datasheet's bandwidth that an "
-    "H200 reaches; fixed costs as on the H200",
-    sms=132,
-    bandwidth=((33, 2.09), (66, 2.98), (99, 3.19), (132, 3.27)),
-    fp8_tflops=1979.0,
-    f16_tflops=989.0,
-    f32_tflops=67.0,
-    launch=1.22e-6,
-    launch_pdl=0.93e-6,
-    fork=FORK,
-    join=JOIN,
-    join_launch=JOIN_LAUNCH,
+    source="bandwidth measured by a copy on an H100 SXM, that of fewer SMs estimated; fixed costs not measured: as on "
+    "an H200; FLOP rates from the datasheet",
+    bandwidth=((33, 1.94), (66, 2.76), (99, 2.96), (132, 3.03)),
+    drivers_name=r"(NVIDIA )?H100( SXM5?| 80GB HBM3)?",
 )
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (H200, H100)}
+COPY_SHARE = 0.9
+"""Share of the memory's peak bandwidth that a copy reaches (an H100 SXM: 3.03 of 3.35 TB/s)."""
+_COPIED_BYTES, _COPIES = 1 << 28, 5
 
 
 def gpu_named(name: str) -> Gpu:
-    """The entry for `name` ("H200", or a driver's name such as "NVIDIA H200").
+    """Return the entry for `name` ("H200", or a driver's name such as "NVIDIA H100 80GB HBM3").
 
-    Raises UnknownGpu naming those that there are.
+    Other variants of a chip, such as the H100 PCIe, have another memory. Raises UnknownGpu naming the entries.
     """
     for gpu in GPUS.values():
-        if gpu.name.lower() in name.lower():
+        if re.fullmatch(gpu.drivers_name, name.strip(), re.IGNORECASE):
             return gpu
     raise UnknownGpu(
         f"the cost model has no figures for {name!r}; it knows {', '.join(GPUS)} (compiler/cost/hardware.py)"
     )
+
+
+def gpu_of(device: torch.device | str = "cuda") -> Gpu:
+    """Return the figures of a CUDA device: the entry with its name, or else one with the bandwidth that its driver
+    reports or that a copy reaches, and an H200's other figures (FLOP rates by the number of SMs).
+    """
+    found = torch.cuda.get_device_properties(device)
+    try:
+        return gpu_named(found.name)
+    except UnknownGpu:
+        pass
+    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    if clock and width:  # kHz and bits; two transfers a clock
+        peak, source = (
+            COPY_SHARE * 2 * clock * 1e3 * width / 8,
+            f"{COPY_SHARE:.0%} of the bandwidth that its driver reports",
+        )
+    else:
+        peak, source = _copied_bytes_per_second(torch.device(device)), "bandwidth measured here by a copy"
+    sms = found.multi_processor_count
+    return replace(
+        H200,
+        name=found.name,
+        source=f"{source}; other figures not measured, as on an H200 (FLOP rates by the number of SMs)",
+        sms=sms,
+        bandwidth=tuple(
+            (sms * part / H200.sms, peak / 1e12 * speed / H200.bandwidth[-1][1]) for part, speed in H200.bandwidth
+        ),
+        fp8_tflops=H200.fp8_tflops * sms / H200.sms,
+        f16_tflops=H200.f16_tflops * sms / H200.sms,
+        f32_tflops=H200.f32_tflops * sms / H200.sms,
+        drivers_name=re.escape(found.name),
+        known_rates=False,
+    )
+
+
+def gpu_here(assumed: Gpu = H200) -> Gpu:
+    """Return the figures of the current CUDA device; without a GPU those of `assumed`, with a `source` that says so."""
+    if torch.cuda.is_available():
+        return gpu_of()
+    return replace(assumed, source=f"assumed, as this machine has no GPU: {assumed.source}")
+
+
+@cache
+def _copied_bytes_per_second(device: torch.device) -> float:
+    """Bytes that the fastest of some copies reads and writes in a second."""
+    with torch.cuda.device(device):
+        size = min(_COPIED_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+        source = torch.empty(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_COPIES + 1)]
+        target.copy_(source)
+        marks[0].record()
+        for mark in marks[1:]:
+            target.copy_(source)
+            mark.record()
+        marks[-1].synchronize()
+    return 2e3 * size / min(begin.elapsed_time(end) for begin, end in pairwise(marks))

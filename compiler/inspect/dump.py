@@ -14,6 +14,7 @@ from typing import Any
 
 from ... import __version__
 from ..cost.cost import estimate, step_bytes
+from ..cost.hardware import H200, Gpu
 from ..cost.timings import Timings
 from ..options import CompileOptions
 from ..program.buffers import describe_view, short_dtype
@@ -39,6 +40,7 @@ def dump(
     show_timings: bool = False,
     show_resources: bool = False,
     ledger: Mapping[str, float] | None = None,
+    gpu: Gpu = H200,
 ) -> list[Path]:
     """Write the dump and return the files written, in order.
 
@@ -47,7 +49,8 @@ def dump(
     `program.txt`, `program.json`, `schedule.svg` and `trace.json`: in `directory` when there is one program, else in a
     folder named like its bucket. `layers`: whose lines of the graphs to write (default: all). `timings`: steps as
     measured, kernels as compiled. The page has the steps' and passes' seconds only with `show_timings`, the kernels'
-    resources only with `show_resources` (or `show_timings`). `ledger`: pass -> relative error that it added.
+    resources only with `show_resources` (or `show_timings`). `ledger`: pass -> relative error that it added. `gpu`:
+    durations are estimated for it.
     Files of earlier dumps with the same names are replaced; pass files that no longer belong are removed.
     """
     root = Path(directory)
@@ -74,7 +77,7 @@ def dump(
         write(root / f"{stem}.diff", pass_diff(record))
     write(root / "passes.txt", pass_table(records))
     write(root / "rejected.txt", rejected_text(records))
-    write(root / "summary.txt", summary_text(records, programs, options))
+    write(root / "summary.txt", summary_text(records, programs, options, gpu))
     write(root / "summary.json", json.dumps(summary(records, programs, options), indent=1) + "\n")
     timings = timings or Timings()
     measured = replace(timings, passes={record.name: record.seconds for record in records})
@@ -89,15 +92,16 @@ def dump(
         layers=layers,
         timings=shown,
         ledger=ledger,
+        gpu=gpu,
     )
     write(root / "index.html", render(data))
     for program in programs:
         folder = root if len(programs) == 1 else root / program.name
-        timing = estimate(program)
-        write(folder / "program.txt", program_text(program))
+        timing = estimate(program, gpu=gpu)
+        write(folder / "program.txt", program_text(program, gpu))
         write(folder / "program.json", json.dumps(program.to_json(), indent=1, allow_nan=False) + "\n")
         write(folder / "schedule.svg", schedule_svg(program, timing))
-        write(folder / "trace.json", json.dumps(trace(program), indent=1) + "\n")
+        write(folder / "trace.json", json.dumps(trace(program, gpu=gpu), indent=1) + "\n")
     return written
 
 
@@ -119,7 +123,9 @@ def rejected_text(records: Sequence[PassRecord]) -> str:
     return refusals(records) or "No pass refused anything.\n"
 
 
-def summary_text(records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None) -> str:
+def summary_text(
+    records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None, gpu: Gpu = H200
+) -> str:
     """Options, the pass table, one line for each program."""
     parts = []
     if options is not None:
@@ -132,7 +138,7 @@ def summary_text(records: Sequence[PassRecord], programs: Sequence[Program], opt
         for program in programs:
             side = sum(step.stream == "side" for step in program.steps)
             waits = sum(len(step.waits) for step in program.steps)
-            end = max((placed.end for placed in estimate(program)), default=0.0)
+            end = max((placed.end for placed in estimate(program, gpu=gpu)), default=0.0)
             counts = (len(program.steps), len(program.steps) - side, side, waits)
             rows.append(
                 (  # type: ignore[arg-type]
@@ -163,9 +169,9 @@ def summary(
     }
 
 
-def program_text(program: Program) -> str:
+def program_text(program: Program, gpu: Gpu = H200) -> str:
     """A table of the steps, then one of the buffers."""
-    buffers, timing = program.by_name, estimate(program)
+    buffers, timing = program.by_name, estimate(program, gpu=gpu)
     rows = [("step", "lane", "op", "name", "results", "arguments", "waits", "rec", "SMs", "PDL", "bytes", "us")]
     for step, placed in zip(program.steps, timing, strict=True):
         outs = ", ".join(f"{view.buffer}: {describe_view(view, buffers)}" for view in step.outs) or "(in place)"

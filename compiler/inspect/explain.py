@@ -112,7 +112,7 @@ def explain(
 ) -> dict[str, Any]:
     """A compilation by its options, what its passes did, and the programs made from it, as values for JSON."""
     return {
-        "gpu": {"name": gpu.name, "source": gpu.source},
+        "gpu": gpu.to_json(),
         "error": KNOWN_ERROR,
         "options": options.to_dict(),
         "passes": [describe_pass(record) for record in records],
@@ -296,7 +296,11 @@ def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
             else ""
         )
     ]
-    source = f"Estimates for {facts['gpu']['name']} ({facts['gpu']['source']}); their error is {facts['error']}."
+    gpu = facts["gpu"]
+    source = (
+        f"Estimates for {gpu['name']} at {gpu['bytes_per_second'] / 1e12:.2f} TB/s ({gpu['source']}); their error is "
+        f"{facts['error']}."
+    )
     parts.append(_wrap(source) + "\n")
     parts += [program_as_text(program) for program in facts["programs"]]
     return "\n".join(parts)

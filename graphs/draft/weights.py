@@ -16,6 +16,7 @@ from .config import EagleConfig
 from .eagle import EMBEDDING, MAPPING, EagleDraft
 
 _AGAIN = "download or save the draft again"
+_NO_HEAD = "the draft is no plain EAGLE-3 head; use one that is"
 _IGNORED = ("t2d", EMBEDDING)
 """What published heads may hold and nothing here reads: `t2d` says what `d2t` says, and the embedding is the
 target's."""
@@ -32,7 +33,7 @@ def read_eagle_tensors(directory: str | Path, config: EagleConfig) -> dict[str, 
     """
     path = Path(directory) / SINGLE
     _check_there(path)
-    layout = read_layout(path, CheckpointError, _AGAIN, _MOST_TENSORS)
+    layout = read_layout(path, CheckpointError, _AGAIN, _MOST_TENSORS, foreign=_NO_HEAD)
     expected = EagleDraft(config, device="meta").checkpoint_tensors()
     _check_layout(layout, expected, config)
     tensors = _read(path, layout, [name for name in (*expected, MAPPING) if name in layout.places])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...compiler.api import CompiledModel, compile_model
+from ...compiler.cost.hardware import gpu_of
 from ...compiler.graph.recipe import Recipe
 from ...compiler.options import CompileOptions, OptionError
 from ...compiler.pipeline import PASSES, pass_names
@@ -68,7 +69,7 @@ class Model:
     registry     the adapters by name
     sleeper      gives this process's device memory back for a while; None without enable_sleep_mode
     seconds      where the start-up's time went
-    longest_step seconds that the cost model gives the longest step; 0.0: it has no figures of this device
+    longest_step seconds that the cost model gives the longest step; 0.0 on a CPU
     """
 
     source: ModelSource
@@ -326,8 +327,7 @@ def _build(
         step_times=step_times,
         speculation_history=ring_tokens,
     )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-    longest = longest_step(largest, sizes.max_model_len, name)
+    longest = longest_step(largest, sizes.max_model_len, gpu_of(device) if device.type == "cuda" else None)
     return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest)
 
 

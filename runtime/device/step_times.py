@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from ...compiler.cost.cost import Assumptions, estimate, total_seconds
-from ...compiler.cost.hardware import UnknownGpu, gpu_named
+from ...compiler.cost.hardware import Gpu
 from ...compiler.program.program import Bucket, Program
 
 REPLAYS = 5
@@ -24,17 +24,13 @@ def time_programs(
     return tuple((bucket.sequences, bucket.rows, _fastest_run(run, device)) for bucket, run in programs)
 
 
-def longest_step(largest: Program, max_model_len: int, gpu: str) -> float:
+def longest_step(largest: Program, max_model_len: int, gpu: Gpu | None) -> float:
     """Seconds that the cost model gives an engine's longest step: its largest program, with every sequence at its full
     length and every adapter in use. Steps of other programs have fewer rows.
 
-    `gpu`: the driver's name of it; 0.0 for one of which the cost model has no figures.
+    `gpu`: its figures; None for a CPU, of which the cost model has none: 0.0.
     """
-    try:
-        known = gpu_named(gpu)
-    except UnknownGpu:
-        return 0.0
-    return total_seconds(estimate(largest, Assumptions(context=max_model_len), known))
+    return 0.0 if gpu is None else total_seconds(estimate(largest, Assumptions(context=max_model_len), gpu))
 
 
 def _fastest_run(run: Callable[[], object], device: torch.device) -> float:

@@ -20,7 +20,7 @@ class Fault(ValueError):
 
 
 def opened(path: Path) -> AdapterFile:
-    return AdapterFile(path, Fault, "do this", read_layout(path, Fault, "do this", 8))
+    return AdapterFile(path, Fault, "do this", read_layout(path, Fault, "do this", 8, foreign="use another"))
 
 
 def written(path: Path, header: Any, data: bytes, pad: int = 0) -> Path:
@@ -54,7 +54,7 @@ def test_reads_what_safetensors_reads(
             file.read()
         file.check_values()
         stored = load_file(path)
-        assert set(read_layout(path, Fault, "do this", 8).places) == set(stored)
+        assert set(read_layout(path, Fault, "do this", 8, foreign="use another").places) == set(stored)
         for name, tensor in stored.items():
             assert file.tensor(name).dtype == tensor.dtype and torch.equal(file.tensor(name), tensor)
         digests.add(file.digest)
@@ -147,7 +147,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(Fault, match="become shorter"):
             file.read()
-    layout = read_layout(written(path, header, bytes(8)), Fault, "do this", 8)
+    layout = read_layout(written(path, header, bytes(8)), Fault, "do this", 8, foreign="use another")
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(Fault, match="written to meanwhile"):
         AdapterFile(path, Fault, "do this", layout)

@@ -58,7 +58,7 @@ def test_the_router_finds_adapters_more_often_and_answers_sooner():
 
 
 def test_the_table(capsys):
-    assert main(["--engines", "2", "--least", "300", "--requests", "1", "--adapters", "20"]) == 0
+    assert main(["--engines", "2", "--least", "300", "--requests", "1", "--adapters", "20", "--gpu", "H100"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "Llama-3.1-8B on an H200" in lines[1]
+    assert "Llama-3.1-8B on an H100" in lines[1]
     assert [line.split()[:2] for line in lines[-3:]] == [["2", "router"], ["2", "two"], ["2", "round"]]

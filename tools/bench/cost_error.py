@@ -23,7 +23,7 @@ import torch
 
 from ...compiler.api import CompiledModel, compile_model
 from ...compiler.cost.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
-from ...compiler.cost.hardware import H200, Gpu, UnknownGpu, gpu_named
+from ...compiler.cost.hardware import H200, Gpu, UnknownGpu, gpu_named, gpu_of
 from ...compiler.inspect.profile import advances, capture_profile
 from ...compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
 from ...compiler.program.program import Bucket, Program
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> int:
     )
     on = earlier["device"] if earlier else here
     try:
-        gpu = gpu_named(on)
+        gpu = gpu_of(device) if earlier is None and device.type == "cuda" else gpu_named(on)
     except UnknownGpu:
         gpu = H200
     fields: dict[str, Any] = json.loads(options.config.read_text()) if options.config else LLAMA_8B

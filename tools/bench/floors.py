@@ -5,27 +5,19 @@ arrive.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BANDWIDTH = 4.68e12
-"""Bytes a second that an H200 reads in practice."""
+from ...graphs.config import LlamaConfig
 
 ELEMENT_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp32": 4}  # by precision
 SCALE_BYTES = 4
 
 
 def projection_widths(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of a decoder layer's seven linear projections, from the fields of config.json."""
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    query, key = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
-    return {
-        "q_proj": (hidden, query),
-        "k_proj": (hidden, key),
-        "v_proj": (hidden, key),
-        "o_proj": (query, hidden),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
-    }
+    """(inputs, outputs) of a decoder layer's linear projections as checkpoints and adapters store them, from the fields
+    of config.json: seven, or four where q/k/v and gate/up are packed.
+    """
+    base = LlamaConfig.from_dict(config)
+    names = dict.fromkeys(module.rpartition(".")[2] for module in base.stored_modules())
+    return {name: base.stored_shape(name)[::-1] for name in names}
 
 
 def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto") -> int:
@@ -45,15 +37,14 @@ def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto
 
 def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
     """Bytes of one token's keys and values in all layers, the scales of 8-bit caches left out."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return config["num_hidden_layers"] * 2 * config.get("num_key_value_heads", heads) * head_dim * element_bytes
+    base = LlamaConfig.from_dict(config)
+    return base.num_hidden_layers * 2 * base.num_key_value_heads * base.stored_head_dim * element_bytes
 
 
 def adapter_bytes(
     config: Mapping[str, Any], rank: int, targets: Sequence[str] | None = None, element_bytes: int = 2
 ) -> int:
-    """Bytes of one adapter of `rank` on `targets` (None: all seven projections)."""
+    """Bytes of one adapter of `rank` on `targets` (None: all projections)."""
     widths = projection_widths(config)
     return config["num_hidden_layers"] * sum(
         rank * (inputs + outputs) * element_bytes
@@ -63,9 +54,9 @@ def adapter_bytes(
 
 
 def decode_floor_ms(
-    weights: float, kv_per_token: float, context_tokens: float, adapters: float, gpus: int = 1
+    weights: float, kv_per_token: float, context_tokens: float, adapters: float, bandwidth: float, gpus: int = 1
 ) -> float:
     """Milliseconds of a decode step that reads all weights, `context_tokens` cached tokens (all sequences together)
-    and the active adapters' bytes, divided over so many GPUs.
+    and the active adapters' bytes, divided over so many GPUs that read `bandwidth` bytes a second each.
     """
-    return 1e3 * (weights + kv_per_token * context_tokens + adapters) / (BANDWIDTH * gpus)
+    return 1e3 * (weights + kv_per_token * context_tokens + adapters) / (bandwidth * gpus)

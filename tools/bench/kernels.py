@@ -14,16 +14,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
 from ..options.engine import positive
 from ..options.environment import collect
 from ..options.models import pick_adapters
-from .floors import BANDWIDTH
 from .gpu_time import launch_us
 from .kernels_attention import measure_attention
 from .layer import CONTEXT, DEPTHS, Layers, Variant
+
+if TYPE_CHECKING:
+    from ...compiler.cost.hardware import Gpu
 
 ROUNDS = 8  # times that a graph has all layers' launches of a step
 CHOICES = (1, 16, 64, 256)
@@ -96,17 +98,21 @@ def run(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ValueError("bench kernels times CUDA kernels, and this machine has no GPU")
-    tables: dict[str, Any] = {"workload": "K"}
+    from ...compiler.cost.hardware import gpu_of
+
+    gpu = gpu_of()
+    tables: dict[str, Any] = {"workload": "K", "floor_of": gpu.to_json()}
+    print(f"floor, and shares of attention over the cache: at {gpu.describe_bandwidth()}")
     if options.only != "attention":
-        tables.update(precision=options.precision, rows=print_ops(options))
+        tables.update(precision=options.precision, rows=print_ops(options, gpu))
     if options.only != "ops":
-        tables["attention"] = print_attention(options.repeats)
+        tables["attention"] = print_attention(options.repeats, gpu)
     options.output_json.write_text(json.dumps({**tables, "environment": collect()}, indent=2) + "\n")
     print(f"wrote {options.output_json}")
     return 0
 
 
-def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
+def print_ops(options: argparse.Namespace, gpu: "Gpu") -> list[dict[str, Any]]:
     """The table of a layer's ops, printed as it grows."""
     from ...compiler.options import CompileOptions
 
@@ -116,7 +122,7 @@ def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
     for tokens in options.tokens:
         names = [str(slot) for slot in range(options.num_adapters)]
         adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
-        for row in measure(layers, tokens, adapters, options.repeats):
+        for row in measure(layers, tokens, adapters, options.repeats, gpu):
             rows.append(asdict(row))
             print(
                 f"{row.tokens:>4}  "
@@ -126,22 +132,23 @@ def print_ops(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def print_attention(repeats: int) -> list[dict[str, Any]]:
+def print_attention(repeats: int, gpu: "Gpu") -> list[dict[str, Any]]:
     """The table of attention, printed as it grows."""
     rows: list[dict[str, Any]] = []
     print(f"{'attention':<10}{'sequences x tokens':<27}{'cache':<14}{'us':>10}{'rate':>16}{'share':>7}")
-    for row in measure_attention(repeats):
+    for row in measure_attention(repeats, gpu):
         rows.append(asdict(row))
+        share = f"{row.share:>7.0%}" if row.share else f"{'-':>7}"
         unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
         print(
-            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{row.share:>7.0%}",
+            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{share}",
             flush=True,
         )
     return rows
 
 
-def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) -> list[Row]:
-    """Every step that each layer has once, timed over the layers."""
+def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int, gpu: "Gpu") -> list[Row]:
+    """Every step that each layer has once, timed over the layers, next to what its bytes take on `gpu`."""
     from ...compiler.cost.work import Assumptions, step_bytes
     from ...compiler.run.emit import BoundProgram
 
@@ -153,7 +160,7 @@ def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int) 
     rows = []
     for place, indices in enumerate(repeated_steps(program, depth)):
         step = program.steps[indices[0]]
-        floor = step_bytes(program, step, assume) / BANDWIDTH * 1e6
+        floor = step_bytes(program, step, assume) / gpu.bytes_per_second() * 1e6
         # what nobody reads is empty
         shape = "x".join(map(str, next((out.shape for out in step.outs if 0 not in out.shape), ())))
         us = launch_us([partial(bound.run_step, index) for index in indices], ROUNDS, repeats)

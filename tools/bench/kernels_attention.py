@@ -12,13 +12,14 @@ alone, which converts what it reads.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .floors import BANDWIDTH
 from .gpu_time import launch_us
 
+if TYPE_CHECKING:
+    from ...compiler.cost.hardware import Gpu
+
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-PEAK_16_BIT, PEAK_8_BIT = 989e12, 1979e12  # operations a second, an H200's data sheet
 CACHES = ("fp8_e4m3", "int8", "bf16")
 BY_TILE = "int8 by tile"
 WIDE_STEPS = 512  # what a program's buffer has room for
@@ -38,7 +39,9 @@ PREFILLS = {  # name -> (tokens in the cache, of which new) of each sequence
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One launch: `rate` in GB/s (decode) or TFLOP/s (prefill), `share` of the H200's ceiling."""
+    """One launch: `rate` in GB/s (decode) or TFLOP/s (prefill), `share` of the GPU's ceiling (0.0: not
+    known).
+    """
 
     kind: str
     shape: str
@@ -48,18 +51,18 @@ class AttentionRow:
     share: float
 
 
-def measure_attention(repeats: int) -> Iterator[AttentionRow]:
+def measure_attention(repeats: int, gpu: "Gpu") -> Iterator[AttentionRow]:
     """Every row of the table, one after the other."""
     for cache in CACHES:
         for sequences in DECODE_SEQUENCES:
             for context in DECODE_CONTEXTS:
                 if moved_bytes([context] * sequences, cache) <= DECODE_BYTES:
-                    yield decode_row(f"{sequences} x {context}", [context] * sequences, cache, repeats)
-        yield decode_row("64 x 64..8192", RAGGED, cache, repeats)
+                    yield decode_row(f"{sequences} x {context}", [context] * sequences, cache, repeats, gpu)
+        yield decode_row("64 x 64..8192", RAGGED, cache, repeats, gpu)
         for shape, sequences_of in PREFILLS.items():
-            yield prefill_row(shape, sequences_of, cache, repeats)
+            yield prefill_row(shape, sequences_of, cache, repeats, gpu)
             if cache == "int8":
-                yield prefill_row(shape, sequences_of, BY_TILE, repeats)
+                yield prefill_row(shape, sequences_of, BY_TILE, repeats, gpu)
 
 
 def moved_bytes(contexts: Sequence[int], cache: str) -> int:
@@ -75,23 +78,22 @@ def operations(sequences: Sequence[tuple[int, int]]) -> int:
     return sum(4 * HEADS * HEAD_DIM * (new * total - new * (new - 1) // 2) for total, new in sequences)
 
 
-def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int) -> AttentionRow:
+def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int, gpu: "Gpu") -> AttentionRow:
     """Decode attention of one sequence for each of `contexts` tokens, next to the memory's bandwidth."""
     us = time_attention([(context, 1) for context in contexts], cache, repeats, decode=True)
     moved = moved_bytes(contexts, cache)
-    return AttentionRow(
-        "decode", shape, cache, round(us, 2), round(moved / us / 1e3, 1), round(moved / BANDWIDTH / us * 1e6, 3)
-    )
+    share = moved / gpu.bytes_per_second() / us * 1e6
+    return AttentionRow("decode", shape, cache, round(us, 2), round(moved / us / 1e3, 1), round(share, 3))
 
 
-def prefill_row(shape: str, sequences: Sequence[tuple[int, int]], cache: str, repeats: int) -> AttentionRow:
+def prefill_row(shape: str, sequences: Sequence[tuple[int, int]], cache: str, repeats: int, gpu: "Gpu") -> AttentionRow:
     """Attention of prompts, (tokens before, new tokens) each, next to the tensor cores' peak."""
     us = time_attention(sequences, cache, repeats, decode=False)
     done = operations(sequences)
-    peak = 2 / (1 / PEAK_16_BIT + 1 / PEAK_8_BIT) if cache == "fp8_e4m3" else PEAK_16_BIT
-    return AttentionRow(
-        "prefill", shape, cache, round(us, 2), round(done / us / 1e6, 1), round(done / us * 1e6 / peak, 3)
-    )
+    in_16_bits = gpu.flops_per_second(2)
+    peak = 2 / (1 / in_16_bits + 1 / gpu.flops_per_second(1)) if cache == "fp8_e4m3" else in_16_bits
+    share = done / us * 1e6 / peak if gpu.known_rates else 0.0
+    return AttentionRow("prefill", shape, cache, round(us, 2), round(done / us / 1e6, 1), round(share, 3))
 
 
 def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: int, decode: bool) -> float:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.demo_model import DEMO_MODEL
 from ...runtime.requests.checks import MAX_DRAFTS
@@ -30,10 +30,13 @@ from ..options.engine import (
 from ..options.environment import collect
 from ..options.models import LLAMA_8B, add_shape, check_one_model, pick_adapters, shape_fields
 from .engine_run import SHORT_OUTPUT, measure
-from .floors import BANDWIDTH, ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
+from .floors import ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
 from .model_directory import write_model
 from .profile_run import write_profile
 from .random_model import write_random_adapter
+
+if TYPE_CHECKING:
+    from ...compiler.cost.hardware import Gpu
 
 ENDLESS = {
     "type": "array",
@@ -292,22 +295,34 @@ def run(options: argparse.Namespace) -> int:
             again, _ = load(llm, options, config, options.lora[-1], list(adapters), options.concurrency[-1])
             steps = write_profile(llm, again, options.profile)
             print(f"\nwrote {options.profile}: {steps} steps, for https://ui.perfetto.dev")
-        on_gpu = llm.device.type == "cuda"
+        on_gpu, gpu = llm.device.type == "cuda", gpu_under(llm)
         llm.close()
     print(f"\nC: requests at once; spread: (slowest - fastest) / median of {options.num_iters} runs;")
     if options.speculate:
         count = "as many drafts as the engine chooses" if options.speculate == "auto" else f"{options.speculate} drafts"
         print(f"@P: {count} a request and step, each right with the injected probability P")
         print("times: as fast as the line without drafts, prompts left out")
-    if on_gpu:
-        shared = f", a part on each of {ranks_of(options)} GPUs" if ranks_of(options) > 1 else ""
-        print(
-            f"floor: weights + KV cache + active adapters, read once at {BANDWIDTH / 1e12:.2f} TB/s (an H200's memory)"
-            f"{shared}"
-        )
-    write(options, config, rows, start_up)
+    print(floor_note(gpu, on_gpu, ranks_of(options)))
+    write(options, config, rows, start_up, gpu)
     print(f"wrote {options.output_json}")
     return 0
+
+
+def gpu_under(llm: Any) -> "Gpu":
+    """Return the figures of the GPU that an engine uses; of an engine on a CPU those of this machine's or an assumed
+    one.
+    """
+    from ...compiler.cost.hardware import gpu_here, gpu_of
+
+    return gpu_of(llm.device) if llm.device.type == "cuda" else gpu_here()
+
+
+def floor_note(gpu: "Gpu", on_gpu: bool, gpus: int) -> str:
+    """Return the line under the table that names the floor's GPU and bandwidth."""
+    if not on_gpu:
+        return f"floor: none on a CPU; the JSON has that of {gpu.describe_bandwidth()}"
+    shared = f", a part on each of {gpus} GPUs" if gpus > 1 else ""
+    return f"floor: weights + KV cache + active adapters, read once at {gpu.describe_bandwidth()}{shared}"
 
 
 def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory: Path) -> dict[str, str]:
@@ -413,6 +428,7 @@ def measure_row(
         kv_bytes_per_token(config, kv_element_bytes(options)),
         concurrency * middle_context,
         active * adapter_bytes(config, options.lora_rank, element_bytes=4 if options.precision == "fp32" else 2),
+        gpu_under(llm).bytes_per_second(),
         ranks_of(options),
     )
     rate = concurrency * options.output_len / whole
@@ -478,7 +494,9 @@ def line(row: Row, on_gpu: bool = True) -> str:
     return counts + times + floor
 
 
-def write(options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Row], start_up: float) -> None:
+def write(
+    options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Row], start_up: float, gpu: "Gpu"
+) -> None:
     """Writes everything that is needed to read the figures later."""
     asked = {
         name: value for name, value in vars(options).items() if name not in ("run", "output_json", "profile", "model")
@@ -492,6 +510,7 @@ def write(options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Ro
         "options": asked,
         "start_up_seconds": round(start_up, 2),
         "rows": [asdict(row) for row in rows],
+        "floor_of": gpu.to_json(),
         "environment": collect(),
     }
     options.output_json.write_text(json.dumps(content, indent=2) + "\n")

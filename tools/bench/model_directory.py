@@ -7,7 +7,7 @@ random adapters.
 
 By default the shape is that of Llama-3.1-8B. `--tiny` makes a model of two small layers, whose adapters take 50 kB
 each, so that hundreds are written in seconds; `--like MODEL` takes another directory's config. Adapters get rank
-`--rank` and alpha 2 * rank on all seven projections. Nothing is downloaded.
+`--rank` and alpha 2 * rank on all projections. Nothing is downloaded.
 """
 
 import argparse

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .floors import projection_widths
+from ...graphs.config import LlamaConfig
 
 if TYPE_CHECKING:
     import torch
@@ -13,12 +13,10 @@ if TYPE_CHECKING:
     from ...compiler.cost.cost import Assumptions
     from ...compiler.program.program import Program
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-
 
 def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, seed: int) -> str:
-    """Writes an adapter of `rank` and alpha 2 * rank on all seven projections, bfloat16, in PEFT's format; returns the
-    directory.
+    """Write an adapter of `rank` and alpha 2 * rank in bfloat16 and PEFT's format, on all projections as checkpoints of
+    the base name them; return the directory.
 
     `config` holds the fields of the base model's config.json.
     """
@@ -30,13 +28,12 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
     def draw(rows: int, columns: int, deviation: float) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=source) * deviation).to(torch.bfloat16)
 
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, (inputs, outputs) in projection_widths(config).items():
-            block = "self_attn" if name in ATTENTION else "mlp"
-            key = f"base_model.model.model.layers.{layer}.{block}.{name}"
-            tensors[f"{key}.lora_A.weight"] = draw(rank, inputs, inputs**-0.5)
-            tensors[f"{key}.lora_B.weight"] = draw(outputs, rank, 0.1 * rank**-0.5)
+    base, tensors = LlamaConfig.from_dict(config), {}
+    modules = base.stored_modules()
+    for module in modules:
+        outputs, inputs = base.stored_shape(module)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = draw(rank, inputs, inputs**-0.5)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = draw(outputs, rank, 0.1 * rank**-0.5)
     directory.mkdir(parents=True)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     fields = {
@@ -44,7 +41,7 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": sorted(projection_widths(config)),
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")

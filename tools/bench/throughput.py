@@ -19,9 +19,9 @@ from typing import Any
 from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, check_output, positive
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
-from .latency import LORA_CHOICES, build, make_adapters, model_fields, ranks_of
+from .floors import projection_widths
+from .latency import LORA_CHOICES, build, gpu_under, make_adapters, model_fields, ranks_of
 
-FP8_PEAK = 1979e12  # an H200's dense e4m3 rate in FLOP/s, from the vendor's datasheet
 BALANCED = (1024, 128)
 PREFILL = (2048, 1, 16)
 
@@ -41,7 +41,7 @@ examples:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; a workload that has no such figure leaves it None. Times in milliseconds."""
+    """One line of the table; a workload or a GPU that has no such figure leaves it 0. Times in milliseconds."""
 
     workload: str
     concurrency: int
@@ -128,6 +128,8 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         adapters = make_adapters(options, config, Path(scratch))
         llm = build(options, config, directory, adapters)
+        on_gpu, gpu = llm.device.type == "cuda", gpu_under(llm)
+        peak = 1e12 * gpu.fp8_tflops if gpu.known_rates else None
         print(
             f"{'load':<5}{'C':>5} "
             f"{'lora':<6}{'out tok/s':>11}{'prompt tok/s':>14}{'TTFT p50':>10}{'p99 ms':>9}{'FP8 peak':>10}"
@@ -135,9 +137,9 @@ def run(options: argparse.Namespace) -> int:
         rows = []
         for kind in options.lora:
             for name, count, prompt, output in jobs:
-                row = measure_row(llm, options, config, name, kind, list(adapters), count, prompt, output)
+                row = measure_row(llm, options, config, name, kind, list(adapters), count, prompt, output, peak)
                 rows.append(row)
-                share = f"{row.share_of_fp8_peak:>10.0%}" if llm.device.type == "cuda" and name == "P" else f"{'-':>10}"
+                share = f"{row.share_of_fp8_peak:>10.0%}" if on_gpu and row.share_of_fp8_peak else f"{'-':>10}"
                 print(
                     f"{name:<5}{count:>5} "
                     f"{kind:<6}{row.output_tokens_per_second:>11.0f}{row.prompt_tokens_per_second:>14.0f}"
@@ -145,10 +147,16 @@ def run(options: argparse.Namespace) -> int:
                     flush=True,
                 )
         llm.close()
+    shown = f"{gpu.fp8_tflops:.0f} TFLOP/s ({gpu.name})" if peak else f"not known of {gpu.name}"
+    if on_gpu:
+        print(f"FP8 peak: {shown}")
+    else:
+        print(f"FP8 peak: none on a CPU; shares in the JSON are of {shown}")
     content = {
         "workloads": "B, P",
         "config": config,
         "rows": [asdict(row) for row in rows],
+        "fp8_peak": {"gpu": gpu.name, "flops_per_second": peak, "source": gpu.source},
         "environment": collect(),
     }
     options.output_json.write_text(json.dumps(content, indent=2) + "\n")
@@ -166,8 +174,9 @@ def measure_row(
     count: int,
     prompt: int,
     output: int,
+    peak: float | None,
 ) -> Row:
-    """One line of the table: the median run, after one that warms up."""
+    """One line of the table: the median run, after one that warms up. `peak`: FP8 operations a second of the GPU."""
     from ...runtime.requests.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
@@ -189,7 +198,7 @@ def measure_row(
         tokens / seconds,
         1e3 * statistics.median(first),
         1e3 * percentile(first, 0.99),
-        prompt_flops(config, count, prompt) / seconds / (FP8_PEAK * ranks_of(options)) if name == "P" else 0.0,
+        prompt_flops(config, count, prompt) / seconds / (peak * ranks_of(options)) if peak and name == "P" else 0.0,
     )
 
 
@@ -215,10 +224,7 @@ def prompt_flops(config: dict[str, Any], count: int, prompt: int) -> float:
     """Floating-point operations of `count` prompts: two per weight and token (embedding and unread logits apart),
     and causal attention.
     """
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    width = config.get("head_dim") or hidden // config["num_attention_heads"]
-    heads = config["num_attention_heads"] * width
-    kv = config["num_key_value_heads"] * width
-    weights = layers * (hidden * (2 * heads + 2 * kv) + 3 * hidden * config["intermediate_size"])
-    attention = layers * 2 * heads * prompt  # QK^T and PV, half of the square each
+    widths, layers = projection_widths(config), config["num_hidden_layers"]
+    weights = layers * sum(inputs * outputs for inputs, outputs in widths.values())
+    attention = layers * 2 * widths["o_proj"][0] * prompt  # QK^T and PV, half of the square each
     return count * prompt * (2.0 * weights + attention)

@@ -3,6 +3,7 @@ programs look like.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -35,7 +36,8 @@ DESCRIPTION = """\
 Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what
 it refused and why, the programs as text and JSON, the schedule on its two lanes as SVG and as a trace, and index.html,
 one page over all of it for any browser. The same model, options and version give the same bytes, but for timings.json.
-No weights are read, so an 8B model takes seconds and little memory."""
+No weights are read, so an 8B model takes seconds and little memory. Times are estimated for an H200, or for the GPU
+that was measured."""
 
 EXAMPLES = """\
 examples:
@@ -125,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
     directory = None if options.shape else model_directory(options)
     check_output_directory("--output", options.output)
     from ...compiler.api import compile_model
+    from ...compiler.cost.hardware import H200, UnknownGpu, gpu_named, gpu_of
     from ...compiler.cost.timings import Timings
     from ...compiler.options import CompileOptions
     from ...graphs.config import LlamaConfig
@@ -141,6 +144,10 @@ def run(options: argparse.Namespace) -> int:
     if (options.measure or options.resources) and (options.tensor_parallel_size or 1) > 1:
         raise ValueError("--measure and --resources are for one process; leave --tensor-parallel-size out")
     timings = None if options.measured is None else Timings.load(options.measured)
+    gpu = H200
+    if timings is not None:
+        with contextlib.suppress(UnknownGpu):
+            gpu = gpu_named(timings.device)
     ledger = None if options.ledger is None else read_ledger(options.ledger)
     compile_options = CompileOptions(**compile_arguments(options), **ranks_arguments(options))
     if directory is None:
@@ -159,7 +166,9 @@ def run(options: argparse.Namespace) -> int:
 
         from .measured_steps import measured_timings
 
-        timings = measured_timings(compiled, buckets, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        on_gpu = torch.cuda.is_available()
+        timings = measured_timings(compiled, buckets, torch.device("cuda" if on_gpu else "cpu"))
+        gpu = gpu_of() if on_gpu else gpu
     if options.resources or options.measure:
         from .measured_steps import kernel_resources
 
@@ -179,6 +188,7 @@ def run(options: argparse.Namespace) -> int:
         show_timings=show,
         show_resources=options.resources,
         ledger=ledger,
+        gpu=gpu,
     )
     print(compiled.report())
     count = sum(path.is_file() for path in written.rglob("*"))

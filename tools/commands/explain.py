@@ -20,10 +20,12 @@ from ..options.engine import (
 )
 from ..options.models import (
     DEFAULT_BUCKETS,
+    add_gpu,
     add_shape,
     as_bucket,
     bucket,
     check_one_model,
+    gpu_for,
     lora_shape,
     shape_config,
 )
@@ -78,9 +80,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="N",
         help="different adapters at work (default: one a sequence, at most all slots)",
     )
-    parser.add_argument(
-        "--gpu", default="H200", metavar="NAME", help="whose ceilings to use: H200 or H100 (default: %(default)s)"
-    )
+    add_gpu(parser)
     parser.add_argument(
         "--no-changes",
         action="store_true",
@@ -96,14 +96,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run(options: argparse.Namespace) -> int:
     """Compiles on the meta device and prints."""
     from ...compiler.api import compile_model
-    from ...compiler.cost.hardware import gpu_named
     from ...compiler.cost.work import Assumptions
     from ...compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
     from ...compiler.options import CompileOptions
     from ...graphs.llama import Llama
     from ...ops.core.kv_layout import pages_for
 
-    gpu, config = gpu_named(options.gpu), _config(options)
+    gpu, config = gpu_for(options), _config(options)
     compile_options = CompileOptions(**compile_arguments(options), **ranks_arguments(options))
     lora = lora_shape(options, config)
     buckets = [as_bucket(kind, count, lora is not None) for kind, count in options.bucket]

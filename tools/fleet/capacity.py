@@ -8,6 +8,7 @@ import argparse
 import random
 import sys
 
+from ..options.models import add_gpu, gpu_for
 from ..simulate_fleet.__main__ import PROMPT, TOKENS, arrivals_of, percentile, rate_of
 from ..simulate_fleet.engines import Engine, Sizes, simulate
 from ..simulate_fleet.policies import Routed
@@ -23,12 +24,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
     parser.add_argument("--requests", type=int, default=6000, metavar="N", help="in each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    add_gpu(parser)
     options = parser.parse_args(arguments)
-    sizes, times = Sizes(), estimated()
+    gpu = gpu_for(options)
+    sizes, times = Sizes(), estimated(gpu)
     rate = rate_of(times, sizes, LOAD)
     print(
-        f"Llama-3.1-8B, an H200 for each engine, by the cost model; prompts of {PROMPT} tokens, answers of {TOKENS}; "
-        f"{LOAD:.0%} of the capacity, adapters asked for by Zipf's law, {sizes.slots} at once on a GPU\n"
+        f"Llama-3.1-8B, an {gpu.name} for each engine, by the cost model; prompts of {PROMPT} tokens, answers of "
+        f"{TOKENS}; {LOAD:.0%} of the capacity, adapters asked for by Zipf's law, {sizes.slots} at once on a GPU\n"
     )
     columns = "".join(f" | {count:,} adapters: on GPU, p99 first token" for count in ADAPTERS)
     print(f"| engines | requests/s | output tokens/s{columns} |\n| ---: | ---: | ---:{' | ---:' * len(ADAPTERS)} |")

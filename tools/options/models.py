@@ -7,11 +7,14 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.engine.options import target_modules
 from .engine import adapters_of
 from .shapes import OTHER_SHAPES
+
+if TYPE_CHECKING:
+    from ...compiler.cost.hardware import Gpu
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -98,6 +101,22 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json, which is all that is read",
     )
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """Add --gpu: the GPU that times are estimated for."""
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="estimate for this GPU, H200 or H100 (default: the one that is here; without one an H200)",
+    )
+
+
+def gpu_for(options: argparse.Namespace) -> "Gpu":
+    """Return the figures of the GPU that --gpu names, or of the default. Raises UnknownGpu (a ValueError)."""
+    from ...compiler.cost.hardware import gpu_here, gpu_named
+
+    return gpu_named(options.gpu) if options.gpu else gpu_here()
 
 
 def check_one_model(options: argparse.Namespace) -> None:

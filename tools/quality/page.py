@@ -65,14 +65,19 @@ def page(
     target: Path,
     models: str = "",
     real: str = "",
+    release: str = "",
+    today: str = "",
 ) -> str:
     """The page's Markdown, to be written to `target`; `models`: a paragraph about the models that were asked, `real`:
-    what was measured on the real model, which comes first."""
+    what was measured on the real model, which comes first. `release`: the former release whose default `rounds` have,
+    `today`: a paragraph about the present one.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     parts = [
         TITLE,
         *([real, OWN_MODEL] if real else []),
-        *(summary(found) for found in rounds[:1]),
+        *([today] if today else []),
+        *(summary(found, release) for found in rounds[:1]),
         INTRODUCTION,
         f"Measured by `sidestream eval` on {about['device']} in {about['seconds']:.0f} s: model {about['model']}, "
         f"adapters {', '.join(about['adapters']) or 'none'}, {about['suite']}; {versions}.\n",

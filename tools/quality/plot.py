@@ -39,12 +39,14 @@ class _Row:
     results: Sequence[ArmResult] = ()
 
 
-def plot(rounds: Sequence[Round]) -> str:
+def plot(rounds: Sequence[Round], release: str = "") -> str:
     """SVG text, readable at a width of 830 pixels, light or dark as the reader's system is.
 
     Left the worst adapter's mean KL (logarithmic), right the pooled accuracy loss in points.
+    `release`: the former release whose default the rounds have.
     """
-    rows = [row for found in rounds for row in _rows(found, len(rounds) > 1)]
+    label = f"{DEFAULT} (default{f' of {release}' if release else ''})"
+    rows = [row for found in rounds for row in _rows(found, len(rounds) > 1, label)]
     shown = [result for row in rows for result in row.results]
     width, bottom = MARGIN * 2 + NAME + 2 * PANEL + GAP, HEAD + ROW * len(rows)
     notes = [note for found in rounds if (note := _controls(found))]
@@ -93,7 +95,7 @@ def plot(rounds: Sequence[Round]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _rows(found: Round, named: bool) -> Iterator[_Row]:
+def _rows(found: Round, named: bool, default: str) -> Iterator[_Row]:
     """A round's rows: its name if there are several rounds, bf16 again, the arms of `ARMS`, the others."""
     if named:
         yield _Row({"clean": "The model as it is"}.get(found.label, f"With outliers ({found.label})"))
@@ -101,7 +103,7 @@ def _rows(found: Round, named: bool) -> Iterator[_Row]:
     others = [result for result in found.results if not result.control and result.arm not in ARMS]
     own = [result for result in found.results if result.arm in ARMS or (len(others) <= FOLDED and result in others)]
     for result in own:
-        yield _Row(f"{result.arm} (default)" if result.arm == DEFAULT else result.arm, [result])
+        yield _Row(default if result.arm == DEFAULT else result.arm, [result])
     if len(others) > FOLDED:
         yield _Row(f"{len(others)} other arms", others)
 

@@ -12,9 +12,9 @@ from .verdict import MOST_FLIPS, ArmResult, noise_of
 ARMS = ("bf16-unfused", DEFAULT, "fp8", "fp8-tensorwise")
 
 
-def summary(found: Round) -> str:
-    """A paragraph and a table in Markdown; "" for a round without the default arm."""
-    said = _sentences(found)
+def summary(found: Round, release: str = "") -> str:
+    """A paragraph and a table in Markdown; "" for a round without the default arm. `release`: whose default that is."""
+    said = _sentences(found, release)
     return "\n".join((said, "", _table(found).markdown().partition("\n\n")[2])) if said else ""
 
 
@@ -23,14 +23,15 @@ def screen(found: Round) -> str:
     return "\n\n".join(part for part in (fill(_sentences(found), WIDTH), _table(found).text()) if part)
 
 
-def _sentences(found: Round) -> str:
+def _sentences(found: Round, release: str = "") -> str:
     """What holds for the default; "" where it was not measured."""
     default = next((result for result in found.results if result.arm == DEFAULT), None)
     if default is None or not default.conditions:
         return ""
     missed = [condition.name for condition in default.conditions if condition.state != "met"]
     sentences = [
-        f"The default (`{DEFAULT}`) meets {len(default.conditions) - len(missed)} of the {len(default.conditions)} "
+        f"The default{f' of {release}' if release else ''} (`{DEFAULT}`) meets "
+        f"{len(default.conditions) - len(missed)} of the {len(default.conditions)} "
         f'conditions for "identical to bf16" that are listed below.'
     ]
     if missed:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 
+from ..options.models import add_gpu, gpu_for
 from .engines import Arrival, Engine, Policy, Served, Sizes, simulate
 from .policies import RoundRobin, Routed, TwoChoices
 from .steps import StepTimes, estimated
@@ -75,13 +76,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--zipf", type=float, default=1.0, metavar="S", help="exponent (default: %(default)s)")
     parser.add_argument("--load", type=float, default=0.5, help="share of the engines' capacity (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    add_gpu(parser)
     options = parser.parse_args(arguments)
-    sizes, times = Sizes(), estimated()
+    gpu = gpu_for(options)
+    sizes, times = Sizes(), estimated(gpu)
     print(
         f"{options.adapters} adapters, Zipf {options.zipf:g}, load {options.load:g}; "
         f"each engine: {sizes.capacity} requests and {sizes.slots} adapters at once, "
         f"{1e3 * sizes.load_seconds:g} ms to copy one; no garbage is collected meanwhile\n"
-        "Llama-3.1-8B on an H200 by the cost model: "
+        f"Llama-3.1-8B on an {gpu.name} by the cost model: "
         + ", ".join(f"{1e3 * times.step(count, 32):.2f} ms a step at {count}" for count in (1, 64, 128))
         + f", {1e3 * PROMPT * times.prompt:.1f} ms for a prompt of {PROMPT} tokens\n\n"
         "                        adapter   first token, ms    router, us a request\n"

@@ -1,4 +1,4 @@
-"""What a decode step of Llama-3.1-8B with adapters takes on an H200, by the cost model."""
+"""What a decode step of Llama-3.1-8B with adapters takes on a GPU, by the cost model."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch
 
 from ...compiler.build import build_program
 from ...compiler.cost.cost import Assumptions, estimate, total_seconds
+from ...compiler.cost.hardware import Gpu
 from ...compiler.graph.capture import capture_module
 from ...compiler.options import CompileOptions
 from ...compiler.pipeline import optimize
@@ -57,8 +58,10 @@ def _between(points: tuple[int, ...], value: int) -> tuple[int, float]:
     return above - 1, (value - points[above - 1]) / (points[above] - points[above - 1])
 
 
-def estimated() -> StepTimes:
-    """One and two layers are compiled on the meta device; the others are as the second. No GPU is needed."""
+def estimated(gpu: Gpu) -> StepTimes:
+    """Estimate for engines with a `gpu` each. One and two layers are compiled on the meta device; the others are
+    as the second. No GPU is needed.
+    """
     graphs = []
     for depth in (1, 2):
         config = LlamaConfig.from_dict({**LLAMA_8B, "num_hidden_layers": depth})
@@ -72,7 +75,7 @@ def estimated() -> StepTimes:
         programs = [build_program(graph, bucket, CompileOptions()) for graph in graphs]
 
         def of(count: int) -> float:
-            few, more = (total_seconds(estimate(program, Assumptions(CONTEXT, count))) for program in programs)
+            few, more = (total_seconds(estimate(program, Assumptions(CONTEXT, count), gpu)) for program in programs)
             return few + (LAYERS - 1) * (more - few)
 
         return tuple(map(of, adapters))

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from ...cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ...cost.hardware import H200, Gpu
 from ...cost.resources import launched_kernels
 from ...cost.timings import Timings, TimingsError
 from ...options import CompileOptions
@@ -34,8 +35,9 @@ def page_data(
     layers: Container[int] | None = None,
     timings: Timings | None = None,
     ledger: Mapping[str, float] | None = None,
+    gpu: Gpu = H200,
 ) -> dict[str, Any]:
-    """Everything on the page.
+    """Everything on the page, with times estimated for `gpu`.
 
     `timings`: measured times to show; `ledger`: pass -> the relative error that it added; `layers`: whose graphs to
     show.
@@ -50,6 +52,7 @@ def page_data(
     return {
         "title": title,
         "error": KNOWN_ERROR,
+        "gpu": gpu.name,
         "version": version,
         "options": {} if options is None else options.to_dict(),
         "passes": passes,
@@ -60,7 +63,7 @@ def page_data(
         "sources": list(lines.sources),
         "launched": kernels,
         "programs": [
-            _program(program, timings, [[kernels.index(name) for name in step] for step in launched[program.name]])
+            _program(program, timings, [[kernels.index(name) for name in step] for step in launched[program.name]], gpu)
             for program in programs
         ],
         **({"device": timings.device} if timings.device else {}),
@@ -183,8 +186,9 @@ def _pass(record: PassRecord, lines: _Lines, timings: Timings, ledger: Mapping[s
     return shown
 
 
-def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]]) -> dict[str, Any]:
-    costs, placed, layers = step_costs(program), estimate(program), step_layers(program)
+def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]], gpu: Gpu) -> dict[str, Any]:
+    costs, layers = step_costs(program, gpu=gpu), step_layers(program)
+    placed = estimate(program, gpu=gpu, costs=costs)
     launched = timings.resources.launches.get(program.name, ())
     if launched and len(launched) != len(program.steps):
         raise TimingsError(
@@ -229,7 +233,7 @@ def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]
         "arena": program.arena_bytes,
         "unshared": unshared_bytes(program),
         "total": _us(total_seconds(placed)),
-        "floor": _us(floor_seconds(program)),
+        "floor": _us(floor_seconds(program, gpu=gpu)),
         "critical": critical_path(program, placed),
         "passes": program.passes,
         "steps": steps,

@@ -39,7 +39,7 @@ function keyFigures() {
   if (layerSteps.length) cards.push(card(number(layerSteps.length), `kernels for layer 0: ${layerSteps.length - side} on the main lane, ${side} on the side lane`));
   const measured = of.measured ? placed(of, true).reduce((most, each) => Math.max(most, each.end), 0) : null;
   if (measured) cards.push(card(micro(measured), `one step, measured kernel by kernel${DATA.device ? ` on ${DATA.device}` : ""}`));
-  cards.push(card(micro(of.total), "one step, estimated for an H200"));
+  cards.push(card(micro(of.total), `one step, estimated for an ${DATA.gpu}`));
   cards.push(card(percent(of.floor / of.total), `of the floor's speed: to read weights, adapters and cache once takes ${micro(of.floor)}`));
   const hidden = hiddenShare(of);
   if (hidden !== null) cards.push(card(percent(hidden), "of the side lane's time passes during main-lane kernels"));
@@ -50,7 +50,7 @@ function keyFigures() {
 // Why the floor is far away, where the model is too small for it; "" for others.
 function whyFar(of) {
   const sum = (field) => of.steps.reduce((total, step) => total + step[field], 0), fixed = of ? sum("fixed") / sum("alone") : 0;
-  return fixed < 0.5 ? "" : `Why ${percent(of.floor / of.total)} of the floor's speed: this program has little to read. Launches and latency, which no size changes, are ${percent(fixed)} of its kernels' time on an H200.`;
+  return fixed < 0.5 ? "" : `Why ${percent(of.floor / of.total)} of the floor's speed: this program has little to read. Launches and latency, which no size changes, are ${percent(fixed)} of its kernels' time on an ${DATA.gpu}.`;
 }
 
 function overlaps(times, lanes, index) {
@@ -85,7 +85,7 @@ function layerTable() {
   const span = Math.max(...chosen.map((index) => times[index].end)) - Math.min(...chosen.map((index) => times[index].start));
   const cells = (tag, row) => el("tr", {}, row.map((cell, place) => el(tag, { class: numeric.includes(place) ? "number" : null }, cell)));
   const note = chosen.length ? `${plural(chosen.length, "kernel")} of ${layerName(state.layer)}: ${micro(sum)} one after the other, ${micro(span)} on the two lanes.` : "This program has no kernel here.";
-  return el("div", {}, el("table", {}, el("thead", {}, cells("th", head)), el("tbody", {}, rows.map((row) => cells("td", row)))), el("p", { class: "muted" }, note), el("p", { class: "muted" }, `${DATA.device === "cpu" ? "Measured on this CPU by the ops' references; shares of the floor are those of the estimates. " : ""}Estimates are for an H200; their error is ${DATA.error}.`));
+  return el("div", {}, el("table", {}, el("thead", {}, cells("th", head)), el("tbody", {}, rows.map((row) => cells("td", row)))), el("p", { class: "muted" }, note), el("p", { class: "muted" }, `${DATA.device === "cpu" ? "Measured on this CPU by the ops' references; shares of the floor are those of the estimates. " : ""}Estimates are for an ${DATA.gpu}; their error is ${DATA.error}.`));
 }
 
 function stepLink(index) {

@@ -2,7 +2,7 @@
 
 document.getElementById("title").textContent = DATA.title;
 document.getElementById("subtitle").append(
-  `Sidestream ${DATA.version}: ${plural(DATA.passes.filter((pass) => !pass.off).length, "pass")}${DATA.passes.some((pass) => pass.off) ? ` (${DATA.passes.filter((pass) => pass.off).length} off)` : ""}, ${plural(DATA.programs.length, "program")}. Times are estimates for an H200, unless marked as measured.`,
+  `Sidestream ${DATA.version}: ${plural(DATA.passes.filter((pass) => !pass.off).length, "pass")}${DATA.passes.some((pass) => pass.off) ? ` (${DATA.passes.filter((pass) => pass.off).length} off)` : ""}, ${plural(DATA.programs.length, "program")}. Times are estimates for an ${DATA.gpu}, unless marked as measured.`,
 );
 if (DATA.programs.length > 1) {
   const choose = () => { state.program = Number(choice.value); state.step = null; changed("program"); };

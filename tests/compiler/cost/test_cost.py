@@ -22,7 +22,7 @@ from sidestream.compiler.cost.cost import (
     step_costs,
     total_seconds,
 )
-from sidestream.compiler.cost.hardware import GPUS, H100, H200, UnknownGpu, gpu_named
+from sidestream.compiler.cost.hardware import GPUS, H100, H200
 from sidestream.compiler.cost.kinds import KINDS, kind_of
 from sidestream.compiler.cost.work import Assumptions, Work, work
 from sidestream.compiler.options import CompileOptions
@@ -52,12 +52,6 @@ def test_bandwidth_grows_with_the_sms_and_stays_at_its_ceiling() -> None:
         0.93, abs=0.005
     )
     assert "not measured" in H100.source and "measured" in H200.source
-
-
-def test_a_gpu_is_found_by_its_drivers_name() -> None:
-    assert gpu_named("NVIDIA H200") is H200 and gpu_named("h100") is H100
-    with pytest.raises(UnknownGpu, match=r"A100.*H200, H100"):
-        gpu_named("NVIDIA A100")
 
 
 def test_a_linears_bytes_and_flops() -> None:

@@ -1,6 +1,7 @@
 """The floor formula gives the figures that Llama-3.1-8B is known by."""
 
 import pytest
+from sidestream.compiler.cost.hardware import H100, H200
 from sidestream.tools.bench.floors import (
     adapter_bytes,
     decode_floor_ms,
@@ -28,15 +29,18 @@ def test_an_adapter_on_attention_only_is_smaller() -> None:
 
 def test_floor_of_one_request_and_of_four_adapters() -> None:
     weights, kv = weight_bytes(LLAMA_8B, "fp8"), kv_bytes_per_token(LLAMA_8B, 1)
-    alone = decode_floor_ms(weights, kv, 272, 0)
+    speed = H200.bytes_per_second()
+    alone = decode_floor_ms(weights, kv, 272, 0, speed)
     assert alone == pytest.approx(1.6, abs=0.05)
-    assert decode_floor_ms(weights, kv, 272, 4 * adapter_bytes(LLAMA_8B, 32)) - alone == pytest.approx(0.14, abs=0.01)
+    four = decode_floor_ms(weights, kv, 272, 4 * adapter_bytes(LLAMA_8B, 32), speed)
+    assert four - alone == pytest.approx(0.14, abs=0.01)
+    assert decode_floor_ms(weights, kv, 272, 0, H100.bytes_per_second()) == pytest.approx(alone * 4.68 / 3.03)
 
 
 def test_llama_70b_is_as_large_as_it_is_called_and_two_gpus_read_a_half_each() -> None:
     weights = weight_bytes(SHAPES["llama-3.1-70b"], "int8")
     assert weights == pytest.approx(69.5e9, rel=0.005), "the embedding, of which few rows are read, is left out"
-    assert decode_floor_ms(weights, 0, 0, 0, 2) == decode_floor_ms(weights, 0, 0, 0) / 2
+    assert decode_floor_ms(weights, 0, 0, 0, 1e12, 2) == decode_floor_ms(weights, 0, 0, 0, 1e12) / 2
 
 
 def test_adapter_mixes() -> None:

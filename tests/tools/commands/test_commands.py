@@ -119,6 +119,8 @@ def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.Ca
     (places,) = timings["steps"].values()
     assert len(places) == len(program["steps"])
     assert all(0 <= start < end for start, end in places) and places == sorted(places)
+    timings["device"] = "NVIDIA H100 80GB HBM3"
+    (tmp_path / "here" / "timings.json").write_text(json.dumps(timings))
     run(
         "dump",
         "-o",
@@ -129,7 +131,11 @@ def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.Ca
         "--measured",
         str(tmp_path / "here" / "timings.json"),
     )
-    assert all('"measured":[[0' in (tmp_path / name / "index.html").read_text() for name in ("here", "there"))
+    pages = [(tmp_path / name / "index.html").read_text() for name in ("here", "there")]
+    assert all('"measured":[[0' in page for page in pages)
+    assert '"gpu":"H200"' in pages[0] and '"gpu":"H100"' in pages[1], (
+        "times are estimated for the GPU that was measured"
+    )
     capsys.readouterr()
     assert cli.main(["dump", "--measure", "--measured", "timings.json"]) == 2
     assert "contradict" in capsys.readouterr().err
@@ -177,7 +183,7 @@ def test_bench_latency_measures_and_writes_json(
     assert "ms/step" in shown and str(target) in shown
     lines = [line for line in shown.splitlines() if line.startswith(("none ", "four "))]
     assert len(lines) == 4 and all(line.endswith(" -") for line in lines), "a CPU has no share of a GPU's floor"
-    assert "TB/s" not in shown
+    assert "floor: none on a CPU" in shown and "read once" not in shown
 
 
 def test_a_step_is_the_difference_of_two_runs() -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from sidestream.compiler.cost import hardware
+from sidestream.compiler.cost.hardware import H100
 from sidestream.compiler.inspect import explain
 from sidestream.compiler.options import DEFAULT_PRECISION
 from sidestream.tools import cli
@@ -63,6 +65,22 @@ def test_explain_of_ranks_shows_what_goes_over_nvlink(tmp_path: Path, capsys: py
     values = next(line for line in shown.splitlines() if line.startswith("all_reduce_add_rms_norm_quant "))
     end = heads.index("NVLink MB") + len("NVLink MB")
     assert float(values[:end].split()[-1]) > 0.0 and float(values[end:].split()[1]) > 0.0, "bytes, and their floor"
+
+
+def test_explain_estimates_for_the_gpu_that_is_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("explain", str(config_directory(tmp_path / "model")), "--json", "--bucket", "decode:2", "--no-changes")
+    found = {}
+    for name, here in {"none": None, "H100": H100}.items():
+        if here is not None:
+            monkeypatch.setattr(hardware, "gpu_here", lambda: H100)
+        assert run(*command) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    assert found["none"]["gpu"]["name"] == "H200" and "assumed" in found["none"]["gpu"]["source"]
+    assert found["H100"]["gpu"] == H100.to_json() and found["H100"]["gpu"]["bytes_per_second"] == pytest.approx(3.03e12)
+    slow, fast = (found[name]["programs"][0]["floor_us"] for name in ("H100", "none"))
+    assert slow == pytest.approx(fast * 4.68 / 3.03, rel=1e-3)
 
 
 def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ median replay of the slowest rank counts. Every form is compared with the refere
     nccl        NCCL's all-reduce, then add_rms_norm_quant
 
 "one" and "two" are the one-shot and two-shot forms; the op takes the one marked with *. The floor is what the bytes
-from the peers take at 394 GB/s, which reads over NVLink reach on two H200.
+from the peers take at what reads over NVLink reach (394 GB/s on two H200).
 """
 
 import argparse
@@ -25,13 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....compiler.cost.hardware import H200
+from ....compiler.cost.hardware import gpu_of
 from ...options.engine import positive
 from ...options.environment import collect
 from ..gpu_time import captured, elapsed_us
 
 LAUNCHES = 200  # of a graph, an even number: producers' places take turns over replays too
-NVLINK = 1e9 * H200.nvlink_gbs
 ASKED_US = {1: 8.0, 64: 11.0, 256: 18.0}  # of the fused op, for 8,192 columns and two GPUs
 
 
@@ -138,8 +137,10 @@ def measure(group: Any, exchange: Any, tokens: int, columns: int, repeats: int) 
 
     chosen = is_one_shot(part.nbytes, group.world)
 
+    linked = 1e9 * gpu_of(device).nvlink_gbs
+
     def floor_us(one_shot: bool, gathered: int) -> float:
-        return bytes_from_peers(part.nbytes, gathered, group.world, one_shot) / NVLINK * 1e6
+        return bytes_from_peers(part.nbytes, gathered, group.world, one_shot) / linked * 1e6
 
     places = _placed(exchange, part)
     for one_shot, form in ((True, "one"), (False, "two")):
