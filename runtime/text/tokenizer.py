@@ -141,9 +141,7 @@ class SentencePieceTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `Tokenizer`."""
-        from .detokenizer import ByteDetokenizer  # which imports this module
-
-        return ByteDetokenizer(self.byte_table, (), skip_special_tokens).push(token_ids, last=True)
+        return self.byte_table.decode(token_ids, skip_special_tokens)
 
     @cached_property
     def byte_table(self) -> TokenBytes:
