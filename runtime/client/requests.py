@@ -12,6 +12,7 @@ from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, Reques
 from ..requests.request import Continuation
 from ..requests.sampling_params import SamplingParams
 from ..text.prompts import Prompt, adds_special_tokens, text_or_ids
+from ..text.token_bytes import as_text
 from ..wire.protocol import (
     MAX_PROMPT_CHARACTERS,
     MAX_PROMPT_TOKENS,
@@ -198,6 +199,7 @@ class Assembly:
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
                 place[0].logprob for place in chunk.logprobs if place
             )
+            completion.text_offsets = (completion.text_offsets or []) + (chunk.text_offsets or [])
         if chunk.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
         if chunk.usage is not None:
@@ -215,4 +217,12 @@ class Assembly:
 
 def _entry(place: list[TokenLogprob]) -> dict[int, Logprob]:
     """One place's tokens, in their order."""
-    return {token.token_id: Logprob(token.logprob, token.rank, token.text) for token in place}
+    return {
+        token.token_id: Logprob(
+            token.logprob,
+            token.rank,
+            None if token.token_bytes is None else as_text(token.token_bytes),
+            token.token_bytes,
+        )
+        for token in place
+    }

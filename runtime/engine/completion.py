@@ -8,16 +8,15 @@ from ..scheduling.prompt_scores import Scored
 from ..scheduling.sequence import Sequence
 from ..steps.plan import StepResult
 from ..text.detokenizer import ByteDetokenizer, Detokenizer, StopStrings, make_detokenizer
+from ..text.token_bytes import as_text
 from ..text.tokenizer import Tokenizer
-
-BROKEN = 64
-"""Bytes that are no character may come out as so many fewer U+FFFD when their tokens are decoded together."""
 
 
 class Completion:
     """Follows one sequence.
 
-    `eager` turns every token into text at once (streams, stop strings); else the text is made when it ends.
+    `eager` turns every token into text at once (streams, stop strings, log-probabilities); else the text is made when
+    it ends.
     """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, eager: bool) -> None:
@@ -28,7 +27,8 @@ class Completion:
         self.cumulative: float | None = None if params.logprobs is None else 0.0
         self._tokenizer = tokenizer if params.detokenize else None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
-        self._eager = eager or bool(params.stop_strings)
+        self._text_offsets: list[int] = []
+        self._eager = eager or bool(params.stop_strings) or self.logprobs is not None
         self.plain = eager and self._tokenizer is not None and not params.stop and self.logprobs is None
         """Whether a token is nothing but a piece of text, as long as it does not end the sequence:
 
@@ -47,12 +47,12 @@ class Completion:
     def resume(self, characters: int) -> None:
         """The sequence begins with output of an earlier engine, and the caller has `characters` of its text.
 
-        Raises RequestError if the output has far fewer.
+        Raises RequestError if the output has fewer.
         """
         if self._tokenizer is not None:
             self._pending += self.sequence.output_ids
             self._push_pending(self._tokenizer)
-        if characters > len(self.text) + BROKEN:
+        if characters > len(self.text):
             raise RequestError(
                 f"continues[{self.sequence.index}].characters={characters} exceeds the {len(self.text)} characters of "
                 "its tokens' text"
@@ -67,7 +67,7 @@ class Completion:
         """
         self._ended = self.sequence.finished and not goes_on
         if self.logprobs is not None:
-            self._note_logprobs(row, result)
+            self._note_logprobs(token, row, result)
         if self._tokenizer is None:
             return None
         sequence, params = self.sequence, self.sequence.params
@@ -111,13 +111,16 @@ class Completion:
         if self._tokenizer is not None:
             self._push_pending(self._tokenizer)
 
-    def _push_pending(self, tokenizer: Tokenizer) -> str:
+    def _detokenizer_of(self, tokenizer: Tokenizer) -> Detokenizer | ByteDetokenizer:
         sequence = self.sequence
         if self._detokenizer is None:
             self._detokenizer = make_detokenizer(
                 tokenizer, sequence.tokens[: sequence.prompt_length], sequence.params.skip_special_tokens
             )
-        new = self._detokenizer.push(self._pending, last=self._ended)
+        return self._detokenizer
+
+    def _push_pending(self, tokenizer: Tokenizer) -> str:
+        new = self._detokenizer_of(tokenizer).push(self._pending, last=self._ended)
         self._pending = []
         self.text += new
         return new
@@ -129,15 +132,29 @@ class Completion:
         self._shown = end
         return fresh
 
+    @property
+    def text_offset(self) -> int:
+        """Where in the text the latest token with a log-probability begins."""
+        return min(self._text_offsets[-1], len(self.text)) if self._text_offsets else 0
+
     def output(self) -> CompletionOutput:
         """The completion so far, for the caller."""
         sequence = self.sequence
+        # a stop string may have cut off what a token began
+        offsets = None if self.logprobs is None else [min(each, len(self.text)) for each in self._text_offsets]
         reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
         return CompletionOutput(
-            sequence.index, self.text, sequence.output_ids, self.cumulative, self.logprobs, reason, sequence.stop_reason
+            sequence.index,
+            self.text,
+            sequence.output_ids,
+            self.cumulative,
+            self.logprobs,
+            reason,
+            sequence.stop_reason,
+            offsets,
         )
 
-    def _note_logprobs(self, row: int, result: StepResult) -> None:
+    def _note_logprobs(self, token: int, row: int, result: StepResult) -> None:
         if (
             self.logprobs is None
             or self.cumulative is None
@@ -148,7 +165,12 @@ class Completion:
             return
         count = 1 + (self.sequence.params.logprobs or 0)
         tokens, values = result.logprob_tokens[row, :count].tolist(), result.logprobs[row, :count].tolist()
-        self.logprobs.append(self._entry(tokens, values, int(result.ranks[row])))
+        at_start, offset = False, 0
+        if self._tokenizer is not None:
+            detokenizer = self._detokenizer_of(self._tokenizer)
+            at_start, offset = detokenizer.at_start, len(self.text) + detokenizer.broken_before(token)
+        self.logprobs.append(self._entry(tokens, values, int(result.ranks[row]), at_start))
+        self._text_offsets.append(offset)
         self.cumulative += values[0]
 
     def prompt_entries(self, scored: Scored) -> list[dict[int, Logprob]]:
@@ -159,12 +181,18 @@ class Completion:
         )
         return [self._entry(tokens, values, rank) for tokens, values, rank in places]
 
-    def _entry(self, tokens: list[int], values: list[float], rank: int) -> dict[int, Logprob]:
-        """One place: the token that is there, of this rank, then the likeliest ones."""
+    def _entry(self, tokens: list[int], values: list[float], rank: int, at_start: bool = False) -> dict[int, Logprob]:
+        """One place: the token that is there, of this rank, then the likeliest ones. `at_start`: of the text."""
         entry: dict[int, Logprob] = {}
+        tokenizer = self._tokenizer
         for token, value, place in zip(tokens, values, [rank, *range(1, len(tokens))], strict=True):
-            if token not in entry:
-                entry[token] = Logprob(
-                    value, place, None if self._tokenizer is None else self._tokenizer.token_text(token)
-                )
+            if token in entry:
+                continue
+            if tokenizer is None:
+                entry[token] = Logprob(value, place)
+                continue
+            piece = tokenizer.token_bytes(token)
+            if at_start and tokenizer.byte_table is not None:
+                piece, _ = tokenizer.byte_table.begin(piece)
+            entry[token] = Logprob(value, place, as_text(piece), piece)
         return entry

@@ -314,6 +314,7 @@ class Engine:
                 reason,
                 sequence.stop_reason if ended else None,
                 logprobs,
+                completion.text_offset,
             )
         if ended:
             live.open.discard(sequence.index)

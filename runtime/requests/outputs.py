@@ -12,11 +12,16 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 class Logprob:
     """Natural logarithm of a token's probability under the raw logits, and the token's rank among them (1 =
     likeliest).
+
+    decoded_token   what the token adds to a text, U+FFFD for a part of a character; None without a tokenizer or with
+                    detokenize=False
+    token_bytes     the same as UTF-8: the bytes of an answer's tokens are those of its text
     """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 @dataclass
@@ -27,6 +32,8 @@ class CompletionOutput:
     token_ids           every sampled token, the ending one included
     cumulative_logprob  sum over the chosen tokens; None unless logprobs were asked for
     logprobs            for each token a dict: the chosen token first, then the likeliest ones
+    text_offsets        for each token of `logprobs` the character of `text` at which it begins; that of the whole
+                        character for a token that begins inside one
     finish_reason       None while it runs; `stop`, `length`, `abort`, `timeout` (its deadline passed) or `error` (it
                         could not be served)
     stop_reason         the stop string or stop token id that ended it, None for end-of-sequence; what happened, for
@@ -40,6 +47,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    text_offsets: list[int] | None = None
 
     @property
     def finished(self) -> bool:

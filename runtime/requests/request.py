@@ -55,6 +55,7 @@ class Request:
 class Delta:
     """What one step added to one completion.
 
+    `text_offset`: where in the completion's text the token of `logprobs` begins.
     `prompt_logprobs`: of the next tokens of the prompt, beginning with its second one. They come before the first
     token, also for requests that do not stream, and with nothing else.
     """
@@ -66,4 +67,5 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: dict[int, Logprob] | None = None
+    text_offset: int = 0
     prompt_logprobs: list[dict[int, Logprob]] | None = None

@@ -280,4 +280,5 @@ def _joined(first: Chunk, second: Chunk) -> Chunk:
         second.stop_reason,
         logprobs,
         second.usage,
+        text_offsets=None if logprobs is None else [*(first.text_offsets or []), *(second.text_offsets or [])],
     )

@@ -149,11 +149,8 @@ class OpenRequests:
                 continue
             if reason in ("timeout", "error"):  # told once, when the last of its completions ends
                 continue
-            logprobs = None if delta.logprobs is None else [_logprobs(delta.logprobs)]
-            add(
-                request.client,
-                Chunk(request.request_id, index, first, delta.text, token_ids, reason, stop_reason, logprobs),  # type: ignore[arg-type]
-            )
+            chunk = Chunk(request.request_id, index, first, delta.text, token_ids, reason, stop_reason)  # type: ignore[arg-type]
+            add(request.client, chunk if delta.logprobs is None else _with_logprobs(chunk, delta))
         for output in ends.values():
             request = opened.get(output.request_id)
             if request is not None:
@@ -176,36 +173,20 @@ class OpenRequests:
         if request.stream:
             (delta,) = deltas
             sent = request.sent[delta.index] - len(delta.token_ids)
-            logprobs = None if delta.logprobs is None else [_logprobs(delta.logprobs)]
-            chunks = [
-                Chunk(
-                    request.request_id,
-                    delta.index,
-                    sent,
-                    delta.text,
-                    delta.token_ids,
-                    delta.finish_reason,  # type: ignore[arg-type]
-                    delta.stop_reason,
-                    logprobs,
-                    usage,
-                )
-            ]
+            chunk = Chunk(
+                request.request_id,
+                delta.index,
+                sent,
+                delta.text,
+                delta.token_ids,
+                delta.finish_reason,  # type: ignore[arg-type]
+                delta.stop_reason,
+                usage=usage,
+            )
+            chunks = [chunk if delta.logprobs is None else _with_logprobs(chunk, delta)]
         else:
             chunks = [chunk for completion in output.outputs for chunk in _whole(request.request_id, completion)]
-            last = chunks.pop()
-            chunks.append(
-                Chunk(
-                    last.request_id,
-                    last.index,
-                    last.first,
-                    last.text,
-                    last.token_ids,
-                    last.finish_reason,
-                    last.stop_reason,
-                    last.logprobs,
-                    usage,
-                )
-            )
+            chunks[-1] = structs.replace(chunks[-1], usage=usage)
         self.close(request, "finished")
         for chunk in chunks:
             self._connections.add(request.client, chunk)
@@ -217,11 +198,10 @@ def _whole(request_id: str, completion: CompletionOutput) -> list[Chunk]:
     starts = range(0, len(ids), MAX_CHUNK_TOKENS) or range(1)
     for start in starts:
         part = ids[start : start + MAX_CHUNK_TOKENS]
-        logprobs = (
-            None
-            if completion.logprobs is None
-            else [_logprobs(entry) for entry in completion.logprobs[start : start + MAX_CHUNK_TOKENS]]
-        )
+        logprobs = offsets = None
+        if completion.logprobs is not None and completion.text_offsets is not None:
+            logprobs = [_logprobs(entry) for entry in completion.logprobs[start : start + MAX_CHUNK_TOKENS]]
+            offsets = completion.text_offsets[start : start + MAX_CHUNK_TOKENS]
         if start == starts[-1]:
             text = completion.text
             while len(text) > MAX_TEXT:
@@ -237,12 +217,17 @@ def _whole(request_id: str, completion: CompletionOutput) -> list[Chunk]:
                     completion.finish_reason,  # type: ignore[arg-type]
                     completion.stop_reason,
                     logprobs,
+                    text_offsets=offsets,
                 )
             )
         else:
-            chunks.append(Chunk(request_id, completion.index, start, "", part, None, None, logprobs))
+            chunks.append(Chunk(request_id, completion.index, start, "", part, logprobs=logprobs, text_offsets=offsets))
     return chunks
 
 
+def _with_logprobs(chunk: Chunk, delta: Delta) -> Chunk:
+    return structs.replace(chunk, logprobs=[_logprobs(delta.logprobs or {})], text_offsets=[delta.text_offset])
+
+
 def _logprobs(entry: dict[int, Logprob]) -> list[TokenLogprob]:
-    return [TokenLogprob(token, value.logprob, value.rank, value.decoded_token) for token, value in entry.items()]
+    return [TokenLogprob(token, value.logprob, value.rank, value.token_bytes) for token, value in entry.items()]

@@ -1,6 +1,7 @@
 """Text to tokens and back.
 
 tokenizer        tokenizer.json, tokenizer.model, or nothing but ids
+token_bytes      the bytes of every token of a vocabulary
 detokenizer      text that grows token by token, never half a character
 prompts          what callers may pass as prompts
 bad_words        words that must not be generated, as tokens

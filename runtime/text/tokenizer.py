@@ -5,10 +5,12 @@
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..requests.errors import RequestError
+from .token_bytes import TokenBytes, fast_token_bytes
 
 
 class TooManyTokens(RequestError):
@@ -33,23 +35,14 @@ class Tokenizer(Protocol):
         """The ids' text; incomplete UTF-8 becomes U+FFFD."""
         ...
 
-    def token_text(self, token_id: int) -> str:
-        """One token alone, as text."""
+    @property
+    def byte_table(self) -> TokenBytes | None:
+        """Every token's bytes, if the text of ids is the concatenation of their bytes; made at the first use."""
         ...
 
-
-class BytePieces:
-    """The bytes of every token of a byte-level tokenizer, so that a stream's text costs a look into a list instead of
-    two decodings.
-
-    `texts[id]`: the token's text, or None where it is not whole characters; `pieces[id]`: its bytes.
-
-    Special tokens are empty.
-    """
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        self.pieces = pieces
-        self.texts = [_whole(piece) for piece in pieces]
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, as UTF-8; b"" for an id that is no token."""
+        ...
 
 
 MOST_WORDS = 1000
@@ -75,8 +68,7 @@ class FastTokenizer:
         remember = getattr(self._tokenizer.model, "_resize_cache", None)  # models without a memory have none
         if remember is not None:
             remember(MOST_WORDS)
-        self._tables: dict[bool, BytePieces | None] = {}
-        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """See `Tokenizer`."""
@@ -90,12 +82,23 @@ class FastTokenizer:
         """See `Tokenizer`."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def token_text(self, token_id: int) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
         """See `Tokenizer`."""
-        text = self._texts.get(token_id)
-        if text is None:  # log-probabilities ask for the same thousands again and again
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return text
+        table = self.byte_table
+        if table is not None:
+            return table.pieces[token_id] if 0 <= token_id < len(table.pieces) else b""
+        piece = self._bytes.get(token_id)
+        if piece is None:  # log-probabilities ask for the same thousands again and again
+            before = self._word
+            text = self.decode([*before, token_id], skip_special_tokens=False)
+            piece = text[len(self.decode(before, skip_special_tokens=False)) :].encode()
+            self._bytes[token_id] = piece
+        return piece
+
+    @cached_property
+    def _word(self) -> list[int]:
+        """A token that another one may follow in a text; [] if there is none."""
+        return next(([token] for token in range(self.size) if self.decode([token]).isalpha()), [])
 
     @property
     def size(self) -> int:
@@ -106,11 +109,10 @@ class FastTokenizer:
         """The tokenizer as the text of a tokenizer.json."""
         return str(self._tokenizer.to_str())
 
-    def byte_table(self, skip_special_tokens: bool) -> BytePieces | None:
-        """Every token's bytes, if the tokenizer is a byte-level one."""
-        if skip_special_tokens not in self._tables:
-            self._tables[skip_special_tokens] = byte_pieces(self._tokenizer, skip_special_tokens)
-        return self._tables[skip_special_tokens]
+    @cached_property
+    def byte_table(self) -> TokenBytes | None:
+        """See `Tokenizer`."""
+        return fast_token_bytes(self._tokenizer)
 
 
 class SentencePieceTokenizer:
@@ -139,27 +141,20 @@ class SentencePieceTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """See `Tokenizer`."""
-        processor = self._processor
-        known = [token for token in token_ids if 0 <= token < processor.get_piece_size()]
-        if skip_special_tokens:
-            return str(processor.decode([token for token in known if not processor.is_control(token)]))
-        parts: list[str] = []
-        plain: list[int] = []
-        for token in known:
-            if processor.is_control(token):
-                parts += (
-                    [processor.decode(plain), processor.id_to_piece(token)] if plain else [processor.id_to_piece(token)]
-                )
-                plain = []
-            else:
-                plain.append(token)
-        return "".join(parts) + (processor.decode(plain) if plain else "")
+        return self.byte_table.decode(token_ids, skip_special_tokens)
 
-    def token_text(self, token_id: int) -> str:
+    @cached_property
+    def byte_table(self) -> TokenBytes:
         """See `Tokenizer`."""
-        if not 0 <= token_id < self._processor.get_piece_size():
-            return ""
-        return str(self._processor.id_to_piece(token_id)).replace("\u2581", " ")
+        pieces, special = self.pieces()
+        word = next((token for token, piece in enumerate(pieces) if piece[:1] == b" " != piece), None)
+        keeps_space = word is not None and self._processor.decode([word]).startswith(" ")
+        return TokenBytes(pieces, frozenset(special), each_byte=True, start="keep" if keeps_space else "once")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Tokenizer`."""
+        pieces = self.byte_table.pieces
+        return pieces[token_id] if 0 <= token_id < len(pieces) else b""
 
     @property
     def bos_id(self) -> int:
@@ -220,41 +215,3 @@ def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) 
         values = value if isinstance(value, list) else [value]
         found.update(token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
     return frozenset(found)
-
-
-def byte_pieces(tokenizer: Any, skip_special_tokens: bool) -> BytePieces | None:
-    """The table of a `tokenizers.Tokenizer`; None if its decoder is not the byte-level one alone."""
-    if tokenizer.decoder is None or json.loads(tokenizer.decoder.__getstate__()).get("type") != "ByteLevel":
-        return None
-    special = (
-        {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        if skip_special_tokens
-        else set()
-    )
-    byte_of = {letter: byte for byte, letter in enumerate(letters())}
-    names = tokenizer.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (1 + max(names.values(), default=-1))
-    for name, number in names.items():
-        if number not in special:
-            pieces[number] = (
-                bytes(byte_of[letter] for letter in name)
-                if all(letter in byte_of for letter in name)
-                else name.encode()
-            )
-    return BytePieces(pieces)
-
-
-def letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary (GPT-2's): printable Latin-1 for itself, the
-    others from U+0100 on.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
-
-
-def _whole(piece: bytes) -> str | None:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return None

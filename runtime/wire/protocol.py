@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 MAGIC = b"SS"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 INSTANCE_BYTES = 16
 NO_INSTANCE = bytes(INSTANCE_BYTES)
 """What a client that knows no instance yet puts into its frames."""
@@ -261,12 +261,14 @@ class Accepted(Message, tag="accepted", frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """One token at one position: natural logarithm of its raw probability, its rank (1 = likeliest), and its text."""
+    """One token at one position: natural logarithm of its raw probability, its rank (1 = likeliest), and its bytes,
+    which may be a part of a character.
+    """
 
     token_id: int
     logprob: float
     rank: int
-    text: str | None = None
+    token_bytes: bytes | None = None
 
 
 class Usage(Struct, frozen=True):
@@ -294,6 +296,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     logprobs     for each token the chosen one first, then the likeliest
     usage        only in the request's last chunk
     prompt_logprobs  for the prompt's next tokens (from its second on) its own one first, then the likeliest
+    text_offsets     with logprobs: for each token the character of the completion's text at which it begins
     """
 
     request_id: str
@@ -306,6 +309,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[list[TokenLogprob]] | None = None
     usage: Usage | None = None
     prompt_logprobs: list[list[TokenLogprob]] | None = None
+    text_offsets: list[int] | None = None
 
 
 class Chunks(Message, tag="chunks", frozen=True):

@@ -107,14 +107,23 @@ class FakeEngines:
         logprobs = None
         if params.logprobs is not None:
             tops = [
-                TokenLogprob(token + other, -0.5 - other, 1 + other, chr(97 + (token + other) % 26) + " ")
+                TokenLogprob(token + other, -0.5 - other, 1 + other, f"{chr(97 + (token + other) % 26)} ".encode())
                 for other in range(max(1, params.logprobs))
             ]
             logprobs = [tops]
         prompt = len(request.prompt)
         usage = Usage(prompt, (params.max_tokens or 4) * params.n, 1) if whole else None
         return Chunk(
-            request.request_id, index, token, f"{letter} ", [token], "length" if last else None, None, logprobs, usage
+            request.request_id,
+            index,
+            token,
+            f"{letter} ",
+            [token],
+            "length" if last else None,
+            None,
+            logprobs,
+            usage,
+            text_offsets=None if logprobs is None else [2 * token],
         )
 
     async def adapters(self) -> list[AdapterCard]:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.text.tokenizer import letters
+from sidestream.runtime.text.token_bytes import letters
 from sidestream.runtime.wire.protocol import (
     NO_INSTANCE,
     Beat,

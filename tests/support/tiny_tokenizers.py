@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import tokenizers
-from sidestream.runtime.text.tokenizer import letters
+from sidestream.runtime.text.token_bytes import letters
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 

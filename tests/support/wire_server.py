@@ -166,7 +166,7 @@ class WireServer:
                 logprobs = (
                     None
                     if message.sampling.logprobs is None
-                    else [[protocol.TokenLogprob(token, -0.5, 1, f" {token}")]]
+                    else [[protocol.TokenLogprob(token, -0.5, 1, f" {token}".encode())]]
                 )
                 chunks.append(
                     Chunk(
@@ -179,6 +179,7 @@ class WireServer:
                         None,
                         logprobs,
                         usage,
+                        text_offsets=None if logprobs is None else [sum(len(f" {each}") for each in range(token))],
                     )
                 )
             self._tell(client, protocol.Chunks(chunks=chunks))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...runtime.text.tokenizer import letters
+from ...runtime.text.token_bytes import letters
 from ..options.models import LLAMA_8B
 from .random_model import write_random_adapter
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...runtime.text.token_bytes import as_text
 from ..options.engine import (
     adapters_of,
     add_compile_options,
@@ -130,7 +131,7 @@ def token_names(batch: Sequence[tuple[Sequence[int], int]], names: Sequence[str]
     """For each row of the logits: which token of which prompt, as `shout[7] ' JAPAN'`."""
     return [
         f"{f'{row} ' if len(batch) > 1 else ''}{'base' if slot < 0 else names[slot]}[{place}] "
-        f"{tokenizer.token_text(token)!r}"
+        f"{as_text(tokenizer.token_bytes(token))!r}"
         for row, (ids, slot) in enumerate(batch)
         for place, token in enumerate(ids)
     ]

@@ -1,6 +1,8 @@
 """/v1/completions."""
 
 import time
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from starlette.routing import Route
 from ...wire.protocol import Chunk, TokenLogprob
 from ..contracts import GatewayError
 from ..shapes.completions import Completion, CompletionChoice, CompletionRequest
-from ..shapes.logprobs import characters, completion_logprobs, prompt_logprobs
+from ..shapes.logprobs import CompletionLogprobs, completion_logprobs, prompt_logprobs
 from .answering import Answering, Counts, admit
 from .bodies import read_body, while_connected
 from .desk import Desk, caller_of, json_response, new_id
@@ -29,6 +31,7 @@ class Choice:
 
     text: str = ""
     places: list[list[TokenLogprob]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     prompt_places: list[list[TokenLogprob]] = field(default_factory=list)
     finish_reason: Any = None
     stop_reason: int | str | None = None
@@ -38,6 +41,7 @@ class Choice:
         self.text += chunk.text
         if chunk.logprobs is not None:
             self.places += chunk.logprobs
+            self.offsets += chunk.text_offsets or []
         if chunk.prompt_logprobs is not None:
             self.prompt_places += chunk.prompt_logprobs
         if chunk.finish_reason is not None:
@@ -94,9 +98,9 @@ class Completions:
                     text=echoes[index // params.n].text + choice.text if echoes else choice.text,
                     logprobs=None
                     if body.logprobs is None
-                    else echoes[index // params.n].logprobs(choice.places, body.logprobs)
+                    else echoes[index // params.n].logprobs(choice.places, choice.offsets, body.logprobs)
                     if echoes
-                    else completion_logprobs(choice.places, body.logprobs, 0),
+                    else completion_logprobs(choice.places, choice.offsets, body.logprobs),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     prompt_logprobs=None
@@ -109,14 +113,34 @@ class Completions:
         return json_response(answer, answering.headers)
 
 
+class _Held:
+    """Log-probabilities of one completion's tokens whose text has not been sent: a stop string may still cut it off."""
+
+    def __init__(self) -> None:
+        self._places: list[list[TokenLogprob]] = []
+        self._offsets: list[int] = []
+        self._sent = 0
+
+    def take(self, chunk: Chunk) -> tuple[list[list[TokenLogprob]], list[int]]:
+        """A chunk in; those that go out with its text, and their offsets."""
+        self._places += chunk.logprobs or []
+        self._offsets += chunk.text_offsets or []
+        self._sent += len(chunk.text)
+        ended = chunk.finish_reason is not None
+        count = len(self._places) if ended else bisect_left(self._offsets, self._sent)
+        places, offsets = self._places[:count], [min(offset, self._sent) for offset in self._offsets[:count]]
+        del self._places[:count], self._offsets[:count]
+        return places, offsets
+
+
 class _Events:
-    """The events of one request's completions, `n` of each prompt. `top`: how many log-probabilities are told of a
+    """The events of one request's completions, `n` of each prompt. `top`: how many log-probabilities are reported of a
     token.
     """
 
     def __init__(self, frame: Frame, top: int | None, echoes: list[Echo], n: int) -> None:
         self._frame, self._top, self._echoes, self._n = frame, top, echoes, n
-        self._offsets: dict[int, int] = {}
+        self._held: defaultdict[int, _Held] = defaultdict(_Held)
         self._unsaid = {place * n + index: echo for place, echo in enumerate(echoes) for index in range(n)}
         self._plain: dict[int, PlainEvents] = {}
 
@@ -143,12 +167,8 @@ class _Events:
             return plain.event(chunk.text)
         echo = self._unsaid.pop(index, None)
         text = chunk.text if echo is None else echo.text + chunk.text
-        logprobs, top = None, self._top
-        if top is not None and (chunk.logprobs or echo is not None):
-            places, offset = chunk.logprobs or [], self._offsets.get(index, 0)
-            logprobs = completion_logprobs(places, top, offset) if echo is None else echo.logprobs(places, top)
-            self._offsets[index] = characters(places) + (offset if echo is None else echo.characters)
-        elif not text and chunk.finish_reason is None:
+        logprobs = None if self._top is None else self._logprobs(index, chunk, echo, self._top)
+        if not text and logprobs is None and chunk.finish_reason is None:
             return None
         choice = CompletionChoice(
             index=index,
@@ -158,6 +178,16 @@ class _Events:
             stop_reason=chunk.stop_reason,
         )
         return self._frame.event(choice)
+
+    def _logprobs(self, index: int, chunk: Chunk, echo: Echo | None, top: int) -> CompletionLogprobs | None:
+        """Those that go out with a chunk; `echo`: after those of the prompt."""
+        places, offsets = self._held[index].take(chunk)
+        if echo is not None:
+            return echo.logprobs(places, offsets, top)
+        if not places:
+            return None
+        before = len(self._echoes[index // self._n].text) if self._echoes else 0
+        return completion_logprobs(places, [before + offset for offset in offsets], top)
 
 
 def routes(desk: Desk) -> list[Route]:

@@ -1,15 +1,15 @@
 """Log-probabilities of an answer's tokens, as the two families of endpoints spell them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from ...text.token_bytes import as_text
 from ...wire.protocol import TokenLogprob
 from .common import Answer
 
 
 class CompletionLogprobs(Answer, frozen=True, kw_only=True):
-    """/v1/completions: lists of one entry a token. `text_offset`: where the token's text begins, in characters. A
-    prompt's first token, which `echo` tells too, has no log-probability: null.
+    """/v1/completions: lists of one entry a token. `text_offset`: the character of the choice's text at which the token
+    begins. A prompt's first token, which `echo` reports too, has no log-probability: null.
     """
 
     tokens: list[str]
@@ -56,54 +56,60 @@ Places = Sequence[Sequence[TokenLogprob]]
 
 
 def text_of(token: TokenLogprob) -> str:
-    """A token's text; an engine without a tokenizer tells none."""
-    return f"token_id:{token.token_id}" if token.text is None else token.text
+    """A token as OpenAI spells it: its text, or `bytes:` and its bytes in hexadecimal where it is no whole characters;
+    `token_id:` and its id, as in vLLM, where the engine has no tokenizer.
+    """
+    if token.token_bytes is None:
+        return f"token_id:{token.token_id}"
+    try:
+        return token.token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
 
 
-def characters(places: Places) -> int:
-    """How much text these tokens make."""
-    return sum(len(text_of(place[0])) for place in places)
+def completion_logprobs(
+    places: Places, offsets: Sequence[int], top: int, first: str | None = None
+) -> CompletionLogprobs:
+    """The log-probabilities of tokens that begin at these characters of the text.
 
-
-class FirstToken(NamedTuple):
-    """A prompt's first token: its text, and how many characters of the prompt it takes."""
-
-    text: str
-    width: int
-
-
-def completion_logprobs(places: Places, top: int, offset: int, first: FirstToken | None = None) -> CompletionLogprobs:
-    """Of tokens whose text begins at character `offset`; `top`: how many of the likeliest are told; `first`: a token
-    before them that has no log-probability.
+    `top`: how many of the likeliest are reported, next to the token itself; `first`: a token before them that has no
+    log-probability, but an offset.
     """
     before = [] if first is None else [first]
-    offsets = [offset for _ in before]
-    offset += sum(token.width for token in before)
-    for place in places:
-        offsets.append(offset)
-        offset += len(text_of(place[0]))
     return CompletionLogprobs(
-        tokens=[*(token.text for token in before), *(text_of(place[0]) for place in places)],
+        tokens=[*before, *(text_of(place[0]) for place in places)],
         token_logprobs=[*(None for _ in before), *(_finite(place[0].logprob) for place in places)],
-        top_logprobs=[
-            *(None for _ in before),
-            *({text_of(token): _finite(token.logprob) for token in _likeliest(place, top)} for place in places),
-        ],
-        text_offset=offsets,
+        top_logprobs=[*(None for _ in before), *(_by_text(place, top) for place in places)],
+        text_offset=list(offsets),
     )
 
 
+def _by_text(place: Sequence[TokenLogprob], top: int) -> dict[str, float]:
+    """The likeliest tokens of a place and its own. Of several with the same text its own, else the likeliest, has it as
+    its key, and the others have their ids.
+    """
+    own, likeliest = place[0], _likeliest(place, top)
+    if all(token.token_id != own.token_id for token in likeliest):
+        likeliest.append(own)
+    owners, found = {text_of(own): own.token_id}, {}
+    for token in likeliest:
+        text = text_of(token)
+        has_text = owners.setdefault(text, token.token_id) == token.token_id
+        found[text if has_text else f"token_id:{token.token_id}"] = _finite(token.logprob)
+    return found
+
+
 def chat_logprobs(places: Places, top: int) -> ChatLogprobs:
-    """Of these tokens; `top`: how many of the likeliest are told."""
+    """The log-probabilities of these tokens; `top`: how many of the likeliest are reported."""
     return ChatLogprobs(
         content=[
             ChatLogprob(
                 token=text_of(place[0]),
                 logprob=_finite(place[0].logprob),
-                bytes=list(text_of(place[0]).encode()),
+                bytes=list(place[0].token_bytes or b""),
                 top_logprobs=[
                     TopLogprob(
-                        token=text_of(token), logprob=_finite(token.logprob), bytes=list(text_of(token).encode())
+                        token=text_of(token), logprob=_finite(token.logprob), bytes=list(token.token_bytes or b"")
                     )
                     for token in _likeliest(place, top)
                 ],
@@ -118,7 +124,9 @@ def prompt_logprobs(places: Places, top: int) -> PromptLogprobs:
     told: PromptLogprobs = [
         {
             str(token.token_id): PromptLogprob(
-                logprob=_finite(token.logprob), rank=token.rank, decoded_token=token.text
+                logprob=_finite(token.logprob),
+                rank=token.rank,
+                decoded_token=None if token.token_bytes is None else as_text(token.token_bytes),
             )
             for token in place
             if token is place[0] or token.rank <= top

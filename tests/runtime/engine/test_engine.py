@@ -6,6 +6,7 @@ from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.request import Request
 from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.text.token_bytes import TokenBytes
 from support.fake_runner import FakeRunner, continuation
 
 
@@ -18,8 +19,12 @@ class Letters:
     def decode(self, token_ids, skip_special_tokens=True):
         return "".join(chr(97 + token) for token in token_ids)
 
-    def token_text(self, token_id):
-        return chr(97 + token_id)
+    @property
+    def byte_table(self):
+        return TokenBytes([bytes([letter]) for letter in b"abcdefghijklmnopqrstuvwxyz"])
+
+    def token_bytes(self, token_id):
+        return self.byte_table.pieces[token_id]
 
 
 def make_engine(overlap=False):

@@ -181,7 +181,8 @@ def test_an_echo_has_the_log_probabilities_that_transformers_computes(client: Op
         assert choice.text.startswith(prompt) and len(told.tokens) == len(ids) + 4
         first, *rest = told.token_logprobs
         assert first is None and told.top_logprobs[0] is None and rest[: len(expected)] == pytest.approx(expected, 1e-3)
-        assert [len(top) for top in told.top_logprobs[1:]] == [2] * (len(ids) + 3)
+        for token, top in list(zip(told.tokens, told.top_logprobs, strict=True))[1:]:
+            assert top is not None and token in top and len(top) in (2, 3), "the two likeliest, and the token itself"
         assert told.top_logprobs[-1].keys() >= {told.tokens[-1]}, "greedy: the likeliest token was drawn"
         for token, offset in list(zip(told.tokens, told.text_offset, strict=True))[1:]:
             assert choice.text[offset : offset + len(token)] == token
@@ -192,6 +193,70 @@ def test_an_echo_has_the_log_probabilities_that_transformers_computes(client: Op
     by_ids = client.completions.create(prompt=ids, **asked | {"n": 1}).choices[0]
     assert by_ids.text == tokenizer.decode(ids) + whole.choices[0].text.removeprefix(prompt)
     assert by_ids.logprobs is not None and by_ids.logprobs.tokens == whole.choices[0].logprobs.tokens  # type: ignore[union-attr]
+
+
+SPLIT = "7️⃣ of 漢字 🎈🎈 ő"
+
+
+@pytest.fixture(scope="module")
+def split(client: OpenAI) -> dict[str, Any]:
+    """How an answer is asked for whose characters are split over tokens, and nothing else."""
+    vocabulary = set(AutoTokenizer.from_pretrained(DEMO_MODEL).get_vocab())
+    assert not vocabulary & {"漢", "🎈"}
+    return {
+        "temperature": 0,
+        "max_tokens": 100,
+        "extra_body": {"structured_outputs": {"choice": [SPLIT]}},
+    }
+
+
+def test_the_bytes_of_a_chat_s_tokens_are_those_of_its_text(client: OpenAI, split: dict[str, Any]) -> None:
+    asked: Any = {"model": "pirate", "messages": CHAT, "logprobs": True, "top_logprobs": 4, **split}
+    whole = client.chat.completions.create(**asked).choices[0]
+    streamed = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True) if event.choices]
+    parts = [entry for part in streamed if part.logprobs for entry in part.logprobs.content or []]
+    assert whole.logprobs is not None and whole.message.content == SPLIT
+    assert "".join(part.delta.content or "" for part in streamed) == SPLIT
+    for entries in (whole.logprobs.content or [], parts):
+        spelled = b"".join(bytes(entry.bytes or []) for entry in entries)
+        assert spelled.removesuffix(b"</s>") == SPLIT.encode()
+        assert all(len(entry.top_logprobs) == 4 for entry in entries)
+    form: Any = {"format": {"type": "json_schema", "name": "split", "schema": {"const": SPLIT}}}
+    response = client.responses.create(model="pirate", input="hi", temperature=0, top_logprobs=1, text=form)
+    message: Any = response.output[0]
+    told = b"".join(bytes(entry.bytes) for entry in message.content[0].logprobs)
+    assert json.loads(response.output_text) == SPLIT and told.startswith(response.output_text.encode())
+
+
+def test_a_completion_s_tokens_stand_where_their_offsets_say(client: OpenAI, split: dict[str, Any]) -> None:
+    asked: Any = {"model": "pirate", "prompt": "the 🎈", "logprobs": 3, "echo": True, **split}
+    for more in ({"echo": False}, {}, {"stop": ["字"]}):
+        whole = client.completions.create(**asked | more).choices[0]
+        parts = [event.choices[0] for event in client.completions.create(**asked | more, stream=True)]
+        told, text = whole.logprobs, whole.text
+        assert told is not None and told.tokens and told.text_offset and told.top_logprobs
+        assert text == ("the 🎈" if more != {"echo": False} else "") + SPLIT[: 8 if "stop" in more else None]
+        for token, offset, top in zip(told.tokens, told.text_offset, told.top_logprobs, strict=True):
+            assert offset <= len(text) and (top is None or (token in top and len(top) in (3, 4)))
+            if not token.startswith(("bytes:", "<")) and offset < len(text):
+                assert text[offset : offset + len(token)] == token
+        assert "".join(part.text for part in parts) == text
+        for name in ("tokens", "text_offset", "top_logprobs"):
+            assert [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)] == getattr(
+                told, name
+            )
+
+
+def test_a_drawn_token_is_among_its_top_logprobs(client: OpenAI) -> None:
+    asked: Any = {"model": "pirate", "prompt": "the", "max_tokens": 20, "temperature": 3, "seed": 5}
+    for count in (0, 1, 3):
+        told = client.completions.create(**asked, logprobs=count, extra_body={"ignore_eos": True}).choices[0].logprobs
+        assert told is not None and told.tokens and told.top_logprobs and told.token_logprobs
+        sizes = set()
+        for token, top, value in zip(told.tokens, told.top_logprobs, told.token_logprobs, strict=True):
+            assert top is not None and top[token] == value
+            sizes.add(len(top))
+        assert sizes <= {max(1, count), count + 1} and count + 1 in sizes
 
 
 def test_errors_are_the_client_s_own_classes(client: OpenAI) -> None:

@@ -127,7 +127,7 @@ def test_log_probabilities_of_prompts_are_not_joined(ends):
     hub, connect = ends
     client = join(hub, connect())
     client.blocked = True
-    scores = [[TokenLogprob(token, -1.5, 3, "text") for token in range(21)]] * 129
+    scores = [[TokenLogprob(token, -1.5, 3, b"text") for token in range(21)]] * 129
     for _ in range(20):
         hub.add(client, Chunk("r", 0, 0, "", [], prompt_logprobs=scores))
     hub.add(client, Chunk("r", 0, 0, "a", [1]))
