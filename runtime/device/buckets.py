@@ -86,8 +86,10 @@ class Buckets:
         return [self.largest(), self.largest_decode(), *([self._largest_verify()] if self.drafts else [])]
 
     def warm_up_buckets(self) -> list[Bucket]:
-        """Mixed buckets that launch every kernel of a prompt's step, with their LoRA-free twins: one of each token count,
-        on which the layers depend, and one of each number of rows of logits, on which the head depends.
+        """Mixed buckets that launch every kernel of a prompt's step, with their LoRA-free twins.
+
+        One of each token count, on which the layers depend, and one of each number of rows of logits, on which the
+        head depends.
         """
         twins = (True, False) if self.lora else (False,)
         few, *more = self.sequence_sizes()
