@@ -16,6 +16,7 @@ from .checks import (
     check_integer,
     check_number,
     is_speculation,
+    make_plain,
 )
 from .errors import RequestError
 from .structured_outputs import StructuredOutputsParams
@@ -108,6 +109,7 @@ class SamplingParams:
     speculation: str | int | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name, remedy in REFUSED.items():
             if not self._asks_nothing(name):
                 raise RequestError(f"{name} is not supported; {remedy}")

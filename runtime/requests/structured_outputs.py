@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from .checks import check_text
 from .errors import RequestError
 
 MAX_CONSTRAINT_BYTES = 256 << 10
@@ -63,6 +64,8 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise RequestError(f"structured_outputs.{name} must be a text that is not empty")
+            if value is not None:
+                check_text(f"structured_outputs.{name}", value)
         if self.json is not None:
             object.__setattr__(self, "json", _as_schema_text(self.json))
         if self.choice is not None:
@@ -107,6 +110,8 @@ def _as_schema_text(schema: Any) -> str:
         raise RequestError(f"structured_outputs.json is nested deeper than {MAX_NESTING} levels") from None
     except (TypeError, ValueError) as error:
         raise RequestError(f"structured_outputs.json is no JSON: {str(error)[:200]}") from None
+    # an escape such as \ud83d is ASCII in a schema's text
+    check_text("structured_outputs.json", json.dumps(schema, ensure_ascii=False) if "\\u" in text else text)
     if not isinstance(schema, (dict, bool)):
         raise RequestError(f"structured_outputs.json must be a JSON schema, not a {type(schema).__name__}")
     level: list[Any] = [schema]
@@ -132,4 +137,5 @@ def _as_choices(choices: Any) -> tuple[str, ...]:
     for choice in choices:
         if not isinstance(choice, str) or not choice:
             raise RequestError(f"structured_outputs.choice holds {str(choice)[:40]!r}; each must be a text, not empty")
+        check_text("structured_outputs.choice", choice)
     return tuple(choices)
