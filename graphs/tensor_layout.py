@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .regular_file import FileRefusedError, name_of, open_regular
+from .regular_file import LFS_POINTER, FileRefusedError, is_lfs_pointer, name_of, open_regular
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Of the dtypes that adapters may have, spelled as in the file."""
@@ -18,6 +18,11 @@ _HEADER_BYTES = 64 << 10
 _HEADER_BYTES_PER_TENSOR = 256  # some 170 in PEFT's files
 _MOST_DIMENSIONS = 8
 _LARGEST_SIZE = 1 << 48
+_OTHER_BASE = "more than the {} that an adapter of this base may have: use the base that it was trained on"
+
+
+class TooManyTensorsError(ValueError):
+    """A file has more tensors than its reader allows."""
 
 
 class Place(NamedTuple):
@@ -81,7 +86,11 @@ def read_layout(
     handle = open_file(path, error, remedy, roots)
     try:
         return _parse(handle, os.fstat(handle).st_size, most)
+    except TooManyTensorsError as problem:
+        raise error(f"{path.name} has {problem}") from None
     except (OSError, EOFError, ValueError) as problem:
+        if is_lfs_pointer(path, roots):
+            raise error(f"{path.name} {LFS_POINTER}") from None
         raise damaged(path, error, remedy, problem) from None
     finally:
         os.close(handle)
@@ -91,6 +100,8 @@ def _parse(handle: int, size: int, most: int) -> Layout:
     """Raises ValueError for what is no safetensors file."""
     length = int.from_bytes(_read(handle, 8, 0), "little")
     if length > min(size - 8, _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most):
+        if size - 8 >= length and _read(handle, 2, 8) == b'{"':
+            raise TooManyTensorsError(f"tensors described by {length} bytes, {_OTHER_BASE.format(most)}")
         raise ValueError(f"a header of {length} bytes in a file of {size}")
     header = _read(handle, 8 + length, 0)
     try:
@@ -101,7 +112,7 @@ def _parse(handle: int, size: int, most: int) -> Layout:
         raise ValueError("its header is no object")
     entries.pop("__metadata__", None)
     if len(entries) > most:
-        raise ValueError(f"{len(entries)} tensors, where {most} are the most that this base allows")
+        raise TooManyTensorsError(f"{len(entries)} tensors, {_OTHER_BASE.format(most)}")
     places = {name: _place(name, entry, len(header)) for name, entry in entries.items()}
     end = len(header)
     for place in sorted(places.values(), key=lambda place: place[2:]):
