@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ..runtime.engine.spelling import with_flags
 from ..runtime.processes.garbage import collect_seldom
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
@@ -61,6 +62,10 @@ examples:
   sidestream COMMAND --help                                          more examples"""
 
 
+NEAR = 0.8
+"""How alike a flag must be to be suggested: --dtype is not --lora-dtype misspelled."""
+
+
 class Parser(ConfigParser):
     """Says what is wrong with an option in one line, instead of printing every option there is."""
 
@@ -83,8 +88,10 @@ class Parser(ConfigParser):
         """As argparse's, but what this parser does not know is its own error, which names the nearest flag."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-            near = difflib.get_close_matches(rest[0].partition("=")[0], flags, 1)
+            shown = [
+                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+            ]
+            near = difflib.get_close_matches(rest[0].partition("=")[0], shown, 1, NEAR)
             self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; did you mean {near[0]}?" if near else ""))
         return found, rest
 
@@ -162,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as problem:
         if os.environ.get("SIDESTREAM_TRACEBACK") or not is_clear(problem):
             raise
-        print(f"sidestream: error: {one_line(problem)}", file=sys.stderr)
+        print(f"sidestream: error: {with_flags(one_line(problem), vars(options))}", file=sys.stderr)
         return 2
 
 

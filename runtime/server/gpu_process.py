@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import zmq
 
+from ..engine.spelling import with_server_flags
 from ..processes.garbage import collect_seldom
 from ..processes.watch import Pulse
 from ..steps.plan import StepDrafts, StepMasks, StepPlan, no_rows
@@ -256,7 +257,8 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
                         error
                     ).__module__.startswith("sidestream."):
                         _log.exception("the model could not be loaded")
-                    channel.send({"event": "failed", "message": " ".join(str(error).split()) or type(error).__name__})
+                    text = with_server_flags(" ".join(str(error).split()) or type(error).__name__)
+                    channel.send({"event": "failed", "message": text})
                     return 2
                 channel.send({"event": "ready", "ready": msgspec.to_builtins(ready)})
                 linger = 200

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..options.engine import add_engine_options, add_model, llm_arguments, positive
+from ..options.vllm_flags import add_vllm_flags
 
 DESCRIPTION = """\
 Answer prompts, all in one batch; each may use another adapter.
@@ -84,6 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add_engine_options(parser)
+    add_vllm_flags(parser)
     parser.set_defaults(run=run)
 
 
