@@ -20,6 +20,7 @@ from ..options.engine import (
     compile_arguments,
     model_directory,
     ranks_arguments,
+    writing,
 )
 from ..options.models import (
     DEFAULT_BUCKETS,
@@ -171,15 +172,16 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     show = options.timings or options.measure
-    written = compiled.dump(
-        options.output,
-        buckets,
-        layers=options.layers,
-        timings=timings,
-        show_timings=show,
-        show_resources=options.resources,
-        ledger=ledger,
-    )
+    with writing(options.output):
+        written = compiled.dump(
+            options.output,
+            buckets,
+            layers=options.layers,
+            timings=timings,
+            show_timings=show,
+            show_resources=options.resources,
+            ledger=ledger,
+        )
     print(compiled.report())
     count = sum(path.is_file() for path in written.rglob("*"))
     print(

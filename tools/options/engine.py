@@ -3,10 +3,11 @@ and `CompileOptions`.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -314,6 +315,17 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path}: name a file in an existing directory")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ValueError(f"{flag} {path} cannot be written; name a file in a directory of your own")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name `path` in errors of a disk that is full, which name no file themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def check_output_directory(flag: str, path: Path) -> None:
