@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         memory = out_of_memory(problem)
         if os.environ.get("SIDESTREAM_TRACEBACK") or not (memory or is_clear(problem)):
             raise
-        print(f"sidestream: error: {with_flags(memory or one_line(problem), vars(options))}", file=sys.stderr)
+        print(f"sidestream: error: {memory or with_flags(one_line(problem), vars(options))}", file=sys.stderr)
         return 2
 
 

@@ -238,12 +238,14 @@ class SamplingParams:
 
 
 def _as_structured_outputs(given: Any) -> StructuredOutputsParams | None:
+    if isinstance(given, StructuredOutputsParams):
+        given.check_text()
     if given is None or isinstance(given, StructuredOutputsParams):
         return given
     if not isinstance(given, Mapping):
         raise RequestError(f"structured_outputs must be StructuredOutputsParams, not {type(given).__name__}")
     try:
-        return StructuredOutputsParams(**given)
+        return _as_structured_outputs(StructuredOutputsParams(**given))
     except TypeError:
         known = ", ".join(field.name for field in fields(StructuredOutputsParams))
         raise RequestError(f"structured_outputs has a field that there is not; its fields are {known}") from None

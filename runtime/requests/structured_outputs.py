@@ -64,8 +64,6 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise RequestError(f"structured_outputs.{name} must be a text that is not empty")
-            if value is not None:
-                check_text(f"structured_outputs.{name}", value)
         if self.json is not None:
             object.__setattr__(self, "json", _as_schema_text(self.json))
         if self.choice is not None:
@@ -81,6 +79,16 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs.{self.kind} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed"
             )
+
+    def check_text(self) -> None:
+        """Raise RequestError for a constraint with half of a surrogate pair, which no answer can have."""
+        text = self.text
+        if self.json is not None and "\\u" in text:  # an escape such as \ud83d is ASCII in a schema's text
+            text = json.dumps(json.loads(text), ensure_ascii=False)
+        for place, each in enumerate(self.choice or ()):
+            check_text(f"structured_outputs.choice[{place}]", each)
+        check_text(f"structured_outputs.{self.kind}", text)
+        check_text("structured_outputs.whitespace_pattern", self.whitespace_pattern or "")
 
     @property
     def kind(self) -> str:
@@ -110,8 +118,6 @@ def _as_schema_text(schema: Any) -> str:
         raise RequestError(f"structured_outputs.json is nested deeper than {MAX_NESTING} levels") from None
     except (TypeError, ValueError) as error:
         raise RequestError(f"structured_outputs.json is no JSON: {str(error)[:200]}") from None
-    # an escape such as \ud83d is ASCII in a schema's text
-    check_text("structured_outputs.json", json.dumps(schema, ensure_ascii=False) if "\\u" in text else text)
     if not isinstance(schema, (dict, bool)):
         raise RequestError(f"structured_outputs.json must be a JSON schema, not a {type(schema).__name__}")
     level: list[Any] = [schema]
@@ -137,5 +143,4 @@ def _as_choices(choices: Any) -> tuple[str, ...]:
     for choice in choices:
         if not isinstance(choice, str) or not choice:
             raise RequestError(f"structured_outputs.choice holds {str(choice)[:40]!r}; each must be a text, not empty")
-        check_text("structured_outputs.choice", choice)
     return tuple(choices)

@@ -258,7 +258,7 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
                     clear = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("sidestream.")
                     if not (memory or clear):
                         _log.exception("the model could not be loaded")
-                    text = with_server_flags(memory or " ".join(str(error).split()) or type(error).__name__)
+                    text = memory or with_server_flags(" ".join(str(error).split()) or type(error).__name__)
                     channel.send({"event": "failed", "message": text})
                     return 2
                 channel.send({"event": "ready", "ready": msgspec.to_builtins(ready)})

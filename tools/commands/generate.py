@@ -1,6 +1,7 @@
 """`sidestream generate`: prompts in, answers out, each with its own adapter."""
 
 import argparse
+import difflib
 import json
 import sys
 from dataclasses import replace
@@ -112,9 +113,10 @@ def adapters_for(options: argparse.Namespace, prompts: int, known: dict[str, str
     names = [None if name == "none" else name for name in options.adapter] or [None]
     for name in names:
         if name is not None and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
             raise ValueError(
-                f"adapter {name!r} is not loaded; loaded: {', '.join(known) or 'none'}; load it with --lora-modules "
-                f"{name}=DIRECTORY"
+                f"adapter {name!r} is not loaded; loaded: {', '.join(known) or 'none'}; "
+                + (f"did you mean {near[0]}?" if near else f"load it with --lora-modules {name}=DIRECTORY")
             )
     if len(names) not in (1, prompts):
         raise ValueError(
