@@ -29,7 +29,8 @@ def as_list(prompts: Any) -> list[Prompt]:
     values = prompts.tolist() if hasattr(prompts, "tolist") and not isinstance(prompts, memoryview) else prompts
     if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
         raise RequestError(f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}")
-    return [values] if values and all(_is_id(plain(value)) for value in values) else list(values)
+    ids = [plain(value) for value in values] if values and not isinstance(values[0], (str, list)) else []
+    return [ids] if ids and all(map(_is_id, ids)) else list(values)
 
 
 def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) -> list[Any]:

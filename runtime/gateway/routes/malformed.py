@@ -98,13 +98,14 @@ def _advice(unknown: str, shape: type, place: str) -> str:
 
 def _no_json(text: str, data: bytes) -> GatewayError:
     """Return the error for a body that is not JSON, or has half of a surrogate pair in a string."""
-    if "surrogate" in text:
-        where = _surrogate(data) if len(data) <= MAX_SEARCHED_BYTES else None
+    cut = "truncated" in text  # which msgspec also says where the pair's other half is looked for past the end
+    where = _surrogate(data) if ("surrogate" in text or cut) and len(data) <= MAX_SEARCHED_BYTES else None
+    if "surrogate" in text or where is not None:
         name = where or "a string of the body"
         advice = "send both halves of the pair, or replace it by '?' or U+FFFD"
         text = _printable(f"{name} holds a lone surrogate, which is no text; {advice}")
         return GatewayError(400, text, param=None if where is None else _printable(where)[:128])
-    if "truncated" in text:
+    if cut:
         return GatewayError(400, "the body ends in the middle of its JSON; send all of it")
     return GatewayError(400, _printable(f"the body is not JSON: {text.removeprefix('JSON is malformed: ')}"))
 
