@@ -101,7 +101,7 @@ def _parse(handle: int, size: int, most: int) -> Layout:
     length = int.from_bytes(_read(handle, 8, 0), "little")
     if length > min(size - 8, _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most):
         if size - 8 >= length and _read(handle, 2, 8) == b'{"':
-            raise TooManyTensorsError(f"tensors described by {length} bytes, {_OTHER_BASE.format(most)}")
+            raise TooManyTensorsError(f"a header of {length} bytes, for tensors {_OTHER_BASE.format(most)}")
         raise ValueError(f"a header of {length} bytes in a file of {size}")
     header = _read(handle, 8 + length, 0)
     try:

@@ -91,9 +91,7 @@ def test_the_remedy_for_an_adapter_that_peft_saved_under_its_name(base: TinyBase
     )
     wrapped.save_pretrained(tmp_path / "out")
     wrapped.unload()
-    with pytest.raises(
-        AdapterError, match=r"no adapter_config.json, but there is one in its folder chat-v2"
-    ) as refused:
+    with pytest.raises(AdapterError, match="but there is one in its folder chat-v2") as refused:
         adapter_directory(tmp_path / "out")
     assert load(base, Path(str(refused.value).rpartition("give ")[2])).rank == 2
     with pytest.raises(AdapterError, match="in its folder chat-v2"):
@@ -132,9 +130,7 @@ def test_what_is_no_adapter_is_called_what_it_is(base: TinyBase, adapter: Path, 
         with pytest.raises(AdapterError, match=words):
             adapter_directory(place)
     (adapter / CONFIG).unlink()
-    with pytest.raises(
-        AdapterError, match=r"has adapter_model.safetensors, but no adapter_config.json: copy that file"
-    ):
+    with pytest.raises(AdapterError, match=r"has adapter_model.safetensors, but no adapter_config.json: copy"):
         adapter_directory(adapter)
 
 

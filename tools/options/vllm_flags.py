@@ -5,7 +5,7 @@ so, or refused with what to do instead. One table with the keywords of `LLM`: `r
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...runtime.engine.spelling import with_flags
@@ -30,7 +30,11 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         if _flag(name) in flags and name not in (*ACCEPTED, *_PRECISIONS):
             kept = flags if switch else flags[:1]
             parser.add_argument(
-                *kept, action=_foreign(name, foreign), nargs=0 if switch else None, help=argparse.SUPPRESS
+                *kept,
+                action=_foreign(name, foreign),
+                nargs=0 if switch else None,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
             )
 
 
@@ -50,7 +54,9 @@ class _Precision(argparse.Action):
             namespace.precision = known[values]
 
 
-def _foreign(name: str, foreign: Foreign) -> Callable[..., argparse.Action]:
+def _foreign(name: str, foreign: Foreign) -> type[argparse.Action]:
+    """The action of one flag: it says that it has no effect, or ends the command with the remedy."""
+
     class Action(argparse.Action):
         def __call__(
             self,
@@ -69,7 +75,7 @@ def _foreign(name: str, foreign: Foreign) -> Callable[..., argparse.Action]:
             reason = foreign.remedy if name in FLAGS else "it is so anyway"
             print(f"sidestream: {shown} has no effect: {with_flags(reason, options)}", file=sys.stderr)
 
-    return lambda **keywords: Action(**{**keywords, "default": argparse.SUPPRESS})
+    return Action
 
 
 def _read(text: str) -> Any:
