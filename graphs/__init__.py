@@ -12,7 +12,7 @@ config_fields     the fields of config.json, checked one by one; the types of Ro
 
 Files:
 checkpoint        a model's weights: one file or shards, validated before they are loaded
-model_directory   where a model lies that was named: a directory, or a hub id in the local cache
+model_directory   where a model or an adapter lies that was named: a directory, or a hub id in the local cache
 safetensors_file  one .safetensors file through a memory map
 regular_file      opening what somebody else put there: regular files, under the directories that are allowed; what an
                   error may say of them

@@ -126,6 +126,7 @@ class AdapterConfig:
     exclude_modules: Any = None
     layers_to_transform: Any = None
     layers_pattern: Any = None
+    bias: str = field(default="none", repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -153,7 +154,7 @@ class AdapterConfig:
                 if name not in _HARMLESS | _HONOURED | _REFUSED.keys() and value not in (None, False, [], {}, ""):
                     raise AdapterError(
                         f"{CONFIG}: unknown field {name_of(name)} may change what the adapter computes: "
-                        "remove it, or pass --lora-lenient"
+                        f"{_MERGE}; if it has no effect on this adapter, start with lora_lenient=True"
                     )
         return cls(
             r=_rank("r", fields.get("r", 8)),
@@ -165,6 +166,7 @@ class AdapterConfig:
             exclude_modules=_names(fields, "exclude_modules"),
             layers_to_transform=_layers(fields.get("layers_to_transform")),
             layers_pattern=_names(fields, "layers_pattern"),
+            bias=fields.get("bias", "none"),
         )
 
     def rank_of(self, module: str) -> int:
@@ -187,6 +189,25 @@ class AdapterConfig:
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
+    def check_biases(self, biased: Sequence[str]) -> None:
+        """Raise AdapterError if training changed a bias of the base (`bias` is lora_only); `biased`: its modules that
+        have one.
+
+        Such an adapter without its biases is another model, so that it is refused whether they are in its file or not.
+        """
+        if self.bias == "none":
+            return
+        try:
+            trained = [module for module in biased if self.targets_module(module)]
+        except LookAroundError:
+            trained = list(biased)
+        if trained:
+            names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in trained))
+            raise AdapterError(
+                f"{CONFIG}: bias='{self.bias}' trained the biases of {names} too, which an adapter cannot change here: "
+                "merge the adapter into its base (merge_and_unload) and serve that, or train with bias='none'"
+            )
+
     def _pattern(self, patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
         try:
             return self._patterns.first_match(patterns, module, default)
@@ -197,8 +218,10 @@ class AdapterConfig:
 def _check_choices(fields: Mapping[str, Any]) -> None:
     """Raises for values of bias, init_lora_weights and task_type that mean another computation."""
     bias = fields.get("bias", "none")
-    if bias not in ("none", "lora_only"):  # lora_only saves biases of the targets, and Llama's projections have none
-        raise AdapterError(f"{CONFIG}: bias = {value_of(bias, _BIASES)} is not supported: train with bias='none'")
+    if bias not in ("none", "lora_only"):  # lora_only saves biases of the targets, where the base has any
+        raise AdapterError(
+            f"{CONFIG}: bias = {value_of(bias, _BIASES)} is not supported: train with bias='none', or {_MERGE}"
+        )
     init = fields.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_CHANGED_BASE):
         raise AdapterError(

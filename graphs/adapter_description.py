@@ -6,23 +6,27 @@ Needs no torch, so that a small process of its own can do it for one that drives
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from .adapter_config import AdapterConfig, AdapterError
+from .adapter_config import CONFIG, AdapterConfig, AdapterError
 from .config import LlamaConfig
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
+from .model_directory import WEIGHTS, why_no_adapter
 from .peft_patterns import LookAroundError
 from .regular_file import name_of, value_of
 from .tensor_layout import ITEM_BYTES, Layout, read_layout
 
-WEIGHTS = "adapter_model.safetensors"
 AGAIN = "save the adapter again with peft's save_pretrained"
+MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 3  # A and B, and room for what is refused by name
-_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]{1,128}))?\.weight")
+_WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""What PEFT, torch.compile and FSDP put into the names of the modules that they wrap, once or several times."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
 _EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -76,18 +80,17 @@ def describe_adapter(
     quotes nothing else of a file.
     """
     try:
-        is_directory = directory.is_dir()
+        reason = None if os.path.lexists(directory / CONFIG) else why_no_adapter(directory)
         only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
     except OSError as problem:
         raise AdapterError(
             f"its directory cannot be read ({problem.strerror}): check the path's length and permissions"
         ) from None
-    if not is_directory:
-        raise AdapterError(
-            f"adapter directory {directory} does not exist: give the directory that holds adapter_config.json and "
-            f"{WEIGHTS}"
-        )
+    if reason is not None:
+        raise AdapterError(reason)
     settings = AdapterConfig.from_directory(directory, lenient, roots)
+    biases = {f".{name}" for name in config.biases}
+    settings.check_biases([each for each in config.stored_modules() if each[each.rindex(".") :] in biases])
     if only_a_pickle:
         raise AdapterError(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
@@ -111,17 +114,25 @@ def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
     sides: dict[tuple[str, str], str] = {}
     modules = config.stored_modules()
     known = set(modules)
+    adapters: dict[str | None, str] = {}
     for key in layout.places:
-        match = _KEY.fullmatch(key)
+        match = _KEY.fullmatch(_WRAPPERS.sub("", key))
         if match is None or match["module"] not in known:
             raise AdapterError(f"{WEIGHTS}: {_why_foreign(key, match['module'] if match else None, config)}")
         module, side = match["module"], match["side"]
         if (module, side) in sides:
             raise AdapterError(
                 f"{WEIGHTS}: tensors {name_of(sides[module, side])} and {name_of(key)} are both lora_{side} "
-                f"of {module}: remove one, or {AGAIN}"
+                f"of {module}, and which one was trained is not known: {AGAIN}"
             )
         sides[module, side] = key
+        adapters[match["adapter"]] = key
+    if len(adapters) > 1:
+        one, other = list(adapters.values())[:2]
+        raise AdapterError(
+            f"{WEIGHTS}: tensors {name_of(one)} and {name_of(other)} are of adapters with different names: save each "
+            "into a directory of its own with save_pretrained(selected_adapters=[NAME])"
+        )
     if not sides:
         raise AdapterError(f"{WEIGHTS} holds no LoRA tensors: {AGAIN}")
     for module, side in sides:
@@ -133,6 +144,12 @@ def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
 
 def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
     """Why a tensor is none of ours."""
+    if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
+        return (
+            f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
+            "here: if it was neither trained nor resized, save the adapter again with save_pretrained(DIRECTORY, "
+            f"save_embedding_layers=False); else {MERGE}"
+        )
     if any(name in key for name in _EMBEDDINGS):
         return (
             f"tensor {name_of(key)} adapts the embedding or the output head, which is not supported: train with "
@@ -144,7 +161,12 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
             "with use_dora=False"
         )
     if ".lora_" in key and key.endswith(".bias"):
-        return f"tensor {name_of(key)} is a LoRA bias, which is not supported: train with lora_bias=False"
+        return f"tensor {name_of(key)} is a LoRA bias, which is not supported: train with lora_bias=False, or {MERGE}"
+    if key.endswith(".bias"):
+        return (
+            f"tensor {name_of(key)} is a trained bias of the base, which an adapter cannot change here: {MERGE}, or "
+            "train with bias='none'"
+        )
     layer = re.match(r"model\.layers\.(\d+)\.", module or "")
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return (
@@ -154,7 +176,10 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
     if layer and projection in _PROJECTIONS:
         own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
         return f"tensor {name_of(key)} adapts {projection}, but the base has {', '.join(own)}: {_OTHER_BASE}"
-    return f"tensor {name_of(key)} is not LoRA A or B of a Llama projection: remove it, or {AGAIN}"
+    return (
+        f"tensor {name_of(key)} is not LoRA A or B of a projection of this base: {MERGE}, or use the base that it was "
+        "trained on"
+    )
 
 
 def _check_rank(
@@ -174,7 +199,7 @@ def _check_rank(
         )
     if rank > max_rank:
         raise AdapterError(
-            f"{module} has rank {rank}, above the limit of {max_rank}: start with --max-lora-rank {rank} or more"
+            f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank} or more"
         )
     return rank
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .regular_file import FileRefusedError, read_bounded
+from .regular_file import LFS_POINTER, FileRefusedError, is_lfs_pointer, read_bounded
 
 _MAX_CONFIG_BYTES = 1 << 20
 
@@ -38,6 +38,8 @@ def read_json_object(
     except FileRefusedError as problem:
         raise error(f"{name} {problem}: put the file itself there") from None
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        if is_lfs_pointer(path, roots):
+            raise error(f"{name} {LFS_POINTER}") from None
         raise error(f"{name} is not valid JSON: download or save it again") from None
     if content is None:
         raise error(f"{name} is larger than {max_bytes} bytes: it is not the file that it is named after")

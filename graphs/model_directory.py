@@ -1,66 +1,159 @@
-"""The directory of a model that was named: a path, or a hub id whose files lie in the local hub cache. Nothing is
-downloaded.
+"""The directory of a model or an adapter that was named: a path, or a hub id whose files lie in the local hub cache.
+Nothing is downloaded.
 """
 
+import os
 import re
+from itertools import islice
 from pathlib import Path
 
-from .config_fields import ConfigError
+from .adapter_config import CONFIG, AdapterError
+from .config_fields import ConfigError, read_json_object
 
 SHOWN = 100  # characters of a name that an error quotes
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_.-]{1,96}")
+WEIGHTS = "adapter_model.safetensors"
+_NEEDED = f"give the directory that holds {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes it"
+_FOLDER = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MOST_FOLDERS = 1000
+_MOST_LISTED = 5
 
 
 def model_directory(model: str | Path) -> Path:
-    """Where the files of a model lie: the path itself, or the hub cache's directory. Raises ConfigError, which says how
-    to download or convert, for a hub id that is not there and for GGUF.
+    """Where the files of a model lie: the path itself (`~` is the user's home), or the hub cache's directory. Raises
+    ConfigError, which says how to download or convert, for a hub id that is not there, for GGUF, and for a file or an
+    adapter in place of a model.
     """
-    path = Path(model)
     try:
+        path = Path(model).expanduser()
         is_directory = path.is_dir()
-    except OSError as problem:  # a name that is too long, or a directory that may not be entered
+    except (OSError, RuntimeError) as problem:  # too long, not to be entered, or `~name` of nobody
         shown = str(model) if len(str(model)) <= SHOWN else f"{str(model)[:SHOWN]}..."
-        raise ConfigError(
-            f"model {shown!r} cannot be read ({problem.strerror}); name a directory or a hub id"
-        ) from None
+        reason = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"model {shown!r} cannot be read ({reason}); name a directory or a hub id") from None
     if is_directory:
         _refuse_gguf(path, sorted(path.glob("*.gguf")))
+        _refuse_adapter(path)
         return path
     if path.suffix == ".gguf":
         _refuse_gguf(path.parent, [path])
-    return _cached(model) if isinstance(model, str) and _HUB_ID.fullmatch(model) and not path.exists() else path
+    if path.is_file():
+        raise ConfigError(f"model {str(model)!r} is a file; name a directory in the Hugging Face format: {path.parent}")
+    return cached_snapshot(str(model), "model", "config.json", ConfigError) if is_hub_id(model) else path
 
 
-def _cached(name: str) -> Path:
-    """The newest files of a hub id in the local cache ($HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub)."""
+def adapter_directory(named: str | Path) -> Path:
+    """Return the directory that someone on this machine means: `~` is their home, a file of an adapter stands for its
+    directory, and a hub id for its files in the local hub cache (nothing is downloaded).
+
+    Raises AdapterError for a directory that holds no adapter.
+    """
+    try:
+        path = Path(named).expanduser()
+        if is_hub_id(named) and not path.exists():
+            path = cached_snapshot(str(named), "adapter", CONFIG, AdapterError)
+        path = without_file_name(path)
+        if not os.path.lexists(path / CONFIG):
+            raise AdapterError(why_no_adapter(path))
+    except (OSError, RuntimeError) as problem:  # RuntimeError: `~name` of nobody
+        reason = getattr(problem, "strerror", None) or problem
+        raise AdapterError(f"adapter directory {str(named)[:200]} cannot be read ({reason}): {_NEEDED}") from None
+    return path
+
+
+def without_file_name(path: Path) -> Path:
+    """Return the directory of an adapter's file, and any other path as it is."""
+    return path.parent if path.name in (CONFIG, WEIGHTS) and not path.is_dir() else path
+
+
+def why_no_adapter(path: Path) -> str:
+    """Return the error for a path that has no adapter_config.json. It quotes nothing of a file."""
+    if not path.exists():
+        return f"adapter directory {path} does not exist: {_NEEDED}"
+    if not path.is_dir():
+        return f"{path} is a file, not an adapter's directory: {_NEEDED}"
+    folders = islice(path.iterdir(), _MOST_FOLDERS)
+    named = sorted(each.name for each in folders if _FOLDER.fullmatch(each.name) and (each / CONFIG).is_file())
+    if named:
+        shown = ", ".join(named[:_MOST_LISTED]) + (", ..." if len(named) > _MOST_LISTED else "")
+        return (
+            f"{path} has no {CONFIG}, but there is one in its folder {shown}: peft's save_pretrained writes an adapter "
+            f"into a folder of the adapter's name; give {path / named[0]}"
+        )
+    if (path / "config.json").is_file():
+        return f"{path} holds a model (config.json), not an adapter: {_NEEDED}; serve this directory as the model"
+    if (path / WEIGHTS).exists():
+        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it says how the weights are scaled"
+    return f"{path / CONFIG} does not exist: {_NEEDED}"
+
+
+def is_hub_id(named: str | Path) -> bool:
+    """Whether this may be the name of a repository of the hub. A path of the same form goes first, where it exists."""
+    return isinstance(named, str) and _HUB_ID.fullmatch(named) is not None and not Path(named).exists()
+
+
+def cached_snapshot(name: str, kind: str, config: str, error: type[ValueError]) -> Path:
+    """The newest files of a hub id in the local cache ($HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub).
+
+    `kind`: what it is the name of, whose file `config` must be there. Raises `error`, which says how to download it.
+    """
     from huggingface_hub import snapshot_download  # comes with tokenizers; a start from a directory does without it
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    local = f"models/{name.rpartition('/')[2]}"
+    local = f"{kind}s/{name.rpartition('/')[2]}"
     remedy = f"run `hf download {name} --local-dir {local}` and name {local}"
     try:
         found = Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        raise ConfigError(
-            f"model {name!r} is neither a directory nor in the local hub cache (nothing is downloaded): {remedy}"
+        raise error(
+            f"{kind} {name!r} is neither a directory nor in the local hub cache (nothing is downloaded): {remedy}"
         ) from None
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(
-            f"model {name!r} cannot be read from the local hub cache ({problem}): check its permissions, or {remedy}"
+        raise error(
+            f"{kind} {name!r} cannot be read from the local hub cache ({problem}): check its permissions, or {remedy}"
         ) from None
-    if not (found / "config.json").is_file():
-        raise ConfigError(f"model {name!r} lies in the local hub cache without its config.json: {remedy}")
+    if not (found / config).is_file():
+        raise error(f"{kind} {name!r} lies in the local hub cache without its {config}: {remedy}")
     return found
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Raises for an adapter in place of a model."""
+    if (directory / "config.json").is_file() or not (directory / CONFIG).is_file():
+        return
+    config = read_json_object(directory / CONFIG, ConfigError, "download it again")
+    base = config.get("base_model_name_or_path")
+    of = f" of {base[:SHOWN]!r}" if isinstance(base, str) and base else ""
+    raise ConfigError(
+        f"{directory} is a LoRA adapter{of}, not a model: name its base as the model, and add "
+        f"adapters={{'{directory.absolute().name}': '{directory}'}}"
+    )
 
 
 def _refuse_gguf(directory: Path, files: list[Path]) -> None:
     """Raises for a model that is there as GGUF only."""
     if not files or (directory / "config.json").is_file():
         return
-    where = f"{str(directory)!r}, gguf_file={files[0].name!r}"
     raise ConfigError(
-        f"{files[0].name} is GGUF, whose blocks of four to eight bits are not served: convert it with `python -c "
-        '"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-        f"[C.from_pretrained({where}).save_pretrained('converted') for C in (M, T)]\"` (pip install transformers gguf) "
-        "and name the directory `converted`"
+        f"{files[0].name} is GGUF, whose blocks of four to eight bits are not served: convert it with "
+        f'`python -c "{_in_quotes(gguf_conversion(directory, files[0].name))}"` (pip install transformers gguf) and '
+        "name the directory `converted`"
     )
+
+
+def gguf_conversion(directory: Path, file: str) -> str:
+    """Python code that writes a GGUF file as a checkpoint, `converted`: with transformers 4, which always unpacks the
+    blocks, and with 5, which does it when it is asked to and then saves such a model only as an ordinary one.
+    """
+    return (
+        f"import transformers as t; d, g = {str(directory)!r}, dict(gguf_file={file!r}); "
+        "c = getattr(t, 'GgufConfig', None); u = {'quantization_config': c(dequantize=True)} if c else {}; "
+        "m = t.AutoModelForCausalLM.from_pretrained(d, **g, **u); q = getattr(m, 'hf_quantizer', None); "
+        "q and q.remove_quantization_config(m); m.save_pretrained('converted'); "
+        "t.AutoTokenizer.from_pretrained(d, **g).save_pretrained('converted')"
+    )
+
+
+def _in_quotes(code: str) -> str:
+    """The code as a shell reads it between double quotes."""
+    return re.sub(r'(["$`\\])', r"\\\1", code)

@@ -15,6 +15,9 @@ from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,159}")
 _LARGEST = 10**12
+_LFS = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER = "is a pointer of Git LFS, not the file itself: run `git lfs pull` there, or download the file"
+"""What an error says of a file that `is_lfs_pointer`."""
 
 
 class FileRefusedError(ValueError):
@@ -46,6 +49,15 @@ def read_bounded(path: Path, most: int, roots: Sequence[Path] | None = None) -> 
     with open(open_regular(path, roots), "rb") as file:
         content = file.read(most + 1)
     return content if len(content) <= most else None
+
+
+def is_lfs_pointer(path: Path, roots: Sequence[Path] | None = None) -> bool:
+    """Whether the file is what git leaves in place of a large file that Git LFS has not fetched."""
+    try:
+        with open(open_regular(path, roots), "rb") as file:
+            return file.read(len(_LFS)) == _LFS
+    except (OSError, FileRefusedError):
+        return False
 
 
 def _check_place(real: str, roots: Sequence[Path] | None) -> None:

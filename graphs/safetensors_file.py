@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .regular_file import LFS_POINTER, is_lfs_pointer
+
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -28,6 +30,8 @@ class SafetensorsFile:
         except FileNotFoundError:
             raise error(f"{path.name} is missing from {path.parent}: {remedy}") from None
         except (OSError, SafetensorError, ValueError) as problem:
+            if is_lfs_pointer(path):
+                raise error(f"{path.name} {LFS_POINTER}") from None
             raise error(f"{path.name} is damaged or truncated ({problem}): {remedy}") from None
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .regular_file import FileRefusedError, name_of, open_regular
+from .regular_file import LFS_POINTER, FileRefusedError, is_lfs_pointer, name_of, open_regular
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Of the dtypes that adapters may have, spelled as in the file."""
@@ -88,6 +88,8 @@ def read_layout(
     except _TooManyTensorsError as problem:
         raise error(f"{path.name} has {problem}: {foreign}") from None
     except (OSError, EOFError, ValueError) as problem:
+        if is_lfs_pointer(path, roots):
+            raise error(f"{path.name} {LFS_POINTER}") from None
         raise damaged(path, error, remedy, problem) from None
     finally:
         os.close(handle)

@@ -4,13 +4,16 @@ into one line and exit code 2.
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ..runtime.engine.spelling import with_flags
 from ..runtime.processes.garbage import collect_seldom
+from ..runtime.processes.memory import out_of_memory
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
 from .bench import startup as bench_startup
@@ -61,6 +64,10 @@ examples:
   sidestream COMMAND --help                                          more examples"""
 
 
+NEAR = 0.8
+"""How alike a flag must be to be suggested: --dtype is not --lora-dtype misspelled."""
+
+
 class Parser(ConfigParser):
     """Says what is wrong with an option in one line, instead of printing every option there is."""
 
@@ -83,8 +90,10 @@ class Parser(ConfigParser):
         """As argparse's, but what this parser does not know is its own error, which names the nearest flag."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-            near = difflib.get_close_matches(rest[0].partition("=")[0], flags, 1)
+            shown = [
+                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+            ]
+            near = difflib.get_close_matches(rest[0].partition("=")[0], shown, 1, NEAR)
             self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; did you mean {near[0]}?" if near else ""))
         return found, rest
 
@@ -160,10 +169,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as problem:
-        if os.environ.get("SIDESTREAM_TRACEBACK") or not is_clear(problem):
+        memory = out_of_memory(problem)
+        if os.environ.get("SIDESTREAM_TRACEBACK") or not (memory or is_clear(problem)):
             raise
-        print(f"sidestream: error: {one_line(problem)}", file=sys.stderr)
+        print(f"sidestream: error: {memory or with_flags(one_line(problem), vars(options))}", file=sys.stderr)
         return 2
+
+
+ADVICE = {
+    errno.ENOSPC: "free some, or write to another disk",
+    errno.EDQUOT: "free some, or write to another disk",
+    errno.EROFS: "write to another disk",
+    errno.ENOENT: "name one that is there",
+    errno.EACCES: "check its permissions",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "name a directory",
+}
+"""What to do about an operating system's error."""
 
 
 def is_clear(problem: Exception) -> bool:
@@ -178,8 +200,10 @@ def is_clear(problem: Exception) -> bool:
 
 def one_line(problem: BaseException) -> str:
     """The message of an exception on one line, never empty."""
-    if isinstance(problem, OSError) and problem.strerror and problem.filename is not None:
-        return f"{problem.filename}: {problem.strerror}"
+    if isinstance(problem, OSError) and problem.strerror:
+        where = "" if problem.filename is None else f"{problem.filename}: "
+        advice = ADVICE.get(problem.errno or 0)
+        return f"{where}{problem.strerror}" + (f"; {advice}" if advice else "")
     return " ".join(str(problem).split()) or type(problem).__name__
 
 

@@ -95,6 +95,9 @@ class ProgramStore:
         return self.path(key)
 
 
+_told: set[str] = set()
+
+
 def _name(key: str) -> str:
     return f"{key}.program"
 
@@ -121,7 +124,13 @@ class ProgramCache:
         try:
             self.store.save(self._key(bucket), with_pages(program, 1))
         except OSError as error:
-            log.warning("the program %s is not kept for the next start: %s", bucket.name, error)
+            if str(error) not in _told:  # one line a reason: of the other programs the same is true
+                _told.add(str(error))
+                log.warning(
+                    "the program %s is not kept for the next start: %s; free space there, or set SIDESTREAM_CACHE",
+                    bucket.name,
+                    error,
+                )
 
     def _key(self, bucket: Bucket) -> str:
         versions = {"torch": torch.__version__, "triton": triton.__version__, "sources": source_hash()}

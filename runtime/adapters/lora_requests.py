@@ -1,9 +1,9 @@
 """LoRARequests as names of adapters."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from ...graphs.model_directory import adapter_directory
 from ..requests.errors import RequestError
 from ..requests.lora_request import LoRARequest
 from .registry import AdapterRegistry
@@ -24,7 +24,7 @@ def adapter_names(
         number = registry.numbers.get(each.lora_name)
         if number is None:
             add_adapter(each.lora_name, each.lora_path)
-        elif Path(each.lora_path).resolve() != registry.by_number(number).path.resolve():
+        elif adapter_directory(each.lora_path).resolve() != registry.by_number(number).path.resolve():
             raise RequestError(
                 f"adapter {each.lora_name!r} was loaded from another directory than {each.lora_path!r}; use another "
                 "name, or add_adapter(..., replace=True)"

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from ...graphs.adapter import Adapter, Describe, load_adapter
 from ...graphs.adapter_config import CONFIG, AdapterError
-from ...graphs.adapter_description import WEIGHTS, describe_adapter
+from ...graphs.adapter_description import describe_adapter
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
+from ...graphs.model_directory import WEIGHTS, adapter_directory, without_file_name
 from ...graphs.stack import check_fits
 from ..requests.errors import RequestError
 from .slot_cache import SlotCache
@@ -152,11 +153,14 @@ class AdapterRegistry:
     def _read(self, name: str, path: str | Path, replace_name: bool) -> tuple[Path, Adapter, Stamp | None]:
         check_name(name)
         self._check_room(name, replace_name)
-        directory = self._resolve(name, path)
-        stamp = _stamp(directory)
         lora = self.lora  # what does not fit the stacks is refused before it takes memory
         rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
-        adapter = self._load(directory, rank, self.allowed_roots, fresh=True)
+        try:
+            directory = self._resolve(name, path)
+            stamp = _stamp(directory)
+            adapter = self._load(directory, rank, self.allowed_roots, fresh=True)
+        except AdapterError as problem:
+            raise AdapterError(f"adapter {name!r}: {problem}") from None
         if lora is not None:
             try:
                 check_fits(adapter, lora)
@@ -321,9 +325,7 @@ class AdapterRegistry:
     def _check_room(self, name: str, replace_name: bool) -> None:
         if name in self.numbers:
             if not replace_name:
-                raise RequestError(
-                    f"adapter {name!r} is there already; remove it first, replace it or choose another name"
-                )
+                raise RequestError(f"adapter {name!r} is there already; choose another name, or give replace=True")
         elif len(self.numbers) >= self.max_adapters:
             raise RequestError(
                 f"adapter {name!r} is one more than the {self.max_adapters} that are allowed; remove another first"
@@ -331,8 +333,8 @@ class AdapterRegistry:
 
     def _resolve(self, name: str, path: str | Path) -> Path:
         if self.allowed_roots is None:
-            return Path(path)
-        directory = Path(os.path.realpath(path))
+            return adapter_directory(path)
+        directory = Path(os.path.realpath(without_file_name(Path(path))))
         if not any(directory.is_relative_to(root) for root in self.allowed_roots):
             raise RequestError(
                 f"adapter {name!r}: its path does not lie under a directory from which adapters may be loaded; move "

@@ -155,7 +155,10 @@ class SlotCache:
             write()
         except OSError as error:
             if not self._warned:
-                _log.warning("packed adapters are not kept for the next start: %s", error)
+                _log.warning(
+                    "packed adapters are not kept for the next start: %s; free space there, or set SIDESTREAM_CACHE",
+                    error,
+                )
             self._warned = True
 
 

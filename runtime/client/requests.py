@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ..requests.checks import check_text
 from ..requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from ..requests.request import Continuation
@@ -35,6 +36,8 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
     Raises RequestError for what could not travel; the server checks the rest.
     """
     text, ids = text_or_ids(prompt)
+    if adapter is not None:
+        check_text("adapter", adapter)
     if text is not None and len(text) > MAX_PROMPT_CHARACTERS:
         raise RequestError(f"the prompt has {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} can be sent")
     if ids is not None and len(ids) > MAX_PROMPT_TOKENS:

@@ -108,7 +108,7 @@ class Model:
         """
         if self.runner.stacks is None:
             raise RequestError(
-                "the engine was started without adapters; give LLM at least one in adapters={name: path}, or "
+                "the engine was started without adapters; give at least one in adapters={name: path}, or "
                 "max_loras and max_lora_rank"
             )
         known = self.registry.add(name, path, replace)
@@ -160,7 +160,7 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
     directory = model_directory(model)
     if not directory.is_dir():
         raise OptionError(
-            f"model={str(model)!r} is no directory; download the model first and name the directory that holds its "
+            f"model {str(model)!r} is no directory; download the model first and name the directory that holds its "
             "config.json"
         )
     config = LlamaConfig.from_directory(directory)

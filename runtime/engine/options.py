@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
 from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
-from ..requests.checks import MAX_DRAFTS, is_speculation
+from ..requests.checks import MAX_DRAFTS, is_speculation, plain
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
@@ -207,7 +207,7 @@ def read_keywords(given: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, An
 
     Raises TypeError for a keyword that there is not, and OptionError for a value that cannot be.
     """
-    known = keywords()
+    known, given = keywords(), {name: plain(value) for name, value in given.items()}
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, [*known, "model", "adapters"], 1)

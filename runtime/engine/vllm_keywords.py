@@ -1,5 +1,5 @@
-"""Keywords of vLLM's `LLM` that there are not here: each is refused with what to do instead, unless its value asks for
-what happens anyway.
+"""Keywords of vLLM's `LLM`, and flags of its server, that there are not here: each is refused with what to do instead,
+unless its value asks for what happens anyway.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,9 @@ class Foreign(NamedTuple):
     remedy: str
 
 
-_ONE_GPU = "start one server for each GPU, as a model runs on one"
+ANY: Any = object()
+"""Among the accepted values: every value is accepted."""
+_ONE_GPU = "use tensor_parallel_size to spread a model over GPUs, or one engine for each GPU"
 _TEXT_ONLY = "leave it out; the model reads text only"
 _TOKENIZER = "put tokenizer.json or tokenizer.model into the model's directory; it is read from there"
 _LOCAL = "download the model first and name its directory"
@@ -56,7 +58,7 @@ FOREIGN: dict[str, Foreign] = {
     "enable_chunked_prefill": Foreign((True,), "raise max_num_batched_tokens to the longest prompt"),
     "max_seq_len_to_capture": Foreign((8192,), "use enforce_eager=True to replay no CUDA graph"),
     "compilation_config": Foreign((0, {}), "use disable_passes and the other compiler options"),
-    "speculative_config": Foreign((), "use speculation, 'auto' or a number of drafts, and draft for an EAGLE-3 head"),
+    "speculative_config": Foreign((), "use speculation='auto' or a number, and draft=DIR for an EAGLE-3 head"),
     "structured_outputs_config": Foreign(({},), "leave it out; requests have structured_outputs"),
     "logits_processors": Foreign(((), []), "use logit_bias, temperature, top_k, top_p or min_p in SamplingParams"),
     "disable_async_output_proc": Foreign((False, True), "leave it out"),
@@ -67,6 +69,28 @@ FOREIGN: dict[str, Foreign] = {
     "fully_sharded_loras": Foreign((False,), _ONE_GPU),
     "served_model_name": Foreign((), "leave it out; requests name adapters, not models"),
 }
+_TOOLS = "calls of tools are always read, in the form that the model's chat template has"
+_PROXY = "put a proxy that ends TLS and rewrites paths in front"
+_LOGS = "requests are logged with --access-log FILE only"
+FLAGS: dict[str, Foreign] = {
+    "enable_auto_tool_choice": Foreign((True, False), _TOOLS),
+    "tool_call_parser": Foreign((ANY,), _TOOLS),
+    "enable_prefix_caching": Foreign((True,), "prompts are kept for later requests; --no-prefix-caching ends it"),
+    "guided_decoding_backend": Foreign((ANY,), "llguidance constrains answers"),
+    "disable_log_requests": Foreign((True, False), _LOGS),
+    "enable_log_requests": Foreign((False,), "use --access-log FILE"),
+    "disable_uvicorn_access_log": Foreign((True, False), _LOGS),
+    "uvicorn_log_level": Foreign((ANY,), _LOGS),
+    "disable_frontend_multiprocessing": Foreign((True, False), "HTTP has a process of its own"),
+    "reasoning_parser": Foreign((), "leave it out; a model's thoughts stay in its answer's text"),
+    "ssl_keyfile": Foreign((), _PROXY),
+    "ssl_certfile": Foreign((), _PROXY),
+    "root_path": Foreign((), _PROXY),
+    "max_num_partial_prefills": Foreign((1,), "leave it out; prompts share every step"),
+}
+"""Flags of `vllm serve` that are no keywords of its `LLM`. The text says why an accepted one has no effect, or what to
+do instead of another.
+"""
 ACCEPTED = ("enable_lora",)
 """vLLM's keywords that are understood without being options."""
 
@@ -83,7 +107,7 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
         del kept["seed"]  # vLLM's default
     for name, value in given.items():
         foreign = FOREIGN.get(name)
-        if foreign is not None and value is not None and not any(_same(value, each) for each in foreign.accepted):
+        if foreign is not None and not asks_nothing(foreign, value):
             raise OptionError(f"{name}={value!r} is not supported; {foreign.remedy}")
     if "enable_lora" in given:
         enabled = given["enable_lora"]
@@ -95,6 +119,11 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
             kept.setdefault("max_loras", DEFAULT_LORAS)
             kept.setdefault("max_lora_rank", DEFAULT_LORA_RANK)
     return kept
+
+
+def asks_nothing(foreign: Foreign, value: Any) -> bool:
+    """Whether a value of vLLM's asks for what happens anyway."""
+    return value is None or any(each is ANY or _same(value, each) for each in foreign.accepted)
 
 
 def _same(value: Any, accepted: Any) -> bool:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from .checks import make_plain
 from .errors import RequestError
 from .lora_request import LoRARequest
 from .outputs import FinishReason, Logprob
@@ -30,6 +31,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        make_plain(self)
         width, penalty = self.beam_width, self.length_penalty
         if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MAX_LOGPROBS // 2:
             raise RequestError(f"beam_width={width!r} must be an integer from 1 to {MAX_LOGPROBS // 2}")

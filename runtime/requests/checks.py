@@ -1,6 +1,7 @@
 """Checks of single fields of `SamplingParams`: each raises RequestError with the field's name and what it may be."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from .errors import RequestError
@@ -15,6 +16,31 @@ MAX_BAD_WORD_CHARACTERS = 4096
 MAX_TOKENS = 1 << 24
 BIAS_LIMIT = 100.0
 MAX_DRAFTS = 7
+
+
+def plain(value: Any) -> Any:
+    """Return NumPy's and torch's scalars and arrays as Python's numbers and lists, and anything else as it is."""
+    convert = getattr(value, "tolist", None)
+    return convert() if callable(convert) and not isinstance(value, memoryview) else value
+
+
+def make_plain(params: Any) -> None:
+    """Replace NumPy's and torch's values in the fields of a frozen dataclass, see `plain`."""
+    for each in fields(params):
+        value = getattr(params, each.name)
+        if hasattr(value, "tolist"):
+            object.__setattr__(params, each.name, plain(value))
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise RequestError for a string that is no text: it holds one half of a surrogate pair, which UTF-8 has not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} holds the lone surrogate {text[error.start]!a} at character {error.start}, which is no text; send "
+            "both halves of the pair, or replace it: text.encode(errors='replace').decode()"
+        ) from None
 
 
 def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
@@ -53,6 +79,7 @@ def as_stop_strings(stop: Any) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_LENGTH:
             raise RequestError(f"stop={string!r} must be a string of 1 to {MAX_STOP_LENGTH} characters")
+        check_text("stop", string)
     return strings
 
 
@@ -67,6 +94,7 @@ def as_bad_words(words: Any) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise RequestError(f"bad_words holds {word!r}; each must be a word, not empty and more than spaces")
+        check_text("bad_words", word)
     characters = sum(map(len, words))
     if characters > MAX_BAD_WORD_CHARACTERS:
         raise RequestError(
@@ -79,11 +107,8 @@ def as_token_ids(name: str, token_ids: Any, most: int) -> tuple[int, ...]:
     """One token id or several, or None, as a tuple of at most `most`."""
     if token_ids is None:
         return ()
-    values = (
-        tuple(token_ids)
-        if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes))
-        else (token_ids,)
-    )
+    many = isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes))
+    values = tuple(map(plain, token_ids)) if many else (token_ids,)
     if len(values) > most:
         raise RequestError(f"{name} has {len(values)} entries; at most {most} are allowed")
     for value in values:
@@ -99,6 +124,7 @@ def as_biases(biases: Any) -> dict[int, float]:
         raise RequestError(f"logit_bias={biases!r} must map token ids to numbers, for example {{42: -100}}")
     if len(biases) > MAX_BIASES:
         raise RequestError(f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are allowed")
+    biases = {plain(token): plain(value) for token, value in biases.items()}
     for token, value in biases.items():
         check_integer("logit_bias token", token, 0, MAX_TOKENS)
         check_number(f"logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT)

@@ -16,6 +16,7 @@ from .checks import (
     check_integer,
     check_number,
     is_speculation,
+    make_plain,
 )
 from .errors import RequestError
 from .structured_outputs import StructuredOutputsParams
@@ -108,6 +109,7 @@ class SamplingParams:
     speculation: str | int | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name, remedy in REFUSED.items():
             if not self._asks_nothing(name):
                 raise RequestError(f"{name} is not supported; {remedy}")
@@ -236,12 +238,14 @@ class SamplingParams:
 
 
 def _as_structured_outputs(given: Any) -> StructuredOutputsParams | None:
+    if isinstance(given, StructuredOutputsParams):
+        given.check_text()
     if given is None or isinstance(given, StructuredOutputsParams):
         return given
     if not isinstance(given, Mapping):
         raise RequestError(f"structured_outputs must be StructuredOutputsParams, not {type(given).__name__}")
     try:
-        return StructuredOutputsParams(**given)
+        return _as_structured_outputs(StructuredOutputsParams(**given))
     except TypeError:
         known = ", ".join(field.name for field in fields(StructuredOutputsParams))
         raise RequestError(f"structured_outputs has a field that there is not; its fields are {known}") from None

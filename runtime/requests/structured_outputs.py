@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from .checks import check_text
 from .errors import RequestError
 
 MAX_CONSTRAINT_BYTES = 256 << 10
@@ -78,6 +79,16 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs.{self.kind} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed"
             )
+
+    def check_text(self) -> None:
+        """Raise RequestError for a constraint with half of a surrogate pair, which no answer can have."""
+        text = self.text
+        if self.json is not None and "\\u" in text:  # an escape such as \ud83d is ASCII in a schema's text
+            text = json.dumps(json.loads(text), ensure_ascii=False)
+        for place, each in enumerate(self.choice or ()):
+            check_text(f"structured_outputs.choice[{place}]", each)
+        check_text(f"structured_outputs.{self.kind}", text)
+        check_text("structured_outputs.whitespace_pattern", self.whitespace_pattern or "")
 
     @property
     def kind(self) -> str:

@@ -71,22 +71,19 @@ class AdapterDesk:
         if self._state.stepper.ready.num_slots == 0:
             return (
                 "adapter_error",
-                "the server was started without adapter slots; start it with an adapter, or with --max-loras and "
-                "--max-lora-rank",
+                "the server was started without adapter slots; start it with an adapter, or with --max-loras N and "
+                "--max-lora-rank R",
             )
         if known and not message.replace:
-            return "adapter_in_use", f"adapter {message.name!r} is there already; set replace, or choose another name"
+            text = f"adapter {message.name!r} is there already; choose another name, or give replace=True"
+            return "adapter_in_use", text
         if not within(message.path, self._roots):
-            return (
-                "forbidden",
-                "the path is outside the directories that adapters may be loaded from; start the server with "
-                "--adapter-root",
-            )
+            return "forbidden", _outside(message.path)
         return None
 
     def _unload_refusal(self, stepper: Stepper, name: str, known: LoadedAdapter | None) -> tuple[ErrorCode, str] | None:
         if known is None:
-            return "unknown_adapter", f"adapter {name!r} is not known"
+            return "unknown_adapter", f"adapter {name!r} is not known; list_adapters tells which are"
         # the engine has those that wait, run or are suspected; not those whose prompts are being tokenized
         if stepper.scheduler.states.waiting.active(known.number) or any(
             request.adapter == name and not request.admitted for request in self._requests.all()
@@ -133,6 +130,18 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
         where = "cpu"
     waiting = len(stepper.scheduler.states.waiting.of(number))
     return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting)
+
+
+def _outside(path: str) -> str:
+    """Why a path may not be read."""
+    if path.startswith("~") or not os.path.isabs(path):
+        return (
+            f"the path {path[:100]!r} is not absolute, and a server expands no `~` and resolves no hub id; give the "
+            "whole path of a directory on the server's machine"
+        )
+    return (
+        "the path is outside the directories that adapters may be loaded from; start the server with --adapter-root DIR"
+    )
 
 
 def within(path: str, roots: list[str]) -> bool:

@@ -9,6 +9,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
+from ..engine.spelling import with_server_flags
 from ..wire.protocol import (
     HEARTBEAT_SECONDS,
     MAX_CHUNK_TOKENS,
@@ -105,6 +108,8 @@ class Connections:
         """Send a message, or keep it until the client takes it. What was added before by `add` goes first."""
         if client.gone:
             return
+        if isinstance(message, Error):
+            message = structs.replace(message, message=with_server_flags(message.message))
         if client.chunks:
             self._pack(client)
         self._append(client, message)

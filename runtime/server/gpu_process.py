@@ -24,7 +24,9 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import zmq
 
+from ..engine.spelling import with_server_flags
 from ..processes.garbage import collect_seldom
+from ..processes.memory import out_of_memory
 from ..processes.watch import Pulse
 from ..steps.plan import StepDrafts, StepMasks, StepPlan, no_rows
 from ..wire.channel import Channel, ChannelClosed
@@ -252,11 +254,12 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
                     served = build(settings)
                     ready = with_loaded(served, settings.loaded_adapters)
                 except Exception as error:
-                    if not isinstance(error, (ValueError, OSError, MemoryError)) and not type(
-                        error
-                    ).__module__.startswith("sidestream."):
+                    memory = out_of_memory(error)
+                    clear = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("sidestream.")
+                    if not (memory or clear):
                         _log.exception("the model could not be loaded")
-                    channel.send({"event": "failed", "message": " ".join(str(error).split()) or type(error).__name__})
+                    text = memory or with_server_flags(" ".join(str(error).split()) or type(error).__name__)
+                    channel.send({"event": "failed", "message": text})
                     return 2
                 channel.send({"event": "ready", "ready": msgspec.to_builtins(ready)})
                 linger = 200

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from ..requests.checks import check_text
 from ..requests.errors import RequestError
 from .chat_template import ChatTemplate, ChatTemplateError, ChatWords
 
@@ -105,11 +106,17 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry, Mapping):
         raise RequestError(f"{where} must be a dict with a role and a content, not {_kind(entry)}")
     content = entry.get("content")
+    if isinstance(content, str):
+        check_text(f"{where}: content", content)
     if not _is_list(content):
         return dict(entry)
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where} has a content part that is no text; the model reads text only")
+            kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+            raise RequestError(
+                f"{where} has a content part of type {str(kind)[:40]!r}; the model reads text only: "
+                '{"type": "text", "text": "..."}'
+            )
     return {**entry, "content": "\n".join(part["text"] for part in content)}
 
 

@@ -47,10 +47,12 @@ class ChatTemplate:
         Raises ChatTemplateError, also when rendering takes more than `seconds`.
         """
         for place, message in enumerate(messages):
-            if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            if message.get("role") not in ROLES:
                 raise ChatTemplateError(
-                    f"message {place} must have a role ({', '.join(ROLES)}) and a content that is text"
+                    f"message {place} has the role {str(message.get('role'))[:40]!r}; roles are {', '.join(ROLES)}"
                 )
+            if not isinstance(message.get("content"), str):
+                raise ChatTemplateError(f"message {place} must have a content that is text")
         given = {
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,

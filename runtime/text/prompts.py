@@ -5,6 +5,7 @@ work starts. `LLM` and the client share it, so it imports neither the engine nor
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..requests.checks import check_text, plain
 from ..requests.errors import RequestError
 from ..requests.request import Continuation
 from ..requests.sampling_params import SamplingParams
@@ -28,7 +29,8 @@ def as_list(prompts: Any) -> list[Prompt]:
     values = prompts.tolist() if hasattr(prompts, "tolist") and not isinstance(prompts, memoryview) else prompts
     if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
         raise RequestError(f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}")
-    return [values] if values and all(_is_id(value) for value in values) else list(values)
+    ids = [plain(value) for value in values] if values and not isinstance(values[0], (str, list)) else []
+    return [ids] if ids and all(map(_is_id, ids)) else list(values)
 
 
 def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) -> list[Any]:
@@ -36,6 +38,7 @@ def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) ->
 
     Raises RequestError, which calls it `name`, for a value that is no `kind` and for a list of another length.
     """
+    value = plain(value)
     if value is None or isinstance(value, kind):
         return [default if value is None else value] * count
     if not isinstance(value, Sequence):
@@ -71,12 +74,14 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
         if given[0] == "prompt" and not isinstance(prompt, str):
             raise RequestError(f"{where}the value of 'prompt' must be text; use 'prompt_token_ids' for token ids")
     if isinstance(prompt, str):
+        check_text(f"{where}the prompt", prompt)
         return prompt, None
     values = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview) else prompt
     if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
         raise RequestError(f"{where}a prompt is text or a list of token ids, not {type(prompt).__name__}")
     if type(values) is list and set(map(type, values)) == {int}:  # as nearly all are, however long
         return None, values.copy()
+    values = [plain(value) for value in values]
     wrong = next((value for value in values if not _is_id(value)), None)
     if wrong is not None:
         raise RequestError(f"{where}a prompt is text or a list of token ids; this list holds a {type(wrong).__name__}")

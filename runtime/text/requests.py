@@ -67,6 +67,6 @@ def _encode(text: str, tokenizer: Tokenizer | None, add_special_tokens: bool, wh
     if tokenizer is None:
         raise RequestError(
             f"{where}text needs a tokenizer, and the model's directory has neither tokenizer.json nor "
-            "tokenizer.model; pass token ids instead"
+            "tokenizer.model; copy one there, or pass token ids instead"
         )
     return tokenizer.encode(text, add_special_tokens)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...graphs.regular_file import LFS_POINTER, is_lfs_pointer
 from ..requests.errors import RequestError
 from .token_bytes import TokenBytes, fast_token_bytes
 
@@ -193,6 +194,9 @@ def load_tokenizer(directory: Path | None) -> Tokenizer | None:
     """The tokenizer in a model's directory; None if there is none (prompts are token ids then, and texts stay '')."""
     if directory is None:
         return None
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if is_lfs_pointer(directory / name):
+            raise RequestError(f"{directory / name} {LFS_POINTER}")
     if (directory / "tokenizer.json").is_file():
         return FastTokenizer(directory / "tokenizer.json")
     if (directory / "tokenizer.model").is_file():

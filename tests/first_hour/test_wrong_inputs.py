@@ -16,6 +16,7 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools import cli
 
 ASK = ("generate", "-p", "hi")
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1000\n"
 QUICK = ("--connect-timeout", "0.2")
 
 KEYED = ("serve", "--bind", "tcp://127.0.0.1:0", "--keys", "{keys}/server")
@@ -42,6 +43,13 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("an unknown dtype of weights", ("generate", "{int4}", "-p", "hi"), "int4", "bfloat16, float16, float32"),
     ("an unknown RoPE", ("generate", "{dynamic}", "-p", "hi"), "dynamic", "remove it"),
     ("no weights", ("generate", "{weightless}", "-p", "hi"), "{weightless}", "Hugging Face checkpoint"),
+    ("a pointer for weights", ("generate", "{lfs}", "-p", "hi"), "model.safetensors", "git lfs pull"),
+    (
+        "a pointer for a tokenizer",
+        ("generate", "{lfs_words}", "-p", "hi"),
+        "{lfs_words}/tokenizer.json",
+        "git lfs pull",
+    ),
     ("weights cut off", ("generate", "{cut}", "-p", "hi"), "model.safetensors", "download or copy it again"),
     ("no tokenizer", ("generate", "{mute}", "-p", "hi"), "tokenizer", "token ids"),
     ("a broken tokenizer", ("generate", "{babble}", "-p", "hi"), "{babble}/tokenizer.json", "copy it again"),
@@ -57,11 +65,22 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("a rank above the limit", (*ASK, "--max-lora-rank", "2"), "above the limit of 2", "--max-lora-rank 32"),
     ("an adapter that is not loaded", (*ASK, "-a", "pirat"), "'pirat'", "loaded: json, pirate, shout, yoda"),
     ("adapters for no prompt", (*ASK, "-a", "shout", "-a", "none"), "2 adapters for 1 prompts", "give one for all"),
-    ("too many slots", (*ASK, "--max-loras", "1000"), "max_loras=1000", "from 0 to 256"),
+    ("too many slots", (*ASK, "--max-loras", "1000"), "--max-loras 1000", "from 0 to 256"),
+    ("an adapter misspelled", (*ASK, "-a", "pirat"), "'pirat'", "did you mean pirate?"),
+    ("a model as adapter", (*ASK, "--lora-modules", "x={model}"), "{model} holds a model", "not an adapter"),
+    (
+        "an adapter as model",
+        ("generate", "{dora}", "-p", "hi"),
+        "{dora} is a LoRA adapter",
+        "--lora-modules dora={dora}",
+    ),
+    ("a pointer of Git LFS", (*ASK, "--lora-modules", "x={lfs_adapter}"), "adapter_model.safetensors", "git lfs pull"),
+    ("a hub id", (*ASK, "--lora-modules", "x=nobody-zz/none-zz"), "nobody-zz/none-zz", "hf download"),
+    ("JSON of no adapter", (*ASK, "--lora-modules", '{"name": "x"}'), '{"name": "x"}', '"path": "adapters/pirate"'),
     # precision and passes
     ("an unknown precision", (*ASK, "--precision", "fp4"), "'fp4'", "'int8', 'fp8', 'bf16', 'fp32'"),
     ("an unknown KV dtype", (*ASK, "--kv-cache-dtype", "fp16"), "'fp16'", "'bf16'"),
-    ("two that contradict", (*ASK, "--precision", "bf16", "--kv-cache-dtype", "int8"), "kv_dtype='int8'", "'auto'"),
+    ("two that contradict", (*ASK, "--precision", "bf16", "--kv-cache-dtype", "int8"), "-dtype 'int8'", "'auto'"),
     ("an unknown pass", (*ASK, "--disable-pass", "fuse_silu"), "'fuse_silu'", "did you mean 'fuse_silu_mul'?"),
     ("a pass that must run", (*ASK, "--disable-pass", "normalize"), "'normalize'", "can't be switched off"),
     ("a layer that there is not", (*ASK, "--hadamard", "99"), "layer 99", "layers 0 to 3"),
@@ -70,14 +89,19 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("no such calibration", (*ASK, "--calibration", "{nowhere}"), "{nowhere}", "sidestream calibrate"),
     ("a file that is no calibration", (*ASK, "--calibration", "{file}"), "{file}", "sidestream calibrate"),
     # numbers
-    ("a temperature that is no number", (*ASK, "--temperature", "nan"), "temperature=nan", "from 0 to 100"),
-    ("no probability", (*ASK, "--top-p", "0"), "top_p=0.0", "above 0 and at most 1"),
+    ("a temperature that is no number", (*ASK, "--temperature", "nan"), "--temperature nan", "from 0 to 100"),
+    ("no probability", (*ASK, "--top-p", "0"), "--top-p 0.0", "above 0 and at most 1"),
     ("no tokens", (*ASK, "--max-tokens", "0"), "--max-tokens", "at least 1"),
     ("tokens in words", (*ASK, "--max-tokens", "many"), "'many'", "--help"),
     ("all of the memory and more", (*ASK, "--gpu-memory-utilization", "1.5"), "1.5", "at most 1"),
     ("memory that is no number", (*ASK, "--gpu-memory-utilization", "nan"), "nan", "at most 1"),
-    ("a seed too large", (*ASK, "--seed", "9" * 30), "seed=", "an integer from"),
-    ("steps too small", (*ASK, "--max-num-seqs", "16", "--max-num-batched-tokens", "4"), "=4 is less", "raise the one"),
+    ("a seed too large", (*ASK, "--seed", "9" * 30), "--seed 999", "an integer from"),
+    (
+        "steps too small",
+        (*ASK, "--max-num-seqs", "16", "--max-num-batched-tokens", "4"),
+        "batched-tokens 4 is less",
+        "raise the one",
+    ),
     ("no such device", (*ASK, "--device", "tpu"), "'tpu'", "'cpu'"),
     ("a negative number of needles", ("eval", "--smoke", "--needles", "-1"), "-1", "at least 0"),
     # prompts
@@ -86,7 +110,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("a prompt too long", ("generate", "-p", "hi " * 5000), "10002 tokens", "shorten it"),
     ("ids that are none", ("generate", "--prompt-ids", "1,two"), "'1,two'", "0,17,42"),
     ("an id outside the vocabulary", ("generate", "--prompt-ids", "999999"), "999999", "another model's tokenizer?"),
-    ("an empty stop", (*ASK, "--stop", ""), "stop=''", "1 to 1024 characters"),
+    ("an empty stop", (*ASK, "--stop", ""), "--stop ''", "1 to 1024 characters"),
     # files that are read or written
     ("no such option file", ("serve", "--config", "{nowhere}"), "{nowhere}", "No such file"),
     ("a file that is not TOML", ("serve", "--config", "{bad_toml}"), "{bad_toml}", "line 1"),
@@ -266,6 +290,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         "weightless": {},
         "cut": {},
         "mute": {},
+        "lfs": {},
+        "lfs_words": {},
         "babble": {},
         "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
         "odd_size": {"hidden_size": "large"},
@@ -278,17 +304,21 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     (found["empty"] / "config.json").write_text("")
     (found["a_list"] / "config.json").write_text("[1]")
     (found["weightless"] / "model.safetensors").unlink()
+    (found["lfs"] / "model.safetensors").write_text(LFS)
+    (found["lfs_words"] / "tokenizer.json").write_text(LFS)
     _cut(found["cut"] / "model.safetensors", 5000)
     (found["mute"] / "tokenizer.json").unlink()
     (found["babble"] / "tokenizer.json").write_text("{}")
     for name, fields in {
         "cut_adapter": {},
+        "lfs_adapter": {},
         "bare_adapter": {},
         "dora": {"use_dora": True},
         "rank_0": {"r": 0},
     }.items():
         found[name] = _adapter(root / name, **fields)
     _cut(found["cut_adapter"] / "adapter_model.safetensors", 300)
+    (found["lfs_adapter"] / "adapter_model.safetensors").write_text(LFS)
     (found["bare_adapter"] / "adapter_model.safetensors").unlink()
     for name, text in {
         "bad_toml": "a = = 3",

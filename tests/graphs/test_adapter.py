@@ -267,7 +267,7 @@ def test_no_tensors(base: TinyBase, adapter: Path) -> None:
 
 
 def test_rank_above_the_limit(base: TinyBase, adapter: Path) -> None:
-    refused(base, adapter, "rank 8", "--max-lora-rank 8", max_rank=4)
+    refused(base, adapter, "rank 8", "max_lora_rank=8", max_rank=4)
 
 
 def test_dora_from_peft_itself(base: TinyBase) -> None:

@@ -1,5 +1,6 @@
 """The command's surface: help that teaches, and mistakes that end in one line and exit code 2."""
 
+import errno
 import json
 import re
 import subprocess
@@ -7,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from sidestream.runtime.processes.memory import out_of_memory
 from sidestream.tools import cli
 from sidestream.tools.commands import collect_env
+from sidestream.tools.options.engine import writing
 
 COMMANDS = (
     ["demo"],
@@ -146,3 +149,54 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     code = f"{sys.executable} -m sidestream.tools.cli collect-env | head -n 0"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {code}"], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; free some, or write to another"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x.jsonl"), "x.jsonl: No such .*; name one that"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied; check its permissions"),
+        (ValueError("two\nlines"), "two lines"),
+    ],
+)
+def test_faults_of_files_are_one_line_with_a_remedy(problem: Exception, line: str) -> None:
+    assert re.match(line, cli.one_line(problem)) and "\n" not in cli.one_line(problem)
+
+
+def test_a_full_disk_names_what_was_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as full, writing(tmp_path / "out"), Path("/dev/full").open("w") as file:
+        file.write("x")
+        file.flush()
+    assert cli.one_line(full.value).startswith(f"{tmp_path}/out: No space left on device; free some")
+
+
+@pytest.mark.parametrize("megabytes", [250, 700])
+def test_too_little_address_space_is_one_line(megabytes: int) -> None:
+    """Before torch is loaded, and while it is."""
+    command = [sys.executable, "-m", "sidestream.tools.cli", "generate", "-p", "x", "--max-tokens", "1"]
+    ended = subprocess.run(
+        ["sh", "-c", f'ulimit -v {megabytes << 10}; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 2 and f"limited to {megabytes} MiB" in line and "ulimit -v unlimited" in line
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("libx.so: failed to map segment from shared object"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 1 bytes"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_whatever_says_that_memory_ran_out_is_told_as_that(problem: Exception) -> None:
+    wrapped = ValueError("tensor 'x' cannot be read")
+    wrapped.__cause__ = problem
+    assert "memory ran out" in (out_of_memory(problem) or "") and out_of_memory(wrapped) == out_of_memory(problem)
+    assert out_of_memory(ValueError("no such thing")) is None

@@ -21,6 +21,7 @@ from ..options.engine import (
     given,
     model_directory,
     positive,
+    writing,
 )
 from ..options.models import load_model
 
@@ -167,7 +168,8 @@ def run(options: argparse.Namespace) -> int:
     )
     print(f"{directory.name}: {calibration.tokens} tokens, adapters: {', '.join(names) or 'none'}\n")
     print(as_text(calibration, options.precision))
-    calibration.save(output)
+    with writing(output):
+        calibration.save(output)
     print(f"written to {output}")
     if options.round:
         del model  # the engine has the weights in eight bits

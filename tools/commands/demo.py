@@ -17,6 +17,7 @@ from ..options.engine import (
     demo_prompts,
     given,
     precision_arguments,
+    writing,
 )
 
 if TYPE_CHECKING:
@@ -96,9 +97,10 @@ def run(options: argparse.Namespace) -> int:
     ]
     print(f"\nAnswered in {time.monotonic() - started:.1f} s, all in the same steps. What the compiler did:\n")
     print(pass_summary(llm.compiled.records))
+    with writing(options.output):
+        written = llm.compiled.dump(options.output)
     print(
-        f"The dump lies in {llm.compiled.dump(options.output)}/: every graph before and after, what was refused and\n"
-        "why, programs and schedules."
+        f"The dump lies in {written}/: every graph before and after, what was refused and\nwhy, programs and schedules."
     )
     print(next_steps(str(options.output)))
     for label in wrong:

@@ -21,6 +21,7 @@ from ..options.engine import (
     compile_arguments,
     model_directory,
     ranks_arguments,
+    writing,
 )
 from ..options.models import (
     DEFAULT_BUCKETS,
@@ -180,16 +181,17 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     show = options.timings or options.measure
-    written = compiled.dump(
-        options.output,
-        buckets,
-        layers=options.layers,
-        timings=timings,
-        show_timings=show,
-        show_resources=options.resources,
-        ledger=ledger,
-        gpu=gpu,
-    )
+    with writing(options.output):
+        written = compiled.dump(
+            options.output,
+            buckets,
+            layers=options.layers,
+            timings=timings,
+            show_timings=show,
+            show_resources=options.resources,
+            ledger=ledger,
+            gpu=gpu,
+        )
     print(compiled.report())
     count = sum(path.is_file() for path in written.rglob("*"))
     print(

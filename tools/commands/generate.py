@@ -1,6 +1,7 @@
 """`sidestream generate`: prompts in, answers out, each with its own adapter."""
 
 import argparse
+import difflib
 import json
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..options.engine import add_engine_options, add_model, llm_arguments, positive
+from ..options.vllm_flags import add_vllm_flags
 
 DESCRIPTION = """\
 Answer prompts, all in one batch; each may use another adapter.
@@ -84,6 +86,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add_engine_options(parser)
+    add_vllm_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -110,9 +113,10 @@ def adapters_for(options: argparse.Namespace, prompts: int, known: dict[str, str
     names = [None if name == "none" else name for name in options.adapter] or [None]
     for name in names:
         if name is not None and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
             raise ValueError(
-                f"adapter {name!r} is not loaded; loaded: {', '.join(known) or 'none'}; load it with --lora-modules "
-                f"{name}=DIRECTORY"
+                f"adapter {name!r} is not loaded; loaded: {', '.join(known) or 'none'}; "
+                + (f"did you mean {near[0]}?" if near else f"load it with --lora-modules {name}=DIRECTORY")
             )
     if len(names) not in (1, prompts):
         raise ValueError(

@@ -22,7 +22,8 @@ examples:
   sidestream keys add keys.toml --owner operations --admin                        may load and unload adapters
   sidestream keys add keys.toml --owner prometheus --model --metrics              may read /metrics, and nothing else
   sidestream keys list keys.toml
-  sidestream keys revoke keys.toml search-1"""
+  sidestream keys revoke keys.toml search                                         the only key of this owner
+  sidestream keys revoke keys.toml search-3f9a1c                                  a key by its name"""
 
 
 def moment(text: str) -> datetime:
@@ -84,7 +85,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "revoke", help="take a key away", description="Take a key away; it fails at its next request."
     )
     revoke.add_argument("file", type=Path, metavar="FILE", help="the keys file")
-    revoke.add_argument("name", metavar="NAME", help="the key's name, as `sidestream keys list` shows it")
+    revoke.add_argument(
+        "name", metavar="NAME", help="the key's name, as `sidestream keys list` shows it, or an owner who has one key"
+    )
     revoke.set_defaults(run=run_revoke)
 
 

@@ -18,6 +18,7 @@ from ..options.engine import (
     compile_arguments,
     demo_prompts,
     model_directory,
+    writing,
 )
 from ..options.models import load_model, reference_logits
 
@@ -111,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
     worst = largest([row for row in rows if row.name not in (CAPTURE, PROGRAM)])
     print(f"most is added by {worst.name}: {worst.added:.1e}" if worst.added else "no pass changed any logit")
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")
+        with writing(options.json):
+            options.json.write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")
         print(f"written to {options.json}")
     return 0
 

@@ -1,6 +1,7 @@
 """`sidestream run-batch`: a file of requests, as OpenAI's batches spell them, answered by a running server."""
 
 import argparse
+import errno
 import http.client
 import os
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..options.engine import positive
+from ..options.engine import positive, writing
 
 DESCRIPTION = """\
 Answer every request of a file, in OpenAI's batch format, through the HTTP of `sidestream serve` or `sidestream
@@ -197,7 +198,11 @@ def run(options: argparse.Namespace) -> int:
     server = Server(options.url, key, options.retries)
     left = {name: request for name, request in requests.items() if name not in done}
     failed = 0
-    with options.output.open("ab") as file, tqdm(total=len(requests), initial=len(done), unit="req") as bar:
+    with (
+        writing(options.output),
+        options.output.open("ab") as file,
+        tqdm(total=len(requests), initial=len(done), unit="req") as bar,
+    ):
         try:
             for custom_id, (status, request_id, body) in answers(server, left, options.concurrency):
                 line = {
@@ -211,6 +216,8 @@ def run(options: argparse.Namespace) -> int:
                 failed += status != 200
                 bar.update()
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             print(f"{error}; the same command goes on where this one ended", file=sys.stderr)
             return 1
     print(f"{len(requests)} requests: {len(done)} answered before, {len(left)} now, {failed} of these with an error")

@@ -18,6 +18,7 @@ from ..options.engine import (
     positive,
 )
 from ..options.gateway import add_gateway_options, gateway_settings
+from ..options.vllm_flags import add_vllm_flags
 
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.
@@ -146,6 +147,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="profile a hundred decode steps into FILE, to see how long the GPU stands still between them",
     )
     add_option(group, "load_format")
+    add_option(
+        group, "enable_prefix_caching", "--no-enable-prefix-caching", dest="no_prefix_caching", help=argparse.SUPPRESS
+    )
+    add_vllm_flags(parser)
     parser.set_defaults(run=run)
 
 

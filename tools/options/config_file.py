@@ -60,7 +60,7 @@ class ConfigAction(argparse.Action):
         try:
             content = tomllib.loads(Path(values).read_text(encoding="utf-8"))
         except OSError as error:
-            parser.error(f"{values}: {error.strerror}")
+            parser.error(f"{values}: {error.strerror}; name a TOML file of flags")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             parser.error(f"{values} is no TOML file: {error}")
         flags = _flags(parser, skip=self)
@@ -73,6 +73,9 @@ class ConfigAction(argparse.Action):
                     f"{values}: {key} is not a flag of this command" + (f"; did you mean {near[0]}?" if near else "")
                 )
             action = flags[name]
+            if action.option_strings and action.default is argparse.SUPPRESS:  # it checks a value, or sets another flag
+                given |= _set_by(parser, action, name, value)
+                continue
             given[action.dest] = _value(parser, action, f"{values}: {key}", value)
         setattr(namespace, GIVEN, given)
 
@@ -86,6 +89,16 @@ def _flags(parser: argparse.ArgumentParser, skip: argparse.Action) -> dict[str, 
         names = [option[2:] for option in action.option_strings if option.startswith("--")] or [action.dest]
         flags.update(dict.fromkeys(names, action))
     return flags
+
+
+def _set_by(parser: argparse.ArgumentParser, action: argparse.Action, name: str, value: Any) -> dict[str, Any]:
+    """What a flag sets that is not stored itself."""
+    found = argparse.Namespace()
+    if action.nargs == 0:
+        action(parser, found, [], f"--{name}" if value is not False else f"--no-{name}")
+    else:
+        action(parser, found, str(value), f"--{name}")
+    return vars(found)
 
 
 def _value(parser: argparse.ArgumentParser, action: argparse.Action, where: str, value: Any) -> Any:

@@ -3,17 +3,20 @@ and `CompileOptions`.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 from ...compiler.options import DEFAULT_PRECISION, TENSOR_PARALLEL, Layers, choices
+from ...graphs.model_directory import adapter_directory
 from ...graphs.model_directory import model_directory as hub_or_path
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 from ...runtime.engine.options import TARGET_NAMES, keywords
+from ...runtime.engine.vllm_keywords import without_vllm_keywords
 from ...runtime.requests.checks import MAX_DRAFTS, is_speculation
 
 ADVANCED = "advanced"
@@ -23,7 +26,10 @@ def at_least(low: int) -> Callable[[str], int]:
     """Integers from `low` on, for argparse."""
 
     def integer(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer; write it out, such as 8192") from None
         if value < low:
             raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
         return value
@@ -67,8 +73,16 @@ def speculation(text: str) -> str | int:
 
 
 def named_path(text: str) -> tuple[str, str]:
-    """`name=path` of --lora-modules, for argparse."""
+    """`name=path` of --lora-modules, or vLLM's JSON of one, for argparse."""
     name, equals, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+            name, equals, path = str(fields["name"]), "=", str(fields["path"])
+        except (ValueError, KeyError, RecursionError):
+            raise argparse.ArgumentTypeError(
+                f'{text!r} is not JSON of an adapter, such as {{"name": "pirate", "path": "adapters/pirate"}}'
+            ) from None
     if not equals or not path or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME=DIRECTORY (a name has letters, digits, '.', '_' and '-'), such as "
@@ -79,9 +93,11 @@ def named_path(text: str) -> tuple[str, str]:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL, which may be left out."""
+    parser.add_argument("--model", help=argparse.SUPPRESS)  # as some servers spell it
     parser.add_argument(
         "model",
         nargs="?",
+        default=argparse.SUPPRESS,
         metavar="MODEL",
         help="model directory in the Hugging Face format (default: the demo model with its adapters)",
     )
@@ -156,6 +172,7 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
     )
     add_option(group, "max_loras", type=positive)
     add_option(group, "max_lora_rank", metavar="R")
+    add_option(group, "lora_lenient")
     add_option(group, "lora_target_modules", nargs="+", action="extend", choices=TARGET_NAMES, metavar="NAME")
 
 
@@ -216,13 +233,13 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
         raise ValueError("--lora-modules names an adapter twice; give each its own name")
     if not options.model:
         chosen = {name: str(path) for name, path in demo_adapters().items()} | chosen
+    found = {}
     for name, path in chosen.items():
-        if not (Path(path) / "adapter_config.json").is_file():
-            raise ValueError(
-                f"adapter {name!r}: {path} has no adapter_config.json; name a directory that PEFT's save_pretrained "
-                "wrote"
-            )
-    return chosen
+        try:
+            found[name] = str(adapter_directory(path))
+        except ValueError as problem:
+            raise ValueError(f"adapter {name!r}: {problem}") from None
+    return found
 
 
 def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -261,8 +278,9 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "adapters": adapters_of(options),
         "enforce_eager": options.enforce_eager,
         "seed": options.seed,
+        "lora_lenient": options.lora_lenient,
     }
-    return arguments | given(
+    arguments |= given(
         options,
         "max_model_len",
         "max_num_seqs",
@@ -279,6 +297,9 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "rounded_weights",
         "tensor_parallel_size",
     )
+    if getattr(options, "enable_lora", False):
+        arguments["enable_lora"] = True
+    return without_vllm_keywords(arguments, bool(arguments["adapters"]))
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -294,6 +315,17 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path}: name a file in an existing directory")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ValueError(f"{flag} {path} cannot be written; name a file in a directory of your own")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name `path` in errors of a disk that is full, which name no file themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def check_output_directory(flag: str, path: Path) -> None:

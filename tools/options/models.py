@@ -167,7 +167,8 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
 
     targets = target_modules(options.lora_target_modules)
     adapters = [
-        load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK) for path in adapters_of(options).values()
+        load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient)
+        for path in adapters_of(options).values()
     ]
     if adapters:
         return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets)
@@ -203,7 +204,12 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
             fill_slot(
                 model,
                 slot,
-                slot_tensors(load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK), config, lora, dtype),
+                slot_tensors(
+                    load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient),
+                    config,
+                    lora,
+                    dtype,
+                ),
             )
     return model
 

@@ -22,6 +22,7 @@ from .keys import LIMITS, MAX_FILE_BYTES, Key, KeysFileError, hash_of, new_key, 
 _HEADER = (
     "# API keys of a Sidestream gateway: hashes, never keys. `sidestream keys add|list|revoke` change it; so may you.\n"
 )
+MAX_LISTED = 10
 _TABLE = re.compile(r"\s*\[")
 
 
@@ -40,17 +41,17 @@ def add(path: Path, entry: Key) -> str:
     return key
 
 
-def revoke(path: Path, name: str) -> Key:
-    """Takes the entry of this name away and returns it; a gateway refuses the key from its next request on.
+def revoke(path: Path, asked: str) -> Key:
+    """Takes one key's entry away and returns it; a gateway refuses the key from its next request on.
 
-    Raises KeysFileError when there is none, or the entry is not written as a table of its own.
+    `asked`: the key's name, or an owner who has one key. Raises KeysFileError, which lists the keys in question, when
+    there is none or several, or the entry is not written as a table of its own.
     """
     if not path.exists():
         raise KeysFileError(f"{path}: there is no such file")
     with _changing(path) as (content, write):
         keys = parse(content, path)
-        if name not in keys:
-            raise KeysFileError(f"{path} has no key {name!r}; `sidestream keys list {path}` shows all")
+        name = _name_of(asked, keys, path)
         text = _without(content.decode(), name)
         if parse(text.encode(), path) != {other: key for other, key in keys.items() if other != name}:
             raise KeysFileError(
@@ -58,6 +59,24 @@ def revoke(path: Path, name: str) -> Key:
             )
         write(text)
     return keys[name]
+
+
+def _name_of(asked: str, keys: dict[str, Key], path: Path) -> str:
+    """The name of the key that is asked for by name or by owner."""
+    owned = [name for name, key in keys.items() if key.owner == asked]
+    if asked in keys or len(owned) == 1:
+        return asked if asked in keys else owned[0]
+    if owned:
+        raise KeysFileError(
+            f"{path}: owner {asked!r} has {len(owned)} keys; name one of them: {', '.join(owned[:MAX_LISTED])}"
+            f"{', ...' if len(owned) > MAX_LISTED else ''}"
+        )
+    shown = [f"{name} of {key.owner}" for name, key in list(keys.items())[:MAX_LISTED]]
+    there = f"its keys are {', '.join(shown)}" if shown else "it has none"
+    raise KeysFileError(
+        f"{path} has no key {asked!r}, and no owner of that name; {there}{', ...' if len(keys) > MAX_LISTED else ''} "
+        f"(`sidestream keys list {path}`)"
+    )
 
 
 def table(key: Key) -> str:
@@ -117,8 +136,12 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
             file.flush()
             os.fsync(descriptor)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(name)
+        if isinstance(error, OSError):
+            raise KeysFileError(
+                f"{path} cannot be written ({error.strerror}), and is as it was: free space there, or check permissions"
+            ) from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -171,7 +171,8 @@ class UsageLog:
     def _failed(self, error: Exception) -> None:
         problem = str(error) or type(error).__name__
         if problem != self.problem:
-            logger.warning("the usage log cannot be written, its records wait: %s", problem)
+            remedy = "free space there" if "full" in problem else "look at its disk and its permissions"
+            logger.warning("the usage log %s cannot be written, its records wait: %s; %s", self.path, problem, remedy)
         self.problem = problem
 
 

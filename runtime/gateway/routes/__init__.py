@@ -2,6 +2,7 @@
 
 desk          what all handlers share: engines, admission, observer; who asks, and for which model
 bodies        a request's body: bounded, in time, decoded
+malformed     what is wrong with a body: the field, its value, what it may be
 errors        whatever goes wrong, as OpenAI spells it
 answering     one request for tokens from admission to its usage record
 spoken        an answer's text as a chat's message: what is said, and which functions are called

@@ -1,7 +1,6 @@
 """A request's body: bounded, in time, decoded; and the client that waits for the answer."""
 
 import asyncio
-import re
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -11,9 +10,9 @@ from starlette.types import Receive
 
 from ..contracts import GatewayError
 from ..settings import GatewaySettings
+from .malformed import malformed
 
 T = TypeVar("T")
-_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
 _decoders: dict[type, Any] = {}
 
 
@@ -35,7 +34,7 @@ async def read_body(request: Request, shape: type[T], settings: GatewaySettings)
     except RecursionError:
         raise GatewayError(400, "the body is nested too deeply") from None
     except ValueError as problem:  # also UnicodeDecodeError, and every error of msgspec
-        raise _malformed(problem) from None
+        raise malformed(problem, data, shape) from None
 
 
 async def _read(request: Request, settings: GatewaySettings) -> bytes:
@@ -60,23 +59,6 @@ async def _read(request: Request, settings: GatewaySettings) -> bytes:
 
 def _too_long(limit: int) -> GatewayError:
     return GatewayError(413, f"the body has more than {limit} bytes; send less in one request")
-
-
-def _malformed(problem: ValueError) -> GatewayError:
-    text = "the body is not valid UTF-8" if isinstance(problem, UnicodeDecodeError) else str(problem)
-    found = _PLACE.search(text)
-    field = found[1] if found is not None else _unknown_field(text)
-    text = "".join(letter if letter.isprintable() else "?" for letter in _PLACE.sub("", text)[:400])
-    text = text.replace("Object contains unknown field", "there is no field").replace(
-        "Object missing required", "missing"
-    )
-    where = f"{field}: " if found is not None and field else ""
-    return GatewayError(400, where + text, param=field[:128] if field else None)
-
-
-def _unknown_field(text: str) -> str | None:
-    found = re.search(r"field `([^`]{1,200})`", text)
-    return None if found is None else found[1]
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

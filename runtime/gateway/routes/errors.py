@@ -32,6 +32,11 @@ _STATUS = {
     "forbidden": 403,
     "deadline_exceeded": 504,
 }
+_HTTP_WORDS = {
+    "replace=True": '"load_inplace": true',
+    "list_adapters tells which are": "/v1/models lists all",
+}
+"""How HTTP spells what the engine's messages name as Python does."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -40,7 +45,8 @@ def as_gateway_error(problem: BaseException) -> GatewayError:
     if isinstance(problem, GatewayError):
         return problem
     if isinstance(problem, RequestError):
-        return GatewayError(400, str(problem), param=field_of(str(problem)))
+        text = _in_http(str(problem))
+        return GatewayError(400, text, param=field_of(text))
     if isinstance(problem, TimeoutError):
         return GatewayError(
             503, "the engine did not answer in time", "server_error", "engine_silent", None, RETRY_SECONDS
@@ -53,7 +59,7 @@ def as_gateway_error(problem: BaseException) -> GatewayError:
 
 def _of_engine(problem: ServerError) -> GatewayError:
     status = _STATUS.get(problem.code, 500)
-    message = str(problem)
+    message = _in_http(str(problem))
     if problem.code in ("engine_dead", "wrong_instance", "hello_first"):
         # without its address, which is nobody's business
         message = "the engine is not there, or died while this request was open; try again"
@@ -63,6 +69,12 @@ def _of_engine(problem: ServerError) -> GatewayError:
         kind = "rate_limit_error" if status == 429 else "server_error"
         return GatewayError(status, message, kind, problem.code, None, problem.retry_after or RETRY_SECONDS)
     return GatewayError(status, message, "invalid_request_error" if status < 500 else "server_error", problem.code)
+
+
+def _in_http(message: str) -> str:
+    for python, http in _HTTP_WORDS.items():
+        message = message.replace(python, http)
+    return message
 
 
 def error_body(error: GatewayError) -> bytes:

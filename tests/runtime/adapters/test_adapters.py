@@ -288,7 +288,7 @@ def test_an_adapter_too_large_for_the_stacks_is_not_read(config, base, monkeypat
     registry = AdapterRegistry(config, 64)
     registry.lora = LoraShape(2, 16)
     monkeypatch.setattr(AdapterFile, "read", lambda self: pytest.fail("it was read"))
-    with pytest.raises(AdapterError, match=r"rank 24, above the limit of 16: start with --max-lora-rank 24"):
+    with pytest.raises(AdapterError, match=r"rank 24, above the limit of 16: start with max_lora_rank=24"):
         registry.add("large", large)
 
 

@@ -163,7 +163,7 @@ def test_parse_gives_the_arguments_of_calls(client: OpenAI) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
-    ({"response_format": {"type": "yaml"}}, "response_format.type", "Invalid enum value"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "must be 'json_object'"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
         "response_format",

@@ -3,9 +3,13 @@
 import dataclasses
 import enum
 
+import numpy as np
 import pytest
+import torch
+from sidestream.runtime.requests.beam_search import BeamSearchParams
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
+from sidestream.runtime.text.prompts import as_list, text_or_ids
 
 
 class Kind(enum.Enum):
@@ -139,3 +143,81 @@ def test_clone_and_from_optional():
     assert SamplingParams.from_optional() == SamplingParams()
     with pytest.raises(RequestError, match="temperature"):
         SamplingParams.from_optional(temperature=-1.0)
+
+
+def test_values_of_numpy_and_torch_are_numbers() -> None:
+    made = SamplingParams(
+        temperature=np.float16(0.5),
+        top_p=np.float64(0.25),
+        top_k=torch.tensor(7),
+        max_tokens=np.int32(9),
+        seed=np.uint8(3),
+        ignore_eos=np.bool_(True),
+        stop_token_ids=np.array([4, 5]),
+        allowed_token_ids=[np.int64(6), torch.tensor(8)],
+        logit_bias={np.int16(2): torch.tensor(-1.5)},
+        logprobs=torch.tensor(2),
+    )
+    assert made == SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        max_tokens=9,
+        seed=3,
+        ignore_eos=True,
+        stop_token_ids=[4, 5],
+        allowed_token_ids=[6, 8],
+        logit_bias={2: -1.5},
+        logprobs=2,
+    )
+    assert {type(made.top_k), type(made.max_tokens), type(made.ignore_eos)} == {int, bool}
+    assert BeamSearchParams(beam_width=np.int64(2), max_tokens=torch.tensor(3)).sampling.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"top_k": np.float32(3.0)}, "top_k=3.0 must be an integer"),
+        ({"max_tokens": np.bool_(True)}, "max_tokens=True must be an integer"),
+        ({"temperature": torch.tensor([0.1, 0.2])}, "temperature=.* must be a number"),
+        ({"ignore_eos": np.int64(1)}, "ignore_eos=1 must be True or False"),
+        ({"n": np.int64(0)}, "n=0 must be an integer from 1"),
+    ],
+)
+def test_numbers_of_numpy_and_torch_are_checked_as_others_are(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("stop", {"stop": ["fine", "\udc80"]}),
+        ("bad_words", {"bad_words": ["\ude00x"]}),
+        (r"structured_outputs.choice\[1\]", {"structured_outputs": {"choice": ["yes", "\ud800"]}}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": "[a\udfff]"}}),
+        ("structured_outputs.grammar", {"structured_outputs": {"grammar": 'start: "\ud83d"'}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": {"const": "\ud83d"}}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": '{"enum": ["\\udabc"]}'}}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_by_field(name: str, fields: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=rf"^{name} holds the lone surrogate '\\ud[0-9a-f]+' at character \d+"):
+        SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+def test_the_remedy_for_a_surrogate_works_and_whole_pairs_are_text() -> None:
+    text = "a\ud83d b"
+    with pytest.raises(RequestError, match="the prompt holds the lone surrogate") as refused:
+        text_or_ids(text)
+    remedy = str(refused.value).rpartition("replace it: ")[2]
+    assert remedy == "text.encode(errors='replace').decode()"
+    assert text_or_ids(text.encode(errors="replace").decode()) == ("a? b", None)
+    assert SamplingParams(stop="\U0001f600", structured_outputs={"json": '{"const": "\\ud83d\\ude00"}'}).stop
+
+
+def test_token_ids_of_numpy_and_torch_are_a_prompt() -> None:
+    assert text_or_ids([np.int64(3), torch.tensor(4), 5]) == (None, [3, 4, 5])
+    assert as_list([np.int32(3), np.int32(4)]) == [[3, 4]]
+    with pytest.raises(RequestError, match="this list holds a float"):
+        text_or_ids([np.float32(3.5)])

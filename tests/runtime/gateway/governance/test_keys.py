@@ -231,3 +231,27 @@ def test_the_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "add", str(path), "--owner", "a", "--expires", "soon"])
     assert "90d" in capsys.readouterr().err
+
+
+def test_a_key_is_revoked_by_its_name_or_by_an_owner_who_has_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.toml"
+    for owner in ("ops", "ops", "web"):
+        assert main(["keys", "add", str(path), "--owner", owner]) == 0
+    names = {owner: [name for name, key in parse(path.read_bytes(), path).items() if key.owner == owner]
+             for owner in ("ops", "web")}  # fmt: skip
+    capsys.readouterr()
+    for asked, words in (
+        ("ops", ["owner 'ops' has 2 keys; name one of them", *names["ops"]]),
+        ("web-1", ["has no key 'web-1'", f"{names['web'][0]} of web", f"{names['ops'][1]} of ops"]),
+    ):
+        assert main(["keys", "revoke", str(path), asked]) == 2
+        said = capsys.readouterr().err
+        assert all(word in said for word in words), said
+    assert main(["keys", "revoke", str(path), "web"]) == 0
+    assert main(["keys", "revoke", str(path), names["ops"][0]]) == 0
+    assert main(["keys", "revoke", str(path), "ops"]) == 0, "of one key the owner is enough"
+    assert parse(path.read_bytes(), path) == {}
+    capsys.readouterr()
+    assert main(["keys", "revoke", str(path), "ops"]) == 2 and "it has none" in capsys.readouterr().err
