@@ -149,12 +149,15 @@ class LlamaConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
-        """Reads `directory`/config.json."""
-        return cls.from_dict(
-            read_json_object(
-                Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"
-            )
-        )
+        """Reads `directory`/config.json. A tied model whose files hold an output head of its own is not tied."""
+        directory = Path(directory)
+        remedy = "point at a directory with a Hugging Face checkpoint"
+        config = cls.from_dict(read_json_object(directory / "config.json", ConfigError, remedy))
+        if config.tie_word_embeddings:
+            from .tied_head import is_untied  # it loads torch
+
+            config = replace(config, tie_word_embeddings=not is_untied(directory))
+        return config
 
     def module_shape(self, module: str) -> tuple[int, int]:
         """(output, input) features of a projection, e.g. module_shape("q_proj") or its full name."""
