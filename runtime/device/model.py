@@ -37,7 +37,7 @@ from ..requests.errors import RequestError
 from ..scheduling.limits import SchedulerLimits
 from ..scheduling.speculation import most_drafts
 from ..steps.runner import Runner
-from ..text.tokenizer import eos_token_ids
+from ..text.generation_config import eos_token_ids
 from .buckets import Buckets
 from .capacity import NOTHING, kv_specs, least_of_ranks, num_kv_pages, specs_of
 from .draft_parts import DraftParts, Source, Sources
@@ -87,7 +87,7 @@ class Model:
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text."""
         config, directory = self.source
-        found = eos_token_ids(directory) | set(config.eos_token_ids)
+        found = eos_token_ids(directory, self.options.engine.generation_config) | set(config.eos_token_ids)
         return frozenset(token for token in found if token < config.vocab_size)
 
     def prefetch_adapters(self) -> None:

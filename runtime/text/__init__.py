@@ -1,6 +1,7 @@
 """Text to tokens and back.
 
 tokenizer        tokenizer.json, tokenizer.model, or nothing but ids
+generation_config  the tokens that end a text, and a model's own sampling defaults
 detokenizer      text that grows token by token, never half a character
 prompts          what callers may pass as prompts
 bad_words        words that must not be generated, as tokens

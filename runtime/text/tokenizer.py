@@ -37,6 +37,10 @@ class Tokenizer(Protocol):
         """One token alone, as text."""
         ...
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token, as the vocabulary spells it; None if it is not there."""
+        ...
+
 
 class BytePieces:
     """The bytes of every token of a byte-level tokenizer, so that a stream's text costs a look into a list instead of
@@ -96,6 +100,11 @@ class FastTokenizer:
         if text is None:  # log-probabilities ask for the same thousands again and again
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_id(self, token: str) -> int | None:
+        """See `Tokenizer`."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
     @property
     def size(self) -> int:
@@ -161,6 +170,11 @@ class SentencePieceTokenizer:
             return ""
         return str(self._processor.id_to_piece(token_id)).replace("\u2581", " ")
 
+    def token_id(self, token: str) -> int | None:
+        """See `Tokenizer`."""
+        found = int(self._processor.piece_to_id(token))
+        return found if self._processor.id_to_piece(found) == token else None
+
     @property
     def bos_id(self) -> int:
         """The id that begins a text, or -1."""
@@ -203,23 +217,6 @@ def load_tokenizer(directory: Path | None) -> Tokenizer | None:
     if (directory / "tokenizer.model").is_file():
         return SentencePieceTokenizer(directory / "tokenizer.model")
     return None
-
-
-def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) -> frozenset[int]:
-    """The ids that end a text:
-
-    `eos_token_id` of generation_config.json and of config.json (or of `config`, if given), each a number or a list.
-    """
-    found: set[int] = set()
-    sources = [config or {}]
-    for name in ("generation_config.json", "config.json"):
-        if directory is not None and (directory / name).is_file():
-            sources.append(json.loads((directory / name).read_text(encoding="utf-8")))
-    for source in sources:
-        value = source.get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        found.update(token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
-    return frozenset(found)
 
 
 def byte_pieces(tokenizer: Any, skip_special_tokens: bool) -> BytePieces | None:

@@ -146,6 +146,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="profile a hundred decode steps into FILE, to see how long the GPU stands still between them",
     )
     add_option(group, "load_format")
+    add_option(group, "generation_config", metavar="auto|vllm|DIR")
     parser.set_defaults(run=run)
 
 
@@ -155,9 +156,11 @@ def settings_of(options: argparse.Namespace) -> Any:
     from ...runtime.server.settings import ServeSettings
     from ...runtime.wire.addresses import default_address, parse
 
-    llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format")
+    llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
     if options.no_prefix_caching:
         llm["enable_prefix_caching"] = False
+    if llm.get("generation_config", AUTO) not in (AUTO, "vllm"):
+        llm["generation_config"] = str(Path(llm["generation_config"]).resolve())
     if llm.get("calibration", OFF) not in (AUTO, OFF):
         llm["calibration"] = str(Path(llm["calibration"]).resolve())
     model, adapters = (

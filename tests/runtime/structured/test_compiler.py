@@ -19,7 +19,8 @@ from sidestream.runtime.structured.compiler import GrammarCompiler
 from sidestream.runtime.structured.filling import fill_masks, take_in
 from sidestream.runtime.structured.matcher import Matcher
 from sidestream.runtime.structured.plain import is_plain
-from sidestream.runtime.text.tokenizer import FastTokenizer, eos_token_ids, load_tokenizer
+from sidestream.runtime.text.generation_config import eos_token_ids
+from sidestream.runtime.text.tokenizer import FastTokenizer, load_tokenizer
 from support.pieces import sentencepiece_model
 
 FOX = "The quick brown fox jumps over the lazy dog."
