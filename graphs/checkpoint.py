@@ -2,8 +2,11 @@
 anything is loaded, read lazily.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from .head_layout import arranged, arranged_shape
 from .safetensors_file import SafetensorsFile
 from .stored_weights import FILE_DTYPES
 
+_log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
@@ -243,6 +247,37 @@ class Checkpoint:
         if name not in self._home:
             raise CheckpointError(f"tensor {name!r} is not in {self._where()}: {_AGAIN}")
         return self._home[name]
+
+
+def checkpoint_config(directory: Path) -> LlamaConfig:
+    """Return the config of a model directory.
+
+    Where config.json ties the output head and the files hold another one, the model is not tied: it is served with that
+    head, as by transformers 5, which is logged once.
+
+    Raises ConfigError. Files that cannot be read are left to what loads them.
+    """
+    config = LlamaConfig.from_directory(directory)
+    if not config.tie_word_embeddings:
+        return config
+    try:
+        untied = Checkpoint(directory).has_own_head()
+    except CheckpointError:
+        return config
+    if untied:
+        _report_own_head(directory)
+    return replace(config, tie_word_embeddings=not untied)
+
+
+@cache
+def _report_own_head(directory: Path) -> None:
+    _log.warning(
+        "%s: config.json sets tie_word_embeddings, but %s differs from %s: the model is served with its own head; set "
+        "tie_word_embeddings to false there",
+        directory,
+        HEAD,
+        EMBEDDING,
+    )
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -149,15 +149,12 @@ class LlamaConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
-        """Reads `directory`/config.json. A tied model whose files hold an output head of its own is not tied."""
-        directory = Path(directory)
-        remedy = "point at a directory with a Hugging Face checkpoint"
-        config = cls.from_dict(read_json_object(directory / "config.json", ConfigError, remedy))
-        if config.tie_word_embeddings:
-            from .tied_head import is_untied  # it loads torch
-
-            config = replace(config, tie_word_embeddings=not is_untied(directory))
-        return config
+        """Reads `directory`/config.json; `checkpoint_config` looks at the weights too."""
+        return cls.from_dict(
+            read_json_object(
+                Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"
+            )
+        )
 
     def module_shape(self, module: str) -> tuple[int, int]:
         """(output, input) features of a projection, e.g. module_shape("q_proj") or its full name."""

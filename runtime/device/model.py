@@ -22,6 +22,7 @@ from ...compiler.program.cache_folder import cache_directory
 from ...compiler.program.program import Program
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter
+from ...graphs.checkpoint import checkpoint_config
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
@@ -162,7 +163,7 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
             f"model={str(model)!r} is no directory; download the model first and name the directory that holds its "
             "config.json"
         )
-    config = LlamaConfig.from_directory(directory)
+    config = checkpoint_config(directory)
     # random weights are stored in no way
     return ModelSource(replace(config, weight_format="") if options.dummy else config, directory)
 

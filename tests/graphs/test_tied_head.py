@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream import LLM, SamplingParams
-from sidestream.graphs.checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError
-from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError, checkpoint_config
 from sidestream.graphs.llama import Llama
 from support.families import tiny_family
 from support.paged import Chunk, PagedRunner, plain_model
@@ -68,11 +67,11 @@ def test_heads_are_those_of_transformers(
     targets = ("o_proj",) if family.startswith("phi3") else ("q_proj", "down_proj")
     (adapter,) = tiny_adapters(base, [AdapterSpec(targets=targets)])
     with caplog.at_level(logging.WARNING, "sidestream.graphs"):
-        config = LlamaConfig.from_directory(base.path)
-        LlamaConfig.from_directory(base.path)
+        config = checkpoint_config(base.path)
+        checkpoint_config(base.path)
         torch.testing.assert_close(logits(base, [adapter]), oracle_logits(base, adapter, TOKENS), atol=1e-4, rtol=0)
     assert config.tie_word_embeddings is (change is not own_head)
-    said = [record.getMessage() for record in caplog.records if record.name == "sidestream.graphs.tied_head"]
+    said = [record.getMessage() for record in caplog.records if record.name == "sidestream.graphs.checkpoint"]
     assert len(said) == (change is own_head), "once a process"
     assert all(f"{base.path}: config.json sets" in text for text in said)
     stored = Checkpoint(base.path, config)
@@ -84,9 +83,9 @@ def test_heads_in_shards_and_in_another_dtype(tmp_path: Path) -> None:
     rewrite(base, own_head)
     torch.testing.assert_close(logits(base, []), oracle_logits(base, None, TOKENS), atol=1e-4, rtol=0)
     rewrite(base, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].to(torch.bfloat16)}))
-    assert not LlamaConfig.from_directory(base.path).tie_word_embeddings, "rounded, it is another one"
+    assert not checkpoint_config(base.path).tie_word_embeddings, "rounded, it is another one"
     rewrite(base, lambda tensors: tensors.update({EMBEDDING: tensors[HEAD].clone(), HEAD: tensors[HEAD].float()}))
-    assert LlamaConfig.from_directory(base.path).tie_word_embeddings
+    assert checkpoint_config(base.path).tie_word_embeddings
 
 
 def test_a_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def test_an_engine_answers_with_it(tmp_path: Path, ranks: int) -> None:
 
 def test_weights_that_are_read_again_must_not_bring_another_head(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
-    config = LlamaConfig.from_directory(base.path)
+    config = checkpoint_config(base.path)
     expected = Llama(config, device="meta").checkpoint_tensors()
     rewrite(base, same_head)
     Checkpoint(base.path, config).validate(expected, tied=True)
