@@ -2,8 +2,11 @@
 anything is loaded, read lazily.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -16,11 +19,16 @@ from .head_layout import arranged, arranged_shape
 from .safetensors_file import SafetensorsFile
 from .stored_weights import FILE_DTYPES
 
+_log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 _AGAIN = "download or copy it again"
 _MAX_INDEX_BYTES = 64 << 20
 _BYTES = {"F32": 4, "I8": 1, "F8_E4M3": 1}
+_PIECE_ROWS = 4096
+"""Rows of two heads that are compared at a time: heads differ in the first ones, so that little is read."""
 _HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")  # old Llama checkpoints carry it; it follows from the config
 
 
@@ -64,6 +72,9 @@ class Checkpoint:
         self._arrange = config if config is not None and config.rearranges_heads else None
         if config is not None and config.packed_checkpoint:
             self._take_apart(config)
+        if config is not None and config.tie_word_embeddings and HEAD in self._home and EMBEDDING not in self._home:
+            self._home[EMBEDDING] = self._home.pop(HEAD)
+            self._parts[EMBEDDING] = (HEAD, 0, (*self._home[EMBEDDING].shapes[HEAD], 0)[0])
 
     def _take_apart(self, config: LlamaConfig) -> None:
         """Show the projections that a packed tensor holds instead of it, so that nobody else has to know."""
@@ -173,16 +184,27 @@ class Checkpoint:
             if wanted is None or name in wanted:
                 yield name, self.tensor(name)
 
+    def has_own_head(self) -> bool:
+        """Return whether there are both an embedding and an output head, and the two differ."""
+        if HEAD not in self or EMBEDDING not in self:
+            return False
+        head, embedding = self.tensor(HEAD), self.tensor(EMBEDDING)
+        if head.shape != embedding.shape:
+            return True
+        dtype = torch.promote_types(head.dtype, embedding.dtype)
+        pieces = zip(head.split(_PIECE_ROWS), embedding.split(_PIECE_ROWS), strict=True)
+        return not all(torch.equal(ours.to(dtype), theirs.to(dtype)) for ours, theirs in pieces)
+
     def validate(self, expected: Mapping[str, tuple[int, ...]], tied: bool = False) -> None:
         """Compares names, shapes and dtypes with what the model expects (`Llama.checkpoint_tensors()`); raises
         CheckpointError at the first difference.
 
-        `tied`: the output head is the embedding, and a stored lm_head.weight is superfluous.
+        `tied`: the output head is the embedding, and a stored copy of it is superfluous.
         """
         for name, shape in expected.items():
             if name not in self._home:
                 hint = f"it does not belong to this config.json; {_AGAIN}"
-                if name == "lm_head.weight":
+                if name == HEAD:
                     hint = "set tie_word_embeddings in config.json if the model uses its embedding as output head"
                 raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
             file = self._home[name]
@@ -200,8 +222,15 @@ class Checkpoint:
                     f"{FILE_DTYPES[self._format]}: use the config.json that came with the weights"
                 )
         for name in self._home:
-            if name in expected or _HARMLESS.fullmatch(name) or (tied and name == "lm_head.weight"):
+            if name in expected or _HARMLESS.fullmatch(name):
                 continue
+            if tied and name == HEAD:
+                if not self.has_own_head():
+                    continue
+                raise CheckpointError(
+                    f"{self._home[name].path.name}: tensor {name!r} differs from the embedding, which was the output "
+                    "head when the model was started: start it again"
+                )
             raise CheckpointError(
                 f"{self._home[name].path.name}: unexpected tensor {name!r}: this is not a plain checkpoint of its "
                 "family; use one without it"
@@ -218,6 +247,37 @@ class Checkpoint:
         if name not in self._home:
             raise CheckpointError(f"tensor {name!r} is not in {self._where()}: {_AGAIN}")
         return self._home[name]
+
+
+def checkpoint_config(directory: Path) -> LlamaConfig:
+    """Return the config of a model directory.
+
+    Where config.json ties the output head and the files hold another one, the model is not tied: it is served with that
+    head, as by transformers 5, which is logged once.
+
+    Raises ConfigError. Files that cannot be read are left to what loads them.
+    """
+    config = LlamaConfig.from_directory(directory)
+    if not config.tie_word_embeddings:
+        return config
+    try:
+        untied = Checkpoint(directory).has_own_head()
+    except CheckpointError:
+        return config
+    if untied:
+        _report_own_head(directory)
+    return replace(config, tie_word_embeddings=not untied)
+
+
+@cache
+def _report_own_head(directory: Path) -> None:
+    _log.warning(
+        "%s: config.json sets tie_word_embeddings, but %s differs from %s: the model is served with its own head; set "
+        "tie_word_embeddings to false there",
+        directory,
+        HEAD,
+        EMBEDDING,
+    )
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:

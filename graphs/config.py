@@ -149,7 +149,7 @@ class LlamaConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
-        """Reads `directory`/config.json."""
+        """Reads `directory`/config.json; `checkpoint_config` looks at the weights too."""
         return cls.from_dict(
             read_json_object(
                 Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"

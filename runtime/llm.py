@@ -14,6 +14,7 @@ from tqdm import tqdm
 from .adapters.lora_requests import adapter_names
 from .demo_model import DEMO_MODEL, demo_adapters
 from .device.model import find_model
+from .device.progress import say
 from .device.sleep import Sleeps
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
@@ -31,6 +32,7 @@ from .scheduling.scheduler import Scheduler
 from .structured.compiler import GrammarCompiler
 from .text.chat import ChatRenderer
 from .text.chat_template import chat_words
+from .text.generation_config import describe, sampling_defaults
 from .text.prompts import without_special_tokens
 from .text.requests import make_requests
 from .text.tokenizer import Tokenizer, load_tokenizer
@@ -90,6 +92,8 @@ class LLM:
         self.tokenizer = load_tokenizer(source.directory)
         self.model = loaded = load_shared(model, source, adapters or {}, options, keywords)
         self._end = weakref.finalize(self, loaded.close)
+        self._defaults = sampling_defaults(source.directory, options.engine.generation_config)
+        say(line := describe(self._defaults), options.engine.show_progress and bool(line))
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
@@ -161,6 +165,12 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("the model's directory has neither tokenizer.json nor tokenizer.model; use token ids")
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of prompts without sampling_params: SamplingParams() with what the model's
+        generation_config.json sets, see the option `generation_config`.
+        """
+        return self._defaults.params()
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -257,7 +267,7 @@ class LLM:
         """Complete every prompt; outputs come in the prompts' order.
 
         prompts          text, token ids, a list of either, or dicts {"prompt": text} / {"prompt_token_ids": ids}
-        sampling_params  one for all or one a prompt; None: SamplingParams()
+        sampling_params  one for all or one a prompt; None: get_default_sampling_params()
         adapter          an adapter's name for all, or one a prompt (None = the base model)
         lora_request     instead of `adapter`: a LoRARequest for all, or one a prompt; an adapter that is not known is
                          loaded from its path and stays
@@ -428,6 +438,7 @@ class LLM:
             max_model_len=self.max_model_len,
             adapters=self.registry.numbers,
             first=self._requests,
+            default_params=self._defaults.params(),
             priority=priority,
             compile_grammar=self._grammars.compile,
         )

@@ -16,7 +16,7 @@ import torch
 from ...compiler.graph.recipe import Recipe, rounded, rounded_from, rounded_name, rounded_parts
 from ...compiler.program.calls import own_op
 from ...compiler.program.program import Step
-from ...graphs.checkpoint import Checkpoint
+from ...graphs.checkpoint import Checkpoint, checkpoint_config
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...ops.core.kv_layout import PAGE_SIZE
@@ -66,7 +66,7 @@ def round_weights(
 
     Raises OptionError, CheckpointError or OSError, and ValueError where the options quantize no weight.
     """
-    config = LlamaConfig.from_directory(directory)
+    config = checkpoint_config(directory)
     model, scorer, steps = _open(directory, config, adapters, texts, options)
     linears = list(_linears(scorer))
     if not linears:

@@ -99,6 +99,12 @@ class AsyncClient:
     async def __aexit__(self, *problem: object) -> None:
         await self.close()
 
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of prompts without sampling_params: SamplingParams() with what the model's
+        generation_config.json sets. Given parameters are sent as they are.
+        """
+        return (await self.connect()).sampling_defaults.params()
+
     async def stream(
         self,
         prompt: Prompt,
@@ -168,7 +174,7 @@ class AsyncClient:
         message = submission(
             request_id or f"r{next(self._requests_made)}",
             prompt,
-            sampling_params or SamplingParams(),
+            sampling_params or await self.get_default_sampling_params(),
             adapter,
             stream=stream,
             priority=priority,
@@ -217,7 +223,9 @@ class AsyncClient:
         items = as_list(prompts)
         adapter = await self._lora_requests.names(adapter, lora_request)
         asked = one_for_each("lora_request", lora_request, LoRARequest, len(items), None)
-        params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), SamplingParams())
+        given = isinstance(sampling_params, SamplingParams)
+        usual = SamplingParams() if given else await self.get_default_sampling_params()
+        params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), usual)
         adapters = one_for_each("adapter", adapter, str, len(items), None)
         at_once = asyncio.Semaphore(MANY)
 

@@ -89,6 +89,10 @@ class Client:
     def __exit__(self, *problem: object) -> None:
         self.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `AsyncClient.get_default_sampling_params`."""
+        return self._wait(self._client.get_default_sampling_params())
+
     def generate(
         self,
         prompts: Any,

@@ -23,6 +23,7 @@ from ...compiler.program.cache_folder import cache_directory
 from ...compiler.program.program import Program
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter
+from ...graphs.checkpoint import checkpoint_config
 from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
@@ -38,7 +39,7 @@ from ..requests.errors import RequestError
 from ..scheduling.limits import SchedulerLimits
 from ..scheduling.speculation import most_drafts
 from ..steps.runner import Runner
-from ..text.tokenizer import eos_token_ids
+from ..text.generation_config import eos_token_ids
 from .buckets import Buckets
 from .capacity import NOTHING, kv_specs, least_of_ranks, num_kv_pages, specs_of
 from .draft_parts import DraftParts, Source, Sources
@@ -88,7 +89,7 @@ class Model:
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text."""
         config, directory = self.source
-        found = eos_token_ids(directory) | set(config.eos_token_ids)
+        found = eos_token_ids(directory, self.options.engine.generation_config) | set(config.eos_token_ids)
         return frozenset(token for token in found if token < config.vocab_size)
 
     def prefetch_adapters(self) -> None:
@@ -163,7 +164,7 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
             f"model {str(model)!r} is no directory; download the model first and name the directory that holds its "
             "config.json"
         )
-    config = LlamaConfig.from_directory(directory)
+    config = checkpoint_config(directory)
     # random weights are stored in no way
     return ModelSource(replace(config, weight_format="") if options.dummy else config, directory)
 

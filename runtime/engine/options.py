@@ -7,6 +7,7 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
@@ -47,6 +48,12 @@ class EngineOptions:
         None,
         "the compiler's pass list, for those who add one with `insert_pass`",
         unset="sidestream.compiler.pipeline.PASSES",
+    )
+    generation_config: Any = option(
+        "auto",
+        "sampling defaults of requests that do not set them: auto: those of the model's generation_config.json, vllm: "
+        "none, or a directory with such a file",
+        more="its temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens, as in vLLM",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = option("auto", "dummy: random weights, for measurements")
     device: Any = option(
@@ -120,6 +127,8 @@ class EngineOptions:
         check_choices(self)
         check_speculation(self.speculation)
         target_modules(self.lora_target_modules)
+        if not isinstance(self.generation_config, (str, Path)):
+            raise OptionError(f"generation_config={self.generation_config!r} must be 'auto', 'vllm' or a directory")
         for each in fields(self):
             if "range" in each.metadata:
                 _check_range(each, getattr(self, each.name))

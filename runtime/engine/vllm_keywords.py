@@ -49,7 +49,6 @@ FOREIGN: dict[str, Foreign] = {
     "download_dir": Foreign((), _LOCAL),
     "hf_token": Foreign((False,), _LOCAL),
     "hf_overrides": Foreign(({},), "change config.json in the model's directory"),
-    "generation_config": Foreign(("auto", "vllm"), "set the values in SamplingParams"),
     "swap_space": Foreign((0, 4), "lower max_num_seqs; what does not fit is computed again, not swapped"),
     "cpu_offload_gb": Foreign((0,), _WEIGHTS_STAY),
     "kv_cache_memory_bytes": Foreign((), "use num_kv_pages or gpu_memory_utilization"),

@@ -12,6 +12,7 @@ from ..demo_model import DEMO_MODEL, demo_adapters
 from ..engine.options import read_keywords
 from ..gateway.governance.keys import parse as parse_keys
 from ..gateway.governance.keys import read_bytes
+from ..gateway.serving.origins import parse_origins
 from ..gateway.serving.process import check_exposure
 from ..gateway.settings import GatewaySettings
 from ..server.settings import ServeSettings
@@ -55,6 +56,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
                        machines that come and go
     keys               TOML file of hashed keys (`sidestream keys add`), on every host that answers HTTP
     insecure           answer other machines without keys
+    allowed_origins    pages of these origins may call it ("*": of all); None: those of the loopback
     usage_log          SQLite file of what was used, on each host that answers HTTP; None: none
     metrics_compat     "vllm": /metrics also has vLLM's names
     engine_keys        directory of `sidestream keygen`, on every host: for a fleet on several hosts, whose engines are
@@ -86,6 +88,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     ingress_resources: dict[str, Annotated[float, Meta(ge=0.0)]] = field(default_factory=dict)
     keys: str | None = None
     insecure: bool = False
+    allowed_origins: list[str] | None = None
     usage_log: str | None = None
     metrics_compat: Annotated[str, Meta(pattern=r"\Avllm\Z")] | None = None
     engine_keys: str | None = None
@@ -190,6 +193,7 @@ def gateway_settings(options: FleetOptions) -> GatewaySettings:
         engine_keys=options.engine_keys and client_keys(options.engine_keys),
         keys=options.keys,
         insecure=options.insecure,
+        allowed_origins=None if options.allowed_origins is None else parse_origins(options.allowed_origins),
         drain_seconds=options.drain_seconds,
         usage_log=options.usage_log,
         metrics_compat=options.metrics_compat,

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ..requests.sampling_defaults import SamplingDefaults
 from ..requests.sampling_params import SamplingParams
 from ..wire.protocol import Chunk
 
@@ -49,6 +50,7 @@ class GatewayError(Exception):
 class ModelInfo:
     """The model that is served, as its engine's `welcome` tells it.
 
+    sampling_defaults  of requests that do not set these fields
     created        seconds since the epoch
     max_adapters   slots for adapters on the device
     """
@@ -60,6 +62,7 @@ class ModelInfo:
     chat_template: str | None = None
     bos_token: str = ""
     eos_token: str = ""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009  it is frozen
     admin: bool = False
     created: int = 0
     max_adapters: int = 0

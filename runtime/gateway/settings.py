@@ -20,6 +20,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     api_key                  the one key that may ask for everything; "": none
     keys                     TOML file of hashed keys; None: none
     insecure                 listen beyond the loopback without keys
+    allowed_origins          pages of these origins may call it ("*": of all); None: those that this machine serves
     max_body_bytes           larger bodies are answered with 413
     body_seconds             a body that takes longer is answered with 408
     max_connections          open connections of all clients
@@ -41,6 +42,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     api_key: str = ""
     keys: str | None = None
     insecure: bool = False
+    allowed_origins: list[str] | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
     max_connections: int = MAX_CONNECTIONS

@@ -23,7 +23,7 @@ _REFUSED = {
 class StructuredOutputsParams:
     """One constraint on the answer; checked on construction, compiled when the request comes.
 
-    json          a JSON schema, as a dict or as JSON text
+    json          a JSON schema, as a dict or as JSON text; true: any JSON value
     regex         a regular expression that the whole answer matches (Rust's syntax: no look-around, no back references)
     choice        the answer is one of these strings
     grammar       a context-free grammar, in Lark's or in GBNF's notation
@@ -37,7 +37,7 @@ class StructuredOutputsParams:
     Raises RequestError.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -49,7 +49,7 @@ class StructuredOutputsParams:
     structural_tag: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = [name for name in _KINDS if self._is_given(name)]
         for name, remedy in _REFUSED.items():
             if getattr(self, name) not in (None, False):
                 raise RequestError(f"structured_outputs.{name} is not supported; {remedy}")
@@ -93,7 +93,11 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """Which of the constraints is given."""
-        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+        return next(name for name in _KINDS if self._is_given(name))
+
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and (name == "json" or value is not False)
 
     @property
     def text(self) -> str:
@@ -106,7 +110,7 @@ class StructuredOutputsParams:
 
 
 def _as_schema_text(schema: Any) -> str:
-    """A schema as JSON text; `$ref` and keywords are left to the compiler."""
+    """Return a schema as JSON text, `true` (any JSON value) as `{}`; `$ref` and keywords are left to the compiler."""
     try:
         if isinstance(schema, str):
             if len(schema) > MAX_CONSTRAINT_BYTES:
@@ -118,7 +122,11 @@ def _as_schema_text(schema: Any) -> str:
         raise RequestError(f"structured_outputs.json is nested deeper than {MAX_NESTING} levels") from None
     except (TypeError, ValueError) as error:
         raise RequestError(f"structured_outputs.json is no JSON: {str(error)[:200]}") from None
-    if not isinstance(schema, (dict, bool)):
+    if schema is True:
+        return "{}"
+    if schema is False:
+        raise RequestError("structured_outputs.json is false, which no answer fits; true and {} are any JSON value")
+    if not isinstance(schema, dict):
         raise RequestError(f"structured_outputs.json must be a JSON schema, not a {type(schema).__name__}")
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING):

@@ -23,9 +23,11 @@ import zmq
 
 from ..processes.garbage import GarbageLook, collect_seldom
 from ..processes.watch import STALL_SECONDS, AwakeClock
+from ..requests.sampling_defaults import SamplingDefaults
 from ..steps.plan import StepDrafts
 from ..text.chat_template import chat_words
 from ..text.encoder import Encoder, keep_large_blocks_apart
+from ..text.generation_config import AUTO, describe, sampling_defaults
 from ..text.tokenizer import load_tokenizer
 from ..wire.addresses import make_private_directory, parse
 from ..wire.channel import Channel, ChannelClosed
@@ -96,6 +98,7 @@ class Batcher:
             self._tokens,
             chat_words(model),
             self._tokenizer is not None,
+            self._sampling_defaults(model),
         )
         self._stop_at: float | None = None
         self._poller = zmq.Poller()
@@ -108,6 +111,12 @@ class Batcher:
         self._expect_gpu(settings.generation)
         for source in (self._listener.source, channel, self._grammars, *([self._encoder] if self._encoder else [])):
             self._poller.register(source, zmq.POLLIN)
+
+    def _sampling_defaults(self, model: Path) -> SamplingDefaults:
+        found = sampling_defaults(model, self._settings.llm.get("generation_config", AUTO))
+        if line := describe(found):
+            _log.info("%s", line)
+        return found
 
     def _listen(self) -> Listener:
         address = parse(self._settings.bind)

@@ -7,6 +7,7 @@ import logging
 import time
 
 from ... import __version__
+from ..requests.sampling_defaults import SamplingDefaults
 from ..text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatWords
 from ..wire.protocol import (
     MAX_SHORT,
@@ -44,7 +45,8 @@ _log = logging.getLogger(__name__)
 class FrontDesk:
     """Reads the clients' messages, and answers them or passes them on.
 
-    `words` is the chat template that clients are told; `has_tokenizer`: whether prompts may be text.
+    `words` is the chat template that clients are told, as are `sampling_defaults`; `has_tokenizer`: whether prompts may
+    be text.
     """
 
     def __init__(
@@ -58,11 +60,12 @@ class FrontDesk:
         tokens: TokenDesk,
         words: ChatWords,
         has_tokenizer: bool,
+        sampling_defaults: SamplingDefaults,
     ) -> None:
         self._settings, self._state = settings, state
         self._connections, self._requests = connections, requests
         self._submissions, self._adapters, self._tokens = submissions, adapters, tokens
-        self._words, self._has_tokenizer = words, has_tokenizer
+        self._words, self._has_tokenizer, self._defaults = words, has_tokenizer, sampling_defaults
         self._bad_frames = 0
 
     def receive(self, identity: bytes, data: bytes) -> None:
@@ -151,6 +154,7 @@ class FrontDesk:
             chat_template=template,
             bos_token=words.bos_token if len(words.bos_token) <= MAX_SHORT else "",
             eos_token=words.eos_token if len(words.eos_token) <= MAX_SHORT else "",
+            sampling_defaults=self._defaults,
         )
 
     def _stats(self) -> dict[str, int | float]:

@@ -7,6 +7,8 @@ from msgspec import structs
 
 from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
 from ..requests.request import Delta
+from ..scheduling.masks import NOTHING_LEFT
+from ..structured.trial import is_refusal
 from ..wire.protocol import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
 from .connections import Client, Connections
 
@@ -161,11 +163,9 @@ class OpenRequests:
             (completion for completion in output.outputs if completion.finish_reason in ("timeout", "error")), None
         )
         if failed is not None:
-            self.refuse(
-                request,
-                "deadline_exceeded" if failed.finish_reason == "timeout" else "request_failed",
-                str(failed.stop_reason)[:4096],
-            )
+            reason = str(failed.stop_reason)[:4096]
+            fault: ErrorCode = "invalid_request" if is_refusal(reason) or reason == NOTHING_LEFT else "request_failed"
+            self.refuse(request, "deadline_exceeded" if failed.finish_reason == "timeout" else fault, reason)
             return
         if not request.first_token:
             request.first_token = time.monotonic()

@@ -11,7 +11,7 @@ from ..requests.errors import RequestError
 from ..requests.structured_outputs import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
 from .filling import fill_threads
-from .matcher import Grammar
+from .matcher import Grammar, is_fault
 from .plain import is_plain
 from .trial import LIMITS, Trial, refusal
 from .vocabulary import grammar_vocabulary, import_llguidance
@@ -68,6 +68,16 @@ class GrammarCompiler:
             return grammar
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        try:
+            return self._compiled(params)
+        except RequestError:
+            raise
+        except BaseException as problem:
+            if not is_fault(problem):
+                raise
+            raise RequestError(refusal(params.kind, str(problem) or type(problem).__name__)) from None
+
+    def _compiled(self, params: StructuredOutputsParams) -> Grammar:
         llguidance, tokens = import_llguidance(), self._prepare()
         source = self._source(params)
         limits = llguidance.LLParserLimits(**LIMITS)
@@ -77,10 +87,14 @@ class GrammarCompiler:
 
         begin = time.thread_time()
         matcher = compiled()
-        if matcher.is_error():
-            raise RequestError(refusal(params.kind, matcher.get_error()))
+        light = time.thread_time() - begin < LIGHT_SECONDS
+        first = matcher.deep_copy()
+        if not matcher.is_error():
+            first.compute_bitmask()  # a constraint that no text fits compiles, and fails at its first mask
+        if first.is_error():
+            raise RequestError(refusal(params.kind, first.get_error()))
         grammar = Grammar(compiled, matcher, tokens.vocab_size, self._vocabulary, tokens.eos_tokens, params.kind)
-        if time.thread_time() - begin < LIGHT_SECONDS:
+        if light:
             grammar.most_lexers = fill_threads()
         return grammar
 
@@ -94,7 +108,9 @@ class GrammarCompiler:
                 return str(matcher.grammar_from_json_schema(text, defaults=options))
             return self._trial.grammar("json", text, options)
         if params.choice is not None:
-            lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
+            # DEL is the one character that JSON may have in a string and Lark may not
+            texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\u007f") for choice in params.choice)
+            lark = "start: " + " | ".join(texts)
             return str(import_llguidance().LLMatcher.grammar_from_lark(lark))
         return self._trial.grammar(kind, text, {})
 

@@ -152,7 +152,9 @@ class Matcher:
         """Why, for the request's client."""
         if self.too_slow:
             return refusal(self.grammar.kind, TOO_SLOW.format(SLOW_SECONDS))
-        return refusal(self.grammar.kind, FAULT if self._broken else self.state.get_error())
+        if self._broken:
+            return f"structured_outputs.{self.grammar.kind} caused {FAULT}"
+        return refusal(self.grammar.kind, self.state.get_error())
 
     @property
     def accepting(self) -> bool:

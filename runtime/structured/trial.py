@@ -3,6 +3,7 @@ or ends the process, does so there.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,17 @@ STEP_SECONDS = 0.25
 MAX_GRAMMAR_BYTES = 8 << 20
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 """Of llguidance's own limits those that differ from its defaults."""
+MAX_REASON = 400
+_CANNOT = "cannot be used:"
+_STATE = "<non-verbose/>"
+"""Stands at the end of an error where llguidance would print its state without `verbose_errors`."""
+_WORDS = {
+    "NoExtensionBias": "no text fits it (is there a rule or a $ref that leads to nothing but itself?)",
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Use anyOf in its place",
+    "no start rule found": "no start rule found; a Lark grammar needs a rule `start: ...`, GBNF a rule `root ::= ...`",
+    "Unimplemented keys:": "Unimplemented keys, leave them out:",
+}
+"""llguidance's words -> ours, where its own name no remedy that there is."""
 
 
 class Trial:
@@ -55,7 +67,14 @@ class Trial:
 
 
 def refusal(kind: str, reason: str) -> str:
-    """What a client is told of a constraint that cannot be used; the reason without llguidance's state."""
-    lines = [line.strip() for line in reason.partition("<")[0].splitlines() if line.strip()] or [reason.strip()]
-    text = "; ".join(lines)
-    return f"structured_outputs.{kind} cannot be used: {text[:400]}{'...' if len(text) > 400 else ''}"
+    """Return the error for a constraint that cannot be used, with llguidance's reason in our users' words."""
+    lines = [line.strip() for line in reason.replace(_STATE, "").splitlines()]
+    text = "; ".join(line for line in lines if line.strip("^")).replace(":; ", ": ")
+    for words, plain in _WORDS.items():
+        text = text.replace(words, plain)
+    return f"structured_outputs.{kind} {_CANNOT} {text[:MAX_REASON]}{'...' if len(text) > MAX_REASON else ''}"
+
+
+def is_refusal(text: str) -> bool:
+    """Return whether a request's error is a `refusal`: its constraint is at fault, not the engine."""
+    return re.match(rf"structured_outputs\.\w+ {_CANNOT}", text) is not None

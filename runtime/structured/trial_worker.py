@@ -7,16 +7,19 @@ One JSON object a line: {} when it is ready, then {"kind", "text", "options", "l
 
 import json
 import random
+import re
 import resource
 import sys
 import time
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MEMORY_BYTES = 1 << 30
 END = 256
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+"""Lark's rules have a single colon."""
 
 
 class Bytes:
@@ -38,7 +41,7 @@ def grammar_of(kind: str, text: str, options: Any) -> str:
         return str(matcher.grammar_from_json_schema(text, defaults=options))
     if kind == "regex":
         return str(matcher.grammar_from_regex(text))
-    return str(matcher.grammar_from_lark(any_to_lark(text)))
+    return str(matcher.grammar_from_lark(gbnf_to_lark(text) if GBNF_RULE.search(text) else text))
 
 
 def tried(asked: dict[str, Any], vocabulary: Any) -> dict[str, str]:
@@ -73,8 +76,10 @@ def main() -> None:
             answer = tried(json.loads(line), vocabulary)
         except MemoryError:
             answer = {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
-        except Exception as problem:  # whatever a constraint brings about; the child goes on
-            answer = {"error": f"{problem}"}
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as problem:  # whatever a constraint causes; a panic in Rust is not an Exception
+            answer = {"error": str(problem) or type(problem).__name__}
         print(json.dumps(answer), flush=True)
 
 

@@ -2,6 +2,7 @@
 
 tokenizer        tokenizer.json, tokenizer.model, or nothing but ids
 token_bytes      the bytes of every token of a vocabulary
+generation_config  the tokens that end a text, and a model's own sampling defaults
 detokenizer      text that grows token by token, never half a character
 prompts          what callers may pass as prompts
 bad_words        words that must not be generated, as tokens

@@ -22,15 +22,18 @@ def make_requests(
     max_model_len: int,
     adapters: Mapping[str, int],
     first: int,
+    default_params: SamplingParams | None = None,
     priority: Any = None,
     compile_grammar: Callable[[StructuredOutputsParams], Constraint],
 ) -> list[Request]:
-    """One request a prompt, numbered from `first`.
+    """One request a prompt, numbered from `first`; `default_params`: of prompts without sampling_params.
 
     Raises RequestError naming the prompt that cannot be served and the remedy.
     """
     items = as_list(prompts)
-    params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), SamplingParams())
+    params = one_for_each(
+        "sampling_params", sampling_params, SamplingParams, len(items), default_params or SamplingParams()
+    )
     chosen = one_for_each("adapter", adapter, str, len(items), None)
     priorities = one_for_each("priority", priority, int, len(items), 0)
     requests = []

@@ -3,11 +3,10 @@
 `tokenizer.json` through `tokenizers`, Llama-2's `tokenizer.model` through sentencepiece, or nothing but ids.
 """
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...graphs.regular_file import LFS_POINTER, is_lfs_pointer
 from ..requests.errors import RequestError
@@ -43,6 +42,10 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, as UTF-8; b"" for an id that is no token."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token, as the vocabulary spells it; None if it is not there."""
         ...
 
 
@@ -101,6 +104,11 @@ class FastTokenizer:
         """A token that another one may follow in a text; [] if there is none."""
         return next(([token] for token in range(self.size) if self.decode([token]).isalpha()), [])
 
+    def token_id(self, token: str) -> int | None:
+        """See `Tokenizer`."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
     @property
     def size(self) -> int:
         """One more than the highest id."""
@@ -157,6 +165,11 @@ class SentencePieceTokenizer:
         pieces = self.byte_table.pieces
         return pieces[token_id] if 0 <= token_id < len(pieces) else b""
 
+    def token_id(self, token: str) -> int | None:
+        """See `Tokenizer`."""
+        found = int(self._processor.piece_to_id(token))
+        return found if self._processor.id_to_piece(found) == token else None
+
     @property
     def bos_id(self) -> int:
         """The id that begins a text, or -1."""
@@ -202,20 +215,3 @@ def load_tokenizer(directory: Path | None) -> Tokenizer | None:
     if (directory / "tokenizer.model").is_file():
         return SentencePieceTokenizer(directory / "tokenizer.model")
     return None
-
-
-def eos_token_ids(directory: Path | None, config: dict[str, Any] | None = None) -> frozenset[int]:
-    """The ids that end a text:
-
-    `eos_token_id` of generation_config.json and of config.json (or of `config`, if given), each a number or a list.
-    """
-    found: set[int] = set()
-    sources = [config or {}]
-    for name in ("generation_config.json", "config.json"):
-        if directory is not None and (directory / name).is_file():
-            sources.append(json.loads((directory / name).read_text(encoding="utf-8")))
-    for source in sources:
-        value = source.get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        found.update(token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
-    return frozenset(found)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from ..requests.sampling_defaults import SamplingDefaults
+
 MAGIC = b"SS"
 PROTOCOL_VERSION = 2
 INSTANCE_BYTES = 16
@@ -245,6 +247,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     chat_template: Annotated[str, Meta(max_length=1 << 18)] | None = None
     bos_token: Short = ""
     eos_token: Short = ""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
     max_open_requests: Count = MAX_OPEN_REQUESTS
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     silence_seconds: float = SILENCE_SECONDS

@@ -101,6 +101,25 @@ def test_values_and_scales_are_kept_and_logits_follow(tmp_path: Path, family: st
         assert torch.equal(scales, torch.cat([stored.tensor(f"{name}_scale") for name in home]).float().flatten())
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_tied_model_keeps_a_head_of_its_own(tmp_path: Path, precision: str) -> None:
+    base = tiny_model(tmp_path, "Qwen2", num_hidden_layers=1, tie_word_embeddings=True)
+    path = base.path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    store(base, precision)
+    want = oracle_logits(base, None, TOKENS)
+    model, _ = plain_model(base, [], torch.bfloat16)
+    eight = CompiledRunner(model, CompileOptions(precision=precision), 1).step([Chunk(0, TOKENS, 0)])[0]
+    assert kl_div(log_softmax(eight, -1), log_softmax(want, -1), log_target=True, reduction="batchmean") < 2e-2
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight' has dtype I8, expected one of BF16"):
+        plain_model(base)
+
+
 def test_another_precision_of_eight_bits_is_refused(tmp_path: Path) -> None:
     base = tiny_model(tmp_path, "Llama", num_hidden_layers=1, tokenizer=True)
     store(base, "fp8")

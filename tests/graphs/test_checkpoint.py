@@ -144,7 +144,10 @@ def test_harmless_extras_pass(tmp_path: Path) -> None:
     edit(
         base,
         lambda tensors: tensors.update(
-            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32), "lm_head.weight": torch.ones(320, 128)}
+            {
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32),
+                "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+            }
         ),
     )
     Checkpoint(base.path).validate(*expected(base))

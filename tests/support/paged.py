@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from sidestream.graphs.adapter import Adapter, load_adapter
-from sidestream.graphs.checkpoint import Checkpoint, load_weights
-from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.stack import fill_slot, lora_shape_for, slot_tensors
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape
@@ -32,7 +31,7 @@ def plain_model(
     base: TinyBase, adapter_paths: Sequence[Any] = (), dtype: torch.dtype = torch.float32, slots: int | None = None
 ) -> tuple[Llama, list[Adapter]]:
     """Our plain Llama with the base's weights and adapter i in slot i."""
-    config = LlamaConfig.from_directory(base.path)
+    config = checkpoint_config(base.path)
     adapters = [load_adapter(path, config, max_rank=256) for path in adapter_paths]
     lora = lora_shape_for(adapters, slots or max(len(adapters), 1))
     model = Llama(config, lora, dtype)

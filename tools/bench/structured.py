@@ -23,7 +23,8 @@ from ...runtime.structured.compiler import GrammarCompiler
 from ...runtime.structured.drafted import fill_drafted
 from ...runtime.structured.filling import FEW, fill_masks, fill_threads, take_in
 from ...runtime.structured.matcher import Matcher
-from ...runtime.text.tokenizer import eos_token_ids, load_tokenizer
+from ...runtime.text.generation_config import eos_token_ids
+from ...runtime.text.tokenizer import load_tokenizer
 
 SCHEMA_BYTES = 50_000
 REPEATS = 9

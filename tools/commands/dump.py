@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
     from ...compiler.cost.hardware import H200, UnknownGpu, gpu_named, gpu_of
     from ...compiler.cost.timings import Timings
     from ...compiler.options import CompileOptions
-    from ...graphs.config import LlamaConfig
+    from ...graphs.checkpoint import checkpoint_config
     from ...graphs.llama import Llama
 
     if options.measured is not None and options.measure:
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
     if directory is None:
         config, options.model = shape_config(options.shape), options.shape  # the demo model's adapters are not its own
     else:
-        config = LlamaConfig.from_directory(directory)
+        config = checkpoint_config(directory)
     unknown = [number for number in options.layers or () if number >= config.num_hidden_layers]
     if unknown:
         raise ValueError(f"--layers {unknown[0]}: the model has layers 0 to {config.num_hidden_layers - 1}")

@@ -174,10 +174,10 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
 
 def _config(options: argparse.Namespace) -> Any:
     """The config of MODEL or of --shape."""
-    from ...graphs.config import LlamaConfig
+    from ...graphs.checkpoint import checkpoint_config
 
     check_one_model(options)
     if options.shape:
         options.model = options.shape  # the demo model's adapters are not this one's
         return shape_config(options.shape)
-    return LlamaConfig.from_directory(model_directory(options))
+    return checkpoint_config(model_directory(options))

@@ -150,6 +150,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(
         group, "enable_prefix_caching", "--no-enable-prefix-caching", dest="no_prefix_caching", help=argparse.SUPPRESS
     )
+    add_option(group, "generation_config", metavar="auto|vllm|DIR")
     add_vllm_flags(parser)
     parser.set_defaults(run=run)
 
@@ -160,9 +161,11 @@ def settings_of(options: argparse.Namespace) -> Any:
     from ...runtime.server.settings import ServeSettings
     from ...runtime.wire.addresses import default_address, parse
 
-    llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format")
+    llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
     if options.no_prefix_caching:
         llm["enable_prefix_caching"] = False
+    if llm.get("generation_config", AUTO) not in (AUTO, "vllm"):
+        llm["generation_config"] = str(Path(llm["generation_config"]).resolve())
     if llm.get("calibration", OFF) not in (AUTO, OFF):
         llm["calibration"] = str(Path(llm["calibration"]).resolve())
     model, adapters = (

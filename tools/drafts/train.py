@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ...graphs.config import LlamaConfig
+from ...graphs.checkpoint import checkpoint_config
 from ..bench.drafts.real import subject
 from ..options.engine import at_least, check_output_directory, positive
 from .data import Answer, Target, drafted_vocabulary, own_answers
@@ -99,7 +99,7 @@ def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) ->
     """Trains and writes; returns the report."""
     written = json.loads((model / "config.json").read_text())
     check_family(written)
-    config = LlamaConfig.from_directory(model)
+    config = checkpoint_config(model)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     begin = time.monotonic()
     engine = {"device": str(device), "precision": options.precision}

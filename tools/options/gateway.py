@@ -29,6 +29,13 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
     )
     group.add_argument("--insecure", action="store_true", help="answer other machines without asking for a key")
     group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="pages of these origins may call the server: https://app.example, or * for all; also as a JSON list "
+        "(default: pages that this machine serves, at any port)",
+    )
+    group.add_argument(
         "--max-connections", type=positive, default=4096, metavar="N", help="open connections (default: %(default)s)"
     )
     group.add_argument(
@@ -72,6 +79,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
     """
     from ...runtime.gateway.governance.keys import parse, read_bytes
     from ...runtime.gateway.observe.tracing import check_endpoint
+    from ...runtime.gateway.serving.origins import parse_origins
     from ...runtime.gateway.serving.process import check_exposure
     from ...runtime.gateway.settings import GatewaySettings
 
@@ -99,6 +107,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         api_key=api_key,
         keys=options.api_keys and str(Path(options.api_keys).resolve()),
         insecure=options.insecure,
+        allowed_origins=None if options.allowed_origins is None else parse_origins(options.allowed_origins),
         max_connections=options.max_connections,
         connections_per_client=options.connections_per_client,
         drain_seconds=options.drain_seconds,

@@ -186,14 +186,13 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     import torch
 
     from ...graphs.adapter import load_adapter
-    from ...graphs.checkpoint import Checkpoint, load_weights
-    from ...graphs.config import LlamaConfig
+    from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
     from ...graphs.stack import fill_slot, slot_tensors
     from ...runtime.device.threads import fit_threads
 
     fit_threads(torch.device("cpu"))
-    config = LlamaConfig.from_directory(directory)
+    config = checkpoint_config(directory)
     lora, dtype = lora_shape(options, config), dtype or torch.float32
     checkpoint = Checkpoint(directory, config)
     model = Llama(config, lora, dtype)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...graphs.checkpoint import checkpoint_config
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...runtime.calibrate.reader import Document, Scorer, plan, step_sizes
@@ -107,7 +108,7 @@ class Examiner:
 
     def __init__(self, model: Model, suite: Suite, device: str | None) -> None:
         self.model, self.suite = model, suite
-        config = LlamaConfig.from_directory(model.directory)
+        config = checkpoint_config(model.directory)
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         longest = max(suite.longest, PAGE_SIZE)
         self.shape = step_sizes(

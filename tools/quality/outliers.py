@@ -62,9 +62,9 @@ def inject(
 
     `texts` (token ids) choose the channels.
     """
-    from ...graphs.config import LlamaConfig
+    from ...graphs.checkpoint import checkpoint_config
 
-    changes = rescalings(LlamaConfig.from_directory(source), observe(source, texts))
+    changes = rescalings(checkpoint_config(source), observe(source, texts))
     base = target / "base"
     base.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():

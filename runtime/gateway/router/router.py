@@ -206,6 +206,7 @@ class Router:
                 link.welcome.chat_template,
                 link.welcome.bos_token,
                 link.welcome.eos_token,
+                link.welcome.sampling_defaults,
                 link.welcome.admin,
                 self._created,
                 link.welcome.max_adapter_slots,

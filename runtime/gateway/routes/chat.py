@@ -34,8 +34,9 @@ class Chats:
         """Answers one request."""
         desk = self._desk
         body = await read_body(request, ChatRequest, desk.settings)
-        params, messages, tools = body.sampling(), body.conversation(), body.offered
         target = await desk.target(caller_of(request), body.model)
+        params = body.sampling(target.model.sampling_defaults)
+        messages, tools = body.conversation(), body.offered
         form = format_of(target.model.chat_template) if tools else None
         if tools:
             params = body.with_tools(params, form)

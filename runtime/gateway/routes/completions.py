@@ -68,8 +68,8 @@ class Completions:
         """Answers one request."""
         desk = self._desk
         body = await read_body(request, CompletionRequest, desk.settings)
-        params, prompts = body.sampling(), body.prompts()
         target = await desk.target(caller_of(request), body.model)
+        params, prompts = body.sampling(target.model.sampling_defaults), body.prompts()
         echoes = (
             [await echo_of(desk.engines, prompt, body.logprobs is not None) for prompt in prompts] if body.echo else []
         )

@@ -11,6 +11,7 @@ from ..routes import chat, completions, models, pages, responses, status, tokens
 from ..routes.desk import Desk
 from ..settings import GatewaySettings
 from .guard import Guard
+from .origins import Origins
 
 _FAMILIES = (chat, completions, responses, models, tokens, status, pages)
 
@@ -29,4 +30,4 @@ def build_app(engines: Engines, admission: Admission, observer: Observer, settin
             desk.close()
 
     router = Router([route for family in _FAMILIES for route in family.routes(desk)], lifespan=lifespan)
-    return Guard(router, admission, observer)
+    return Guard(router, admission, observer, Origins(settings))

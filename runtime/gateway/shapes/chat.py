@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from ...requests.sampling_defaults import SamplingDefaults
 from ...requests.sampling_params import SamplingParams
 from ..contracts import GatewayError
 from ..tools.formats import ToolFormat
@@ -109,8 +110,8 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
         """The messages for the chat template. Raises GatewayError 400 that names the field."""
         return [plain_message(message, f"messages[{place}]") for place, message in enumerate(self.messages)]
 
-    def sampling(self) -> SamplingParams:
-        """How tokens are drawn. Raises GatewayError 400 that names the field."""
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        """How tokens are drawn; `defaults`: the model's. Raises GatewayError 400 that names the field."""
         for field in _REFUSED:
             refuse(field, getattr(self, field))
         if self.modalities not in (None, ["text"]):
@@ -118,7 +119,8 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise GatewayError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         logprobs = self.top_logprobs or 0 if self.logprobs else None
-        return sampling_params(self, self.max_completion_tokens or self.max_tokens, logprobs)
+        most = self.max_completion_tokens or self.max_tokens or defaults.max_tokens
+        return sampling_params(self, most, logprobs, defaults)
 
 
 _REFUSED = (

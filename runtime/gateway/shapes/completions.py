@@ -5,6 +5,7 @@ from typing import Annotated, Literal, cast
 
 from msgspec import Meta
 
+from ...requests.sampling_defaults import SamplingDefaults
 from ...requests.sampling_params import SamplingParams
 from ...wire.protocol import MAX_PROMPT_TOKENS
 from ..contracts import GatewayError
@@ -46,8 +47,8 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
             raise GatewayError(400, "prompt mixes texts, token ids and lists of them; give one kind", param="prompt")
         return made
 
-    def sampling(self) -> SamplingParams:
-        """How tokens are drawn. Raises GatewayError 400 that names the field."""
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        """How tokens are drawn; `defaults`: the model's. Raises GatewayError 400 that names the field."""
         refuse("suffix", self.suffix)
         refuse("use_beam_search", self.use_beam_search)
         if self.best_of not in (None, self.n or 1):
@@ -56,7 +57,8 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
             raise GatewayError(
                 400, "add_special_tokens=false is not supported; send token ids as prompt", param="add_special_tokens"
             )
-        params = sampling_params(self, self.max_tokens or DEFAULT_MAX_TOKENS, self.logprobs)
+        usual = min(DEFAULT_MAX_TOKENS, defaults.max_tokens or DEFAULT_MAX_TOKENS)
+        params = sampling_params(self, self.max_tokens or usual, self.logprobs, defaults)
         if self.echo and self.logprobs is not None:
             params = replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
         return params

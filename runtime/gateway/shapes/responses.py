@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field, structs
 
+from ...requests.sampling_defaults import SamplingDefaults
 from ...requests.sampling_params import SEED_LIMIT, SamplingParams
 from ..contracts import GatewayError
 from .chat import MAX_MESSAGES
@@ -124,8 +125,8 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
             return TextFormat()
         return TextFormat(format={name: value for name, value in structs.asdict(form).items() if value is not None})
 
-    def sampling(self) -> SamplingParams:
-        """How tokens are drawn. Raises GatewayError 400 that names the field."""
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        """How tokens are drawn; `defaults`: the model's. Raises GatewayError 400 that names the field."""
         for name in _REFUSED:
             refuse(name, getattr(self, name))
         if self.tool_choice not in (None, "none", "auto"):
@@ -146,7 +147,8 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
             min_p=self.min_p,
             response_format=form,
         )
-        return sampling_params(body, self.max_output_tokens, (self.top_logprobs or 0) if self.wants_logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
+        return sampling_params(body, self.max_output_tokens or defaults.max_tokens, logprobs, defaults)
 
 
 _REFUSED = ("tools", "previous_response_id", "conversation", "background", "reasoning", "prompt")

@@ -18,6 +18,7 @@ from ...requests.checks import (
     MAX_TOKENS,
 )
 from ...requests.errors import RequestError
+from ...requests.sampling_defaults import SamplingDefaults
 from ...requests.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_LIMIT, SamplingParams
 from ..contracts import GatewayError
 from .common import Body, Ignored, ModelName, Refused, StreamOptions, TokenId
@@ -133,9 +134,11 @@ def refuse(field: str, value: Any) -> None:
     raise GatewayError(400, f"{field} is not supported; {remedy}", code="unsupported_parameter", param=field)
 
 
-def sampling_params(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """A body's fields as parameters. The callers read those two that are spelled in several ways; `max_tokens` None: up
-    to the model's length.
+def sampling_params(
+    body: SamplingBody, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+) -> SamplingParams:
+    """A body's fields as parameters, with the model's `defaults` of those that it does not set. The callers read those
+    two that are spelled in several ways; `max_tokens` None: up to the model's length.
 
     Raises GatewayError 400 that names the field.
     """
@@ -145,10 +148,11 @@ def sampling_params(body: SamplingBody, max_tokens: int | None, logprobs: int | 
         raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise GatewayError(400, "prompt_logprobs are told in whole answers; leave stream out", param="prompt_logprobs")
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    given = defaults.given() | {"max_tokens": max_tokens}
+    given |= {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     constraint = constraint_of(body.response_format, body.structured_outputs)
     try:
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured_outputs=constraint, **given)
+        return SamplingParams(logprobs=logprobs, structured_outputs=constraint, **given)
     except RequestError as problem:
         raise GatewayError(400, str(problem), param=field_of(str(problem))) from None
 

@@ -70,12 +70,18 @@ def test_forms_of_chats_and_completions(client: OpenAI, served: Any) -> None:
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes no"),
         ({"structured_outputs": {"regex": "[ab]{3}"}}, "aaa aab aba abb baa bab bba bbb"),
         ({"structured_outputs": {"grammar": 'start: "x" | "y"'}}, "x y"),
+        ({"structured_outputs": {"grammar": '?start: "<b>"'}}, "<b>"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [7]}}}}, "7"),
     ]
     for fields, allowed in bodies:
         body = {"prompt": "What", "max_tokens": 40} | fields
         text = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         assert text in allowed.split()
+    any_json: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": True}}
+    for fields in ({"structured_outputs": {"json": True}}, {"response_format": any_json}):
+        body = {"prompt": "What", "max_tokens": 400, "logit_bias": {"22": 50, "1": 100}} | fields
+        choice = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+        assert choice["finish_reason"] == "stop" and json.loads(choice["text"]) == 5
     anything = client.chat.completions.create(
         messages=CHAT, response_format={"type": "json_object"}, **DRAWN | {"logit_bias": {}, "max_tokens": 60}
     )
@@ -170,8 +176,26 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "Unimplemented keys",
     ),
     ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
+    ({"structured_outputs": {"regex": "<i>(?!a)"}}, "structured_outputs", "<i>(?!a); error: look-around"),
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text fits it"),
+    ({"structured_outputs": {"json": False}}, "structured_outputs", "no answer fits"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"anyOf": [{"$ref": "#"}]}},
+            }
+        },
+        "response_format",
+        "rule or a $ref that leads to nothing but itself",
+    ),
     ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs", "same"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]},
+        "tools",
+        "cannot be used",
+    ),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "matching regex"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "name twice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
@@ -207,3 +231,14 @@ def test_what_cannot_be_names_its_field(
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and said in error["message"], error
+
+
+def test_a_schema_that_ends_nowhere_is_the_clients_error_also_later(served: Any) -> None:
+    """Its first tokens fit, and then none does."""
+    never = {"type": "object", "properties": {"key": {"$ref": "#/$defs/x"}}, "required": ["key"]}
+    never["$defs"] = {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}
+    body = {"prompt": "x", "max_tokens": 400, "structured_outputs": {"json": never, "disable_any_whitespace": True}}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "structured_outputs", error
+    assert "no text fits it" in error["message"]

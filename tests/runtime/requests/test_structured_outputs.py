@@ -19,6 +19,10 @@ REFUSED = [
     ({"json": {}, "disable_additional_properties": True}, "write additionalProperties: false"),
     ({"json": "{"}, "structured_outputs.json is no JSON"),
     ({"json": "[]"}, "must be a JSON schema, not a list"),
+    ({"json": "null"}, "must be a JSON schema, not a NoneType"),
+    ({"json": False}, "json is false, which no answer fits"),
+    ({"json": " false\n"}, "json is false, which no answer fits"),
+    ({"json": True, "regex": "a"}, "this has json, regex"),
     ({"json": {"enum": [{1, 2}]}}, "is no JSON"),
     ({"json": {"minimum": float("nan")}}, "is no JSON"),
     ({"json": DEEP}, "nested deeper than 64 levels"),
@@ -49,6 +53,9 @@ def test_what_is_taken():
     schema = {"type": "object", "properties": {"é": {"type": "string"}}}
     as_dict, as_text = StructuredOutputsParams(json=schema), StructuredOutputsParams(json=json.dumps(schema))
     assert json.loads(as_dict.text) == json.loads(as_text.text) == schema and as_dict.kind == "json"
+    for anything in (True, "true", " true ", {}, "{}"):
+        assert json.loads(StructuredOutputsParams(json=anything).text) == {}
+    assert StructuredOutputsParams(json=True).kind == "json"
     assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")
     assert StructuredOutputsParams(json_object=True, disable_fallback=True).kind == "json_object"
     assert StructuredOutputsParams(None, "[a-z]+").kind == "regex", "the order of vLLM's fields"

@@ -1,7 +1,9 @@
 """Constraints become masks for any tokenizer, and hopeless ones become errors in bounded time."""
 
+import io
 import json
 import random
+import re
 from pathlib import Path
 
 import jsonschema
@@ -12,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sidestream import RequestError, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.structured import trial
+from sidestream.runtime.structured import trial, trial_worker
 from sidestream.runtime.structured.compiler import GrammarCompiler
 from sidestream.runtime.structured.filling import fill_masks, take_in
 from sidestream.runtime.structured.matcher import Matcher
 from sidestream.runtime.structured.plain import is_plain
-from sidestream.runtime.text.tokenizer import FastTokenizer, eos_token_ids, load_tokenizer
+from sidestream.runtime.text.generation_config import eos_token_ids
+from sidestream.runtime.text.tokenizer import FastTokenizer, load_tokenizer
 from support.pieces import sentencepiece_model
 
 FOX = "The quick brown fox jumps over the lazy dog."
@@ -122,6 +125,91 @@ def test_hopeless_constraints_are_one_error(model, monkeypatch):
         with pytest.raises(RequestError, match=f"structured_outputs.{kind} cannot be used: .*({said})"):
             compiler.compile(StructuredOutputsParams(**constraint))
     assert compiler.compile(StructuredOutputsParams(regex="a+b")), "the child process was started again"
+
+
+LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}}
+ODD = [
+    ({"json": {**LOOP, "$ref": "#/$defs/a"}}, "no text fits it"),
+    ({"json": {"allOf": [{"$ref": "#"}]}}, "no text fits it"),
+    ({"json": {"anyOf": [False, False]}}, "Unsatisfiable"),
+    ({"json": {"$ref": 7}}, "Expected string|must be a string"),
+    ({"json": {"$ref": "https://example.com/schema"}}, "not present in a registry"),
+    ({"json": '{"enum": ["\\udc00"]}'}, "hex escape"),
+    ({"json": {"const": "\udc00"}}, "not JSON serializable"),
+    ({"json": {"oneOf": [{"minimum": 1}, {"type": "integer"}]}}, r"oneOf .*\. Use anyOf in its place"),
+    ({"json": {"pattern": "a<b(?!c)d", "type": "string"}}, "a<b.*look-around"),
+    ({"json": {"type": "string"}, "whitespace_pattern": "<[a"}, "<.*unclosed character class"),
+    ({"regex": "x<(?<=a)y"}, "x<.*look-around"),
+    ({"regex": "[^\\s\\S]"}, "no text fits it"),
+    ({"regex": "\udc00"}, "surrogates not allowed"),
+    ({"choice": ["a", "\udfff"]}, "surrogates not allowed"),
+    ({"grammar": 'start: "a" <nope> "b"'}, "<nope>"),
+    ({"grammar": "start: b\nb: c\nc: b"}, "no text fits it"),
+    ({"grammar": "root ::= root root"}, "no text fits it"),
+    ({"grammar": 'begin: "a"'}, "a Lark grammar needs a rule `start: ...`, GBNF a rule `root ::= ...`"),
+    ({"grammar": 'x ::= "a"'}, "No 'root' rule found"),
+    ({"grammar": "%llguidance 5"}, "start|%llguidance"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "said"), ODD, ids=[str(constraint) for constraint, _ in ODD])
+def test_whatever_llguidance_raises_on_is_an_error_with_its_reason(model, constraint, said):
+    compiler, _, _ = model
+    with pytest.raises(
+        RequestError, match=f"structured_outputs.{next(iter(constraint))} cannot be used: .*{said}"
+    ) as told:
+        compiler.compile(StructuredOutputsParams(**constraint))
+    assert trial.is_refusal(str(told.value))
+    assert not re.search("non-verbose|NoExtensionBias|coerce_one_of|\n", str(told.value))
+
+
+@pytest.mark.parametrize("text", ["null", "[1,{}]", '{"a":[true,"b"]}', "-1.5"])
+def test_true_is_any_json(model, text):
+    compiler, tokenizer, _ = model
+    matcher = compiler.compile(StructuredOutputsParams(json="true", disable_any_whitespace=True)).matcher()
+    tokens = tokenizer.encode(text, False) if isinstance(tokenizer, FastTokenizer) else tokenizer.encode_inside(text)
+    take_in([matcher], [(tokens, 0)], in_parallel=False)
+    assert matcher.accepting
+
+
+@pytest.mark.parametrize("grammar", ['?start: "a"', '  !start : "a"', '// x ::= y\nstart: "a"', '# ::=\nroot\t::= "a"'])
+def test_notations_of_a_grammar_are_recognized(model, grammar):
+    compiler, tokenizer, ends = model
+    tokens = walk(compiler.compile(StructuredOutputsParams(grammar=grammar)).matcher(), ends, 0)
+    assert tokenizer.decode(tokens).strip() == "a"
+
+
+def test_choices_may_hold_any_character(model):
+    compiler, tokenizer, ends = model
+    if not isinstance(tokenizer, FastTokenizer):
+        pytest.skip("the other vocabulary does not spell all bytes")
+    for choice in ("\x7f", "\x00\u2028", '"\\', "\n|", "\U0010ffff"):
+        tokens = walk(compiler.compile(StructuredOutputsParams(choice=[choice])).matcher(), ends, 0)
+        assert tokenizer.decode(tokens) == choice
+
+
+def test_a_panic_is_an_error(model, monkeypatch):
+    """It is no Exception: neither the child process nor a server's thread may end by it."""
+    compiler, _, _ = model
+
+    class PanicError(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicError("index out of bounds")
+
+    monkeypatch.setattr(trial_worker, "grammar_of", panic)
+    line = json.dumps({"kind": "regex", "text": "q", "options": {}, "limits": {}, "steps": 1, "seconds": 1.0})
+    output = io.StringIO()
+    monkeypatch.setattr("sys.stdin", io.StringIO(line + "\n"))
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setattr(trial_worker.resource, "setrlimit", lambda *_: None)
+    trial_worker.main()
+    assert json.loads(output.getvalue().splitlines()[1]) == {"error": "index out of bounds"}
+    monkeypatch.undo()
+    monkeypatch.setattr(compiler, "_source", panic)
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex cannot be used: index out of bounds"):
+        compiler.compile(StructuredOutputsParams(regex="qqq"))
 
 
 @settings(max_examples=50, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))

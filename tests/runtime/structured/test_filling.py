@@ -19,7 +19,8 @@ from sidestream.runtime.structured import filling
 from sidestream.runtime.structured.compiler import GrammarCompiler
 from sidestream.runtime.structured.filling import FEW, Filler, empty_masks, take_in, use_threads
 from sidestream.runtime.structured.matcher import Grammar
-from sidestream.runtime.text.tokenizer import eos_token_ids, load_tokenizer
+from sidestream.runtime.text.generation_config import eos_token_ids
+from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.tiny import tiny_llama
 
 THREADS = 3

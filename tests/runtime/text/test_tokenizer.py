@@ -1,13 +1,12 @@
 """Tokens become text without half characters, and the streamed pieces add up to the whole text."""
 
 import ctypes
-import json
 import random
 
 import pytest
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.text.detokenizer import StopStrings, make_detokenizer
-from sidestream.runtime.text.tokenizer import TooManyTokens, eos_token_ids, load_tokenizer
+from sidestream.runtime.text.tokenizer import TooManyTokens, load_tokenizer
 from support.pieces import sentencepiece_model
 
 TEXTS = [
@@ -91,15 +90,6 @@ def test_a_tokenizer_model_that_is_not_sentencepiece(tmp_path):
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     with pytest.raises(RequestError, match=r"put the model's tokenizer\.json next to it"):
         load_tokenizer(tmp_path)
-
-
-def test_eos_ids_from_both_files(tmp_path):
-    assert eos_token_ids(None) == frozenset()
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
-    assert eos_token_ids(tmp_path) == {2}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [128001, 128009]}))
-    assert eos_token_ids(tmp_path) == {2, 128001, 128009}
-    assert eos_token_ids(None, {"eos_token_id": None}) == frozenset()
 
 
 def test_stop_strings():

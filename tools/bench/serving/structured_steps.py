@@ -26,7 +26,8 @@ from ....runtime.scheduling.limits import SchedulerLimits
 from ....runtime.scheduling.scheduler import Scheduler
 from ....runtime.structured.compiler import GrammarCompiler
 from ....runtime.structured.filling import fill_threads, use_threads
-from ....runtime.text.tokenizer import eos_token_ids, load_tokenizer
+from ....runtime.text.generation_config import eos_token_ids
+from ....runtime.text.tokenizer import load_tokenizer
 from ...options.engine import positive
 from ..latency import ENDLESS
 from .simulated_gpu import HashRunner, TimedRunner

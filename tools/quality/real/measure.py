@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from ....graphs.config import LlamaConfig
+from ....graphs.checkpoint import checkpoint_config
 from ....ops.core.kv_layout import PAGE_SIZE
 from ....runtime.calibrate.reader import Document, Scorer, plan, step_sizes
 from ..arms import BY_NAME, REFERENCE, UNFUSED, Arm, open_arm
@@ -140,7 +140,7 @@ def _named(asked: Asked, name: str) -> Measured:
 def _in_turn(asked: Asked, arms: Sequence[Arm], progress: Callable[[str], None]) -> list[Measured]:
     directory, adapters, documents, device, calibration, texts = asked
     reference = Reference(directory, adapters, device)
-    config = LlamaConfig.from_directory(directory)
+    config = checkpoint_config(directory)
     longest = max(len(document.tokens) for document in documents)
     tokens, sequences, pages, blocks = step_sizes(config.vocab_size, longest, reference.device.type == "cpu")
     sizes = {

@@ -1,0 +1,109 @@
+"""generation_config.json and its like: the tokens that end a text, and a model's own sampling defaults."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from ...graphs.config_fields import ConfigError, read_json_object
+from ..requests.errors import RequestError
+from ..requests.sampling_defaults import SamplingDefaults
+from ..requests.sampling_params import SamplingParams
+from .tokenizer import load_tokenizer
+
+_log = logging.getLogger(__name__)
+FILE = "generation_config.json"
+AUTO, VLLM = "auto", "vllm"
+"""Values of the option `generation_config` that are no directory: the model's own sampling defaults, or none."""
+_AGAIN = "download or save it again"
+_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""The file's name of a sampling default -> the name in `SamplingParams`."""
+_DEFAULT_EOS = "</s>"
+"""transformers' for a tokenizer.model whose tokenizer_config.json names none."""
+
+
+def sampling_defaults(directory: Path | None, source: str | Path = AUTO) -> SamplingDefaults:
+    """Return the sampling defaults of a model's directory (None: none), as vLLM takes them: `do_sample` counts for
+    nothing, and values that cannot be are left out with a warning.
+
+    source   the option `generation_config`: "auto", "vllm" or a directory
+
+    Raises ConfigError for a file that is not JSON, and for a directory in `source` that has no such file.
+    """
+    if source == VLLM:
+        return SamplingDefaults()
+    fields = _read(directory, source)
+    found: dict[str, Any] = {}
+    for name, ours in _FIELDS.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{ours: value})
+        except RequestError as problem:
+            _log.warning("%s: %s; the value is ignored", FILE, str(problem).replace(f"{ours}=", f"{name}=", 1))
+        else:
+            found[ours] = value
+    return SamplingDefaults(**found)
+
+
+def describe(defaults: SamplingDefaults) -> str:
+    """Return a line for a start: the defaults, as the file names them; "" for none."""
+    given = defaults.given()
+    named = ", ".join(f"{name} {given[ours]:g}" for name, ours in _FIELDS.items() if ours in given)
+    return named and f"{FILE} sets the sampling defaults {named} (generation_config 'vllm' takes none)"
+
+
+def eos_token_ids(directory: Path | None, source: str | Path = AUTO) -> frozenset[int]:
+    """Return the ids that end a text: `eos_token_id` of generation_config.json and of config.json, each a number or a
+    list, and the tokenizer's `eos_token`.
+
+    source   as for `sampling_defaults`; its directory has the generation_config.json to read
+
+    Raises ConfigError for a file that is not JSON.
+    """
+    values = [_read(directory, source).get("eos_token_id")]
+    if directory is not None:
+        values += [_optional(directory / "config.json").get("eos_token_id"), _eos_of_tokenizer(directory)]
+    found = [token for value in values for token in (value if isinstance(value, list) else [value])]
+    return frozenset(token for token in found if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
+
+
+def _eos_of_tokenizer(directory: Path) -> int | None:
+    """Return the id of `eos_token`, as transformers finds it: in special_tokens_map.json, which tokenizer_config.json
+    replaces where it lists the added tokens too, or in the latter.
+    """
+    config = _optional(directory / "tokenizer_config.json")
+    usual = {} if (directory / "tokenizer.json").is_file() else {"eos_token": _DEFAULT_EOS}
+    listed = {} if "added_tokens_decoder" in config else _optional(directory / "special_tokens_map.json")
+    text = _content((usual | config | listed).get("eos_token"))
+    if text is None:
+        return None
+    added = config.get("added_tokens_decoder")
+    for token_id, token in added.items() if isinstance(added, dict) else ():
+        if _content(token) == text and token_id.isdecimal():
+            return int(token_id)
+    tokenizer = load_tokenizer(directory)
+    return None if tokenizer is None else tokenizer.token_id(text)
+
+
+def _content(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def _read(directory: Path | None, source: str | Path) -> dict[str, Any]:
+    if source not in (AUTO, VLLM):
+        remedy = f"name a directory that has it as generation_config, or {AUTO!r} or {VLLM!r}"
+        return read_json_object(Path(source) / FILE, ConfigError, remedy)
+    return {} if directory is None else _optional(directory / FILE)
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json_object(path, ConfigError, _AGAIN) if path.is_file() else {}
