@@ -6,6 +6,7 @@ elements come first, so that each array is aligned and is read in place (read-on
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -209,4 +210,4 @@ def unpack_result(frame: bytes) -> StepResult:
         ranks, ids = take(np.int32, rows), take(np.int32, rows, columns)
         groups += [ids, take(np.float32, rows, columns), ranks]
     groups += [accepted if drafted else None, sources if looked_up else None]
-    return StepResult(step, tokens, *groups, compiled=compiled)
+    return replace(StepResult(step, tokens, *groups), compiled=compiled)
