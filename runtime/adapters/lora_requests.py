@@ -1,8 +1,10 @@
 """LoRARequests as names of adapters."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from ...graphs.adapter_config import AdapterError
 from ...graphs.model_directory import adapter_directory
 from ..requests.errors import RequestError
 from ..requests.lora_request import LoRARequest
@@ -24,9 +26,17 @@ def adapter_names(
         number = registry.numbers.get(each.lora_name)
         if number is None:
             add_adapter(each.lora_name, each.lora_path)
-        elif adapter_directory(each.lora_path).resolve() != registry.by_number(number).path.resolve():
+        elif _directory(each.lora_path).resolve() != registry.by_number(number).path.resolve():
             raise RequestError(
                 f"adapter {each.lora_name!r} was loaded from another directory than {each.lora_path!r}; use another "
                 "name, or add_adapter(..., replace=True)"
             )
     return [None if each is None else each.lora_name for each in asked]
+
+
+def _directory(named: str) -> Path:
+    """The directory that a path or hub id means; the path itself where there is no adapter any more."""
+    try:
+        return adapter_directory(named)
+    except AdapterError:
+        return Path(named)

@@ -49,7 +49,7 @@ class ChatTemplate:
         for place, message in enumerate(messages):
             if message.get("role") not in ROLES:
                 raise ChatTemplateError(
-                    f"message {place} has the role {str(message.get('role'))[:40]!r}; roles are {', '.join(ROLES)}"
+                    f"message {place} must have a role of {', '.join(ROLES)}, not {str(message.get('role'))[:40]!r}"
                 )
             if not isinstance(message.get("content"), str):
                 raise ChatTemplateError(f"message {place} must have a content that is text")

@@ -39,6 +39,7 @@ _REMEDIES = {
 }
 """What to do instead, by the field's name and the value that it may not have."""
 _PATTERNS = {
+    "^[A-Za-z0-9_.-]+$": "must have letters, digits, '.', '_' and '-' only",
     "^[A-Za-z0-9._-]+$": "must have letters, digits, '.', '_' and '-' only",
     r"^[^\x00]*$": "must be a path without zero bytes",
 }

@@ -196,7 +196,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tools",
         "cannot be used",
     ),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "matching regex"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "name twice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),

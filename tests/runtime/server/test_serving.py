@@ -116,7 +116,7 @@ def test_a_long_text_is_encoded_next_to_the_loop(wire):
     wire.submit("longer", prompt="z" * 5000)
     assert wire.answer("long").token_ids[0] == continuation(letters(text), -1, 8, VOCABULARY)
     refused = wire.answer("longer").error
-    assert refused.code == "invalid_request" and "max_model_len=512" in refused.message
+    assert refused.code == "invalid_request" and "--max-model-len 512" in refused.message
 
 
 def test_an_answer_that_does_not_stream_comes_whole(wire):
@@ -194,7 +194,7 @@ def test_an_abort_ends_a_request_and_frees_its_pages(server, wire):
     ({"prompt_token_ids": [1]}, {"allowed_token_ids": [300]}, "invalid_request", "allowed_token_ids names token 300"),
     ({"prompt_token_ids": [1]}, {"allowed_token_ids": []}, "invalid_request", "allowed_token_ids"),
     ({"prompt_token_ids": [1]}, {"bad_words": ["x" * 2000] * 3}, "invalid_request", "6000 characters in all"),
-    ({"prompt_token_ids": [1] * 600}, {}, "invalid_request", "max_model_len=512"),
+    ({"prompt_token_ids": [1] * 600}, {}, "invalid_request", "--max-model-len 512"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(wire, fields, options, code, words):
     wire.submit("bad", sampling(**options), **fields)
