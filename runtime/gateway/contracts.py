@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ..requests.sampling_params import SamplingParams
+from ..text.chat_files import ChatTemplates
 from ..wire.protocol import Chunk
 
 HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
@@ -49,6 +50,7 @@ class GatewayError(Exception):
 class ModelInfo:
     """The model that is served, as its engine's `welcome` tells it.
 
+    templates      its chat templates
     created        seconds since the epoch
     max_adapters   slots for adapters on the device
     """
@@ -57,9 +59,7 @@ class ModelInfo:
     vocabulary: int
     max_model_len: int
     has_tokenizer: bool
-    chat_template: str | None = None
-    bos_token: str = ""
-    eos_token: str = ""
+    templates: ChatTemplates = field(default_factory=ChatTemplates)
     admin: bool = False
     created: int = 0
     max_adapters: int = 0
@@ -72,6 +72,7 @@ class AdapterCard:
     content    a hash of its config and weights
     places     engine's name -> `gpu`, `cpu`, `disk` or `loading`
     running, waiting   requests, of all engines together
+    chat_template   a hash of its own chat templates, "" if it has none; None: no engine has read them yet
     """
 
     name: str
@@ -80,6 +81,7 @@ class AdapterCard:
     places: Mapping[str, str] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
+    chat_template: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,10 @@ class Engines(Protocol):
 
     async def adapter(self, name: str) -> AdapterCard | None:
         """One of them; None: there is no such adapter."""
+        ...
+
+    async def chat_templates(self, name: str) -> ChatTemplates:
+        """An adapter's own chat templates; an engine loads the adapter for it if none has."""
         ...
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:

@@ -24,7 +24,7 @@ import zmq
 from ..processes.garbage import GarbageLook, collect_seldom
 from ..processes.watch import STALL_SECONDS, AwakeClock
 from ..steps.plan import StepDrafts
-from ..text.chat_template import chat_words
+from ..text.chat_files import read_chat_templates
 from ..text.encoder import Encoder, keep_large_blocks_apart
 from ..text.tokenizer import load_tokenizer
 from ..wire.addresses import make_private_directory, parse
@@ -94,7 +94,7 @@ class Batcher:
             self._submissions,
             self._adapters,
             self._tokens,
-            chat_words(model),
+            read_chat_templates(model, settings.chat_template),
             self._tokenizer is not None,
         )
         self._stop_at: float | None = None
