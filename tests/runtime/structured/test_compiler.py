@@ -33,10 +33,10 @@ PERSON = {
 def model(request, tmp_path_factory):
     """(compiler, tokenizer, the tokens that end a text), for a vocabulary larger than the tokenizer's."""
     if request.param == "fast":
-        tokenizer, ends, size = load_tokenizer(Path(DEMO_MODEL)), eos_token_ids(Path(DEMO_MODEL)), 520
+        tokenizer, ends, size = load_tokenizer(Path(DEMO_MODEL)), eos_token_ids(Path(DEMO_MODEL)), 600
     else:
         directory = sentencepiece_model(tmp_path_factory.mktemp("piece"), [FOX] * 200 + [json.dumps(PERSON), "yes no"])
-        tokenizer, ends, size = load_tokenizer(directory), frozenset({2}), 320
+        tokenizer, ends, size = load_tokenizer(directory), frozenset({2}), 400
     compiler = GrammarCompiler(tokenizer, size, ends)
     yield compiler, tokenizer, ends
     compiler.close()
