@@ -60,6 +60,14 @@ def is_lfs_pointer(path: Path, roots: Sequence[Path] | None = None) -> bool:
         return False
 
 
+def read_start(path: Path, most: int, roots: Sequence[Path] | None = None) -> bytes:
+    """The first `most` bytes of a regular file, none where there is no file. Raises as `open_regular` does."""
+    if not path.exists():
+        return b""
+    with open(open_regular(path, roots), "rb") as file:
+        return file.read(most)
+
+
 def _check_place(real: str, roots: Sequence[Path] | None) -> None:
     if roots is not None and not any(Path(real).is_relative_to(root) for root in roots):
         raise FileRefusedError("leads outside the directories from which adapters may be loaded")

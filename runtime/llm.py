@@ -30,10 +30,12 @@ from .requests.request import Request
 from .requests.sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .structured.compiler import GrammarCompiler
+from .text.adapter_chat import warn_of_tokens
 from .text.chat import ChatRenderer
-from .text.chat_template import chat_words
+from .text.chat_files import read_chat_templates
+from .text.chat_messages import as_conversations
 from .text.generation_config import describe, sampling_defaults
-from .text.prompts import without_special_tokens
+from .text.prompts import one_for_each, without_special_tokens
 from .text.requests import make_requests
 from .text.tokenizer import Tokenizer, load_tokenizer
 
@@ -106,6 +108,8 @@ class LLM:
             options.engine.seed,
             overlap=options.device.type == "cuda",
         )
+        for name, number in loaded.registry.numbers.items():
+            warn_of_tokens(name, loaded.registry.by_number(number).chat, self.tokenizer)
         self._requests = 0
         self._busy = False
         self._closed = False
@@ -201,7 +205,7 @@ class LLM:
         """
         self._check_open()
         former = self.registry.numbers.get(name)
-        self.model.add_adapter(name, path, replace)
+        warn_of_tokens(name, self.model.add_adapter(name, path, replace).chat, self.tokenizer)
         if former is not None:
             self.engine.scheduler.forget_adapter(former)
 
@@ -369,10 +373,11 @@ class LLM:
         """Answer a conversation, or every one of a list of them; outputs come in their order, `prompt` is what the
         model's chat template made.
 
-        messages                a list of {"role": "user", "content": text}, or a list of such lists; roles are system,
-                                user, assistant and tool
+        messages                a list of messages as OpenAI's API has them, such as {"role": "user", "content": text},
+                                or a list of such lists; roles are system, developer, user, assistant and tool
         sampling_params, adapter, lora_request   as for `generate`
-        chat_template           a Jinja template's text to use instead of the model's own
+        chat_template           a Jinja template's text to use instead of the model's own (an adapter's, where its
+                                directory holds one), or the name of one of the model's templates
         add_generation_prompt   end the prompt where the assistant's answer begins
         continue_final_message  let the model go on with the last message; needs add_generation_prompt=False
         tools, chat_template_kwargs   what else the template may use
@@ -381,12 +386,16 @@ class LLM:
         that are none, for a model without a template, and for what the template refuses (ChatTemplateError).
         """
         self._check_open()
-        words = chat_words(self.model.source.directory)
+        conversations = as_conversations(messages)
+        base = read_chat_templates(self.model.source.directory)
+        names = one_for_each("adapter", self._adapters_asked(adapter, lora_request), str, len(conversations), None)
+        numbers = [self.registry.numbers.get(name) for name in names]
+        own = [None if number is None else self.registry.by_number(number).chat.templates for number in numbers]
         if self._renderer is None:
             self._renderer = ChatRenderer()
         texts = self._renderer.prompts(
-            words,
-            messages,
+            [base if templates is None else templates.over(base) for templates in own],
+            conversations,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -8,6 +8,8 @@ import msgspec
 
 from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import describe_adapter
+from ..text.adapter_chat import read_adapter_chat
+from ..text.chat_files import ChatTemplateError
 from .describing import Answered, Asked
 
 MEMORY_BYTES = 1 << 30
@@ -17,6 +19,8 @@ def describe(line: bytes) -> Answered:
     """The answer to one line."""
     asked = msgspec.json.decode(line, type=Asked)
     roots = None if asked.roots is None else [Path(root) for root in asked.roots]
+    if asked.chat:
+        return _chat(Path(asked.directory), roots)
     config = asked.config if asked.draft is None else asked.draft
     if config is None:
         return Answered(refused="no model is named for it")
@@ -26,6 +30,15 @@ def describe(line: bytes) -> Answered:
         return Answered(refused=str(problem))
     except MemoryError:
         return Answered(refused=f"its files need more than {MEMORY_BYTES >> 20} MiB of memory to read")
+
+
+def _chat(directory: Path, roots: list[Path] | None) -> Answered:
+    try:
+        return Answered(chat=read_adapter_chat(directory, roots))
+    except ChatTemplateError as problem:
+        return Answered(refused=str(problem))
+    except MemoryError:
+        return Answered(refused=f"its tokenizer's files need more than {MEMORY_BYTES >> 20} MiB of memory to read")
 
 
 def main() -> None:

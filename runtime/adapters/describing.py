@@ -14,6 +14,8 @@ from ...graphs.adapter_description import Description
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import EagleConfig
 from ..child_process import ChildProcess
+from ..text.adapter_chat import AdapterChat
+from ..text.chat_files import ChatTemplateError
 
 SECONDS = 20.0
 MOST_BYTES = 4 << 20
@@ -29,12 +31,15 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     roots: list[str] | None
     draft: EagleConfig | None = None
     """In place of `config`, for the adapter of a trained draft."""
+    chat: bool = False
+    """Whether what the directory says about chats is asked for, and nothing else."""
 
 
 class Answered(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A description, or why there is none."""
 
     found: Description | None = None
+    chat: AdapterChat | None = None
     refused: str = "it cannot be described"
 
 
@@ -77,6 +82,18 @@ class AdapterDescriber:
         if answer.found is None:
             raise AdapterError(answer.refused)
         return answer.found
+
+    def read_chat(self, directory: Path, roots: Sequence[Path] | None) -> AdapterChat:
+        """See `read_adapter_chat`. Raises ChatTemplateError, also when the child takes too long or dies."""
+        places = None if roots is None else [str(one) for one in roots]
+        asked = Asked(str(directory.absolute()), None, 0, False, places, chat=True)
+        try:
+            answer = msgspec.json.decode(self._ask(msgspec.json.encode(asked) + b"\n"), type=Answered)
+        except (OSError, ValueError) as problem:  # TimeoutError is an OSError
+            raise ChatTemplateError(f"its tokenizer's files cannot be read ({problem})") from None
+        if answer.chat is None:
+            raise ChatTemplateError(answer.refused)
+        return answer.chat
 
     def _ask(self, line: bytes) -> bytes:
         """Asked again once if the child has died: that need not be this adapter's fault."""

@@ -20,12 +20,16 @@ from ...graphs.lora import LoraShape
 from ...graphs.model_directory import WEIGHTS, adapter_directory, without_file_name
 from ...graphs.stack import check_fits
 from ..requests.errors import RequestError
+from ..text.adapter_chat import NO_CHAT, AdapterChat, read_adapter_chat
+from ..text.chat_files import ChatTemplateError
+from .describing import AdapterDescriber
 from .slot_cache import SlotCache
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
 READERS = 8  # threads; reading, checking and hashing all release the interpreter
 Stamp = tuple[tuple[int, ...], ...]
+_Read = tuple[Path, Adapter, Stamp | None, AdapterChat]
 _log = logging.getLogger("sidestream")
 
 
@@ -39,6 +43,8 @@ class KnownAdapter:
     adapter: Adapter
     roots: tuple[Path, ...] | None = None
     """Directories under which its files must lie when they are read again; None: anywhere."""
+    chat: AdapterChat = NO_CHAT
+    """Its own chat templates and tokens."""
 
     @property
     def content_hash(self) -> str:
@@ -134,7 +140,7 @@ class AdapterRegistry:
         """
         waiting = deque(paths.items())
         # few at a time: each holds an adapter's tensors
-        reads: deque[tuple[str, Future[tuple[Path, Adapter, Stamp | None]]]] = deque()
+        reads: deque[tuple[str, Future[_Read]]] = deque()
         with ThreadPoolExecutor(READERS, "adapter-reader") as pool:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
@@ -150,7 +156,7 @@ class AdapterRegistry:
                 else:
                     yield known
 
-    def _read(self, name: str, path: str | Path, replace_name: bool) -> tuple[Path, Adapter, Stamp | None]:
+    def _read(self, name: str, path: str | Path, replace_name: bool) -> _Read:
         check_name(name)
         self._check_room(name, replace_name)
         lora = self.lora  # what does not fit the stacks is refused before it takes memory
@@ -167,7 +173,16 @@ class AdapterRegistry:
             except ValueError as error:
                 raise RequestError(f"adapter {name!r}: {error}") from error
             self._check_draft(name, adapter.draft)
-        return directory, adapter, stamp
+        return directory, adapter, stamp, self._chat(name, directory)
+
+    def _chat(self, name: str, directory: Path) -> AdapterChat:
+        describer = self._describe
+        read = describer.read_chat if isinstance(describer, AdapterDescriber) else read_adapter_chat
+        try:
+            return read(directory, self.allowed_roots)
+        except ChatTemplateError as problem:
+            _log.warning("adapter %r: its chat template is not used: %s", name, problem)
+            return NO_CHAT
 
     def _check_draft(self, name: str, draft: Adapter | None) -> None:
         if draft is None:
@@ -214,6 +229,7 @@ class AdapterRegistry:
         directory: Path,
         adapter: Adapter,
         stamp: Stamp | None,
+        chat: AdapterChat,
         replace_name: bool = False,
         former: int | None = None,
     ) -> KnownAdapter:
@@ -223,7 +239,7 @@ class AdapterRegistry:
                 raise RequestError(f"adapter {name!r} was removed or replaced meanwhile; load it again")
             draft = None if adapter.draft is None else replace(adapter.draft, tensors={})
             bare = replace(adapter, tensors={}, draft=draft)
-            known = KnownAdapter(self._next, name, directory, bare, self.allowed_roots)
+            known = KnownAdapter(self._next, name, directory, bare, self.allowed_roots, chat)
             self._next += 1
             self._by_number[known.number] = known
             if len(self._fresh) < self._keep:

@@ -13,12 +13,14 @@ from ..requests.outputs import RequestOutput
 from ..requests.request import Continuation
 from ..requests.sampling_params import SamplingParams
 from ..text.chat import ChatRenderer
-from ..text.chat_template import ChatWords
+from ..text.chat_files import ChatTemplates
+from ..text.chat_messages import as_conversations
 from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
 from ..wire import protocol
 from ..wire.addresses import AddressError, check_keys, default_address, parse
 from ..wire.keys import ClientKeys, load_client_keys
 from ..wire.protocol import AdapterInfo, Chunk, Health, Message, Welcome
+from ..wire.templates import adapter_templates, welcome_templates
 from .connection import Connection
 from .lora_requests import LoraRequests
 from .requests import Assembly, continued, submission
@@ -279,8 +281,10 @@ class AsyncClient:
         """Answers to one conversation or to a list of them, as `LLM.chat` gives them. The template that the server
         reports is run here, in a child process with limits; see `LLM.chat` for its options, `generate` for the others.
         """
+        adapter = await self._lora_requests.names(adapter, lora_request)
         prompts = await self.chat_prompts(
             messages,
+            adapter,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -290,19 +294,32 @@ class AsyncClient:
         return await self.generate(
             prompts,
             sampling_params,
-            adapter,
+            None if lora_request is not None else adapter,
             lora_request=lora_request,
             priority=priority,
             deadline_seconds=deadline_seconds,
             timeout=timeout,
         )
 
-    async def chat_prompts(self, messages: Any, **options: Any) -> list[Prompt]:
-        """The prompts that `chat` would send, for `stream`; `options`: those of `chat` that the template sees."""
-        server = await self.connect()
-        words = ChatWords(server.chat_template, server.bos_token, server.eos_token)
-        texts = await asyncio.to_thread(self._renderer.prompts, words, messages, **options)
+    async def chat_prompts(self, messages: Any, adapter: Any = None, **options: Any) -> list[Prompt]:
+        """The prompts that `chat` would send, for `stream`; `adapter`: one for all or one for each, its own template
+        is used if it has one; `options`: those of `chat` that the template sees.
+        """
+        base = welcome_templates(await self.connect())
+        conversations = as_conversations(messages)
+        names = one_for_each("adapter", adapter, str, len(conversations), None)
+        own = {name: await self.chat_templates(name) for name in dict.fromkeys(names) if name is not None}
+        templates = [base if name is None else own[name].over(base) for name in names]
+        texts = await asyncio.to_thread(self._renderer.prompts, templates, conversations, **options)
         return [without_special_tokens(text) for text in texts]
+
+    async def chat_templates(self, adapter: str, timeout: float | None = None) -> ChatTemplates:
+        """The chat templates in an adapter's directory; none if it has none of its own."""
+        return adapter_templates(
+            await self._call(
+                lambda call: protocol.GetChatTemplates(call=call, adapter=adapter), protocol.ChatTemplatesFound, timeout
+            )
+        )
 
     async def abort(self, request_id: str) -> None:
         """End an open request; its stream gets a last chunk with finish_reason `abort`.

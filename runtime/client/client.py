@@ -14,6 +14,7 @@ from ..requests.errors import RequestError
 from ..requests.lora_request import LoRARequest
 from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
+from ..text.chat_files import ChatTemplates
 from ..text.prompts import Prompt
 from ..wire.keys import ClientKeys
 from ..wire.protocol import AdapterInfo, Chunk, Health, Welcome
@@ -151,9 +152,13 @@ class Client:
             )
         )
 
-    def chat_prompts(self, messages: Any, **options: Any) -> list[Prompt]:
+    def chat_prompts(self, messages: Any, adapter: Any = None, **options: Any) -> list[Prompt]:
         """The prompts that `chat` would send, for `stream`; see `AsyncClient.chat_prompts`."""
-        return self._wait(self._client.chat_prompts(messages, **options))
+        return self._wait(self._client.chat_prompts(messages, adapter, **options))
+
+    def chat_templates(self, adapter: str, timeout: float | None = None) -> ChatTemplates:
+        """The chat templates in an adapter's directory; see `AsyncClient.chat_templates`."""
+        return self._wait(self._client.chat_templates(adapter, timeout))
 
     def stream(
         self,

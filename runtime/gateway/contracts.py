@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from ..requests.sampling_defaults import SamplingDefaults
 from ..requests.sampling_params import SamplingParams
+from ..text.chat_files import ChatTemplates
 from ..wire.protocol import Chunk
 
 HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
@@ -50,6 +51,7 @@ class GatewayError(Exception):
 class ModelInfo:
     """The model that is served, as its engine's `welcome` tells it.
 
+    templates      its chat templates
     sampling_defaults  of requests that do not set these fields
     created        seconds since the epoch
     max_adapters   slots for adapters on the device
@@ -59,9 +61,7 @@ class ModelInfo:
     vocabulary: int
     max_model_len: int
     has_tokenizer: bool
-    chat_template: str | None = None
-    bos_token: str = ""
-    eos_token: str = ""
+    templates: ChatTemplates = field(default_factory=ChatTemplates)
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009  it is frozen
     admin: bool = False
     created: int = 0
@@ -75,6 +75,7 @@ class AdapterCard:
     content    a hash of its config and weights
     places     engine's name -> `gpu`, `cpu`, `disk` or `loading`
     running, waiting   requests, of all engines together
+    chat_template   a hash of its own chat templates, "" if it has none; None: no engine has read them yet
     """
 
     name: str
@@ -83,6 +84,7 @@ class AdapterCard:
     places: Mapping[str, str] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
+    chat_template: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,10 @@ class Engines(Protocol):
 
     async def adapter(self, name: str) -> AdapterCard | None:
         """One of them; None: there is no such adapter."""
+        ...
+
+    async def chat_templates(self, name: str) -> ChatTemplates:
+        """An adapter's own chat templates; an engine loads the adapter for it if none has."""
         ...
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:

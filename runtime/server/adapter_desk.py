@@ -5,7 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from ..wire.protocol import AdapterInfo, Done, Error, ErrorCode, LoadAdapter, UnloadAdapter
+from ..text.chat_files import ChatTemplates
+from ..wire.protocol import (
+    AdapterInfo,
+    ChatTemplatesFound,
+    Done,
+    Error,
+    ErrorCode,
+    GetChatTemplates,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from ..wire.templates import fitting
 from .connections import Client, Connections
 from .gpu_link import Answer, LoadedAdapter
 from .open_requests import OpenRequests
@@ -105,6 +116,13 @@ class AdapterDesk:
         else:
             self._connections.say(client, Done(call))
 
+    def chat_templates(self, asked: GetChatTemplates) -> ChatTemplatesFound:
+        """Return the templates of an adapter's directory; none for one that is not known."""
+        stepper = self._state.stepper
+        known = None if stepper is None else stepper.known.get(asked.adapter)
+        found = fitting(ChatTemplates() if known is None else known.chat.templates)
+        return ChatTemplatesFound(asked.call, dict(found.templates), dict(found.tokens))
+
     def infos(self) -> list[AdapterInfo]:
         """All adapters that requests may name."""
         stepper = self._state.stepper
@@ -129,7 +147,8 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
     elif number in stepper.in_host_memory:
         where = "cpu"
     waiting = len(stepper.scheduler.states.waiting.of(number))
-    return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting)
+    chat = adapter.chat.digest
+    return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting, chat)
 
 
 def _outside(path: str) -> str:

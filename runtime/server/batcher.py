@@ -25,7 +25,7 @@ from ..processes.garbage import GarbageLook, collect_seldom
 from ..processes.watch import STALL_SECONDS, AwakeClock
 from ..requests.sampling_defaults import SamplingDefaults
 from ..steps.plan import StepDrafts
-from ..text.chat_template import chat_words
+from ..text.chat_files import read_chat_templates
 from ..text.encoder import Encoder, keep_large_blocks_apart
 from ..text.generation_config import AUTO, describe, sampling_defaults
 from ..text.tokenizer import load_tokenizer
@@ -96,7 +96,7 @@ class Batcher:
             self._submissions,
             self._adapters,
             self._tokens,
-            chat_words(model),
+            read_chat_templates(model, settings.chat_template),
             self._tokenizer is not None,
             self._sampling_defaults(model),
         )

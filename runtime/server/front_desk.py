@@ -8,7 +8,7 @@ import time
 
 from ... import __version__
 from ..requests.sampling_defaults import SamplingDefaults
-from ..text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatWords
+from ..text.chat_files import DEFAULT, ChatTemplates
 from ..wire.protocol import (
     MAX_SHORT,
     NO_INSTANCE,
@@ -17,6 +17,7 @@ from ..wire.protocol import (
     Detokenize,
     Error,
     FrameError,
+    GetChatTemplates,
     GetHealth,
     GetStats,
     Hello,
@@ -30,6 +31,7 @@ from ..wire.protocol import (
     Welcome,
     decode_from_client,
 )
+from ..wire.templates import fitting
 from .adapter_desk import AdapterDesk
 from .connections import MAX_FAULTS, Client, Connections
 from .open_requests import OpenRequests
@@ -45,8 +47,8 @@ _log = logging.getLogger(__name__)
 class FrontDesk:
     """Reads the clients' messages, and answers them or passes them on.
 
-    `words` is the chat template that clients are told, as are `sampling_defaults`; `has_tokenizer`: whether prompts may
-    be text.
+    `templates`: the model's chat templates, which clients receive, as are `sampling_defaults`; `has_tokenizer`: whether
+    prompts may be text.
     """
 
     def __init__(
@@ -58,14 +60,15 @@ class FrontDesk:
         submissions: Submissions,
         adapters: AdapterDesk,
         tokens: TokenDesk,
-        words: ChatWords,
+        templates: ChatTemplates,
         has_tokenizer: bool,
         sampling_defaults: SamplingDefaults,
     ) -> None:
         self._settings, self._state = settings, state
         self._connections, self._requests = connections, requests
         self._submissions, self._adapters, self._tokens = submissions, adapters, tokens
-        self._words, self._has_tokenizer, self._defaults = words, has_tokenizer, sampling_defaults
+        self._templates, self._has_tokenizer = fitting(templates), has_tokenizer
+        self._defaults = sampling_defaults
         self._bad_frames = 0
 
     def receive(self, identity: bytes, data: bytes) -> None:
@@ -120,6 +123,8 @@ class FrontDesk:
                 self._connections.say(client, Adapters(message.call, self._adapters.infos()))
             elif isinstance(message, (Tokenize, Detokenize)):
                 self._tokens.ask(client, message)
+            elif isinstance(message, GetChatTemplates):
+                self._connections.say(client, self._adapters.chat_templates(message))
             elif isinstance(message, GetStats):
                 self._connections.say(client, Stats(message.call, self._stats()))
         except Exception:
@@ -140,8 +145,7 @@ class FrontDesk:
         self._connections.say(client, self._welcome(self._state.stepper))
 
     def _welcome(self, stepper: Stepper) -> Welcome:
-        ready, words = stepper.ready, self._words
-        template = words.template if len(words.template or "") <= MAX_TEMPLATE_CHARACTERS else None
+        ready, templates, tokens = stepper.ready, self._templates.templates, self._templates.tokens
         return Welcome(
             server_version=__version__,
             model=self._settings.served_model_name[:MAX_SHORT],
@@ -151,9 +155,11 @@ class FrontDesk:
             max_adapter_slots=ready.num_slots,
             has_tokenizer=self._has_tokenizer,
             admin=self._settings.admin,
-            chat_template=template,
-            bos_token=words.bos_token if len(words.bos_token) <= MAX_SHORT else "",
-            eos_token=words.eos_token if len(words.eos_token) <= MAX_SHORT else "",
+            chat_template=templates.get(DEFAULT),
+            bos_token=tokens.get("bos_token", ""),
+            eos_token=tokens.get("eos_token", ""),
+            chat_templates={} if templates.keys() <= {DEFAULT} else dict(templates),
+            special_tokens=dict(tokens),
             sampling_defaults=self._defaults,
         )
 

@@ -29,6 +29,7 @@ from ..steps.wire import (
     unpack_plan,
     unpack_result,
 )
+from ..text.adapter_chat import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
 
 _log = logging.getLogger(__name__)
@@ -40,12 +41,15 @@ class Notice(Struct, frozen=True, tag_field="type"):
 
 
 class LoadedAdapter(Struct, frozen=True):
-    """An adapter that the GPU process can serve: its number in plans, and what lists say about it."""
+    """An adapter that the GPU process can serve: its number in plans, what lists say about it, and its own chat
+    templates.
+    """
 
     name: str
     number: int
     rank: int
     content: str
+    chat: AdapterChat = NO_CHAT
 
 
 class Loading(Notice, frozen=True, tag="loading"):

@@ -109,7 +109,7 @@ class ServedModel:
 
     def _loaded(self, number: int) -> LoadedAdapter:
         known = self._model.registry.by_number(number)
-        return LoadedAdapter(known.name, known.number, known.adapter.rank, known.content_hash)
+        return LoadedAdapter(known.name, known.number, known.adapter.rank, known.content_hash, known.chat)
 
 
 def with_loaded(served: Served, loaded: Mapping[str, str]) -> Ready:

@@ -29,6 +29,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     adapter_roots     directories under which a loaded adapter must lie
     max_waiting       requests that may wait to be admitted before newcomers are told `overloaded`
     served_model_name what clients are told
+    chat_template     a Jinja template in place of the model's own
     gpu_command       command that runs the GPU process (its arguments: the channel's descriptor)
     directory, generation   where the processes' own sockets lie, and which life of the GPU process this is: filled in
                             by the supervisor
@@ -48,6 +49,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     adapter_roots: list[str] = field(default_factory=list)
     max_waiting: int = MAX_WAITING
     served_model_name: str = ""
+    chat_template: str | None = None
     gpu_command: list[str] = field(default_factory=list)
     directory: str = ""
     generation: int = 0

@@ -12,6 +12,7 @@ from ..requests.outputs import RequestOutput
 from ..requests.request import Delta, Request
 from ..scheduling.scheduler import Scheduler, SchedulerLimits
 from ..steps.plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
+from ..text.adapter_chat import warn_of_tokens
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 from .shared_masks import SharedMasks
@@ -92,6 +93,9 @@ class Stepper:
         self.numbers: dict[str, int] = {adapter.name: adapter.number for adapter in ready.adapters}
         self.hashes: dict[int, str] = {adapter.number: adapter.content for adapter in ready.adapters}
         self.known: dict[str, LoadedAdapter] = {adapter.name: adapter for adapter in ready.adapters}
+        self._tokenizer = tokenizer
+        for adapter in ready.adapters:
+            warn_of_tokens(adapter.name, adapter.chat, tokenizer)
         limits = SchedulerLimits(
             ready.num_pages,
             ready.max_model_len,
@@ -196,6 +200,7 @@ class Stepper:
     def register(self, adapter: LoadedAdapter) -> None:
         """An adapter that the GPU process has read; a name's former adapter serves its requests to their end."""
         self.retire(adapter.name)
+        warn_of_tokens(adapter.name, adapter.chat, self._tokenizer)
         self.hashes[adapter.number] = adapter.content
         self.known[adapter.name] = adapter
         self.numbers[adapter.name] = adapter.number

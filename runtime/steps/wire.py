@@ -6,7 +6,6 @@ elements come first, so that each array is aligned and is read in place (read-on
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -202,12 +201,13 @@ def unpack_result(frame: bytes) -> StepResult:
         return array
 
     tokens, accepted, sources = take(np.int32, count), take(np.int32, drafted), take(np.int32, looked_up)
-    groups: list[np.ndarray | None] = []
-    for rows, columns in (shapes[:2], shapes[2:]):
+
+    def reported(rows: int, columns: int) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
         if not columns:
-            groups += [None, None, None]
-            continue
+            return None, None, None
         ranks, ids = take(np.int32, rows), take(np.int32, rows, columns)
-        groups += [ids, take(np.float32, rows, columns), ranks]
-    groups += [accepted if drafted else None, sources if looked_up else None]
-    return replace(StepResult(step, tokens, *groups), compiled=compiled)
+        return ids, take(np.float32, rows, columns), ranks
+
+    answers, prompts = reported(*shapes[:2]), reported(*shapes[2:])
+    drafts = accepted if drafted else None, sources if looked_up else None
+    return StepResult(step, tokens, *answers, *prompts, *drafts, compiled)

@@ -1,10 +1,10 @@
 """The model's tokens as llguidance sees them: each one's bytes, and which ones are special."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ..requests.errors import RequestError
-from ..text.tokenizer import FastTokenizer, SentencePieceTokenizer, Tokenizer
+from ..text.tokenizer import FastTokenizer, Tokenizer
 
 INSTALL = "structured outputs need the package llguidance; pip install 'sidestream[structured]'"
 
@@ -25,20 +25,6 @@ def import_llguidance() -> Any:
     return llguidance
 
 
-class _Pieces:
-    """What llguidance asks of a tokenizer that is not a tokenizer.json."""
-
-    def __init__(
-        self, tokens: list[bytes], special: Iterable[int], eos: int, bos: int, encode: Callable[[str], list[int]]
-    ) -> None:
-        self.tokens, self.special_token_ids = tokens, sorted(special)
-        self.eos_token_id, self.bos_token_id = eos, bos if bos >= 0 else None
-        self._encode = encode
-
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
-
-
 def grammar_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, eos_ids: Iterable[int]) -> Any:
     """llguidance's tokenizer for a model with logits of `vocabulary` tokens.
 
@@ -52,14 +38,6 @@ def grammar_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, eos_ids: It
         if isinstance(tokenizer, FastTokenizer):
             count = max(vocabulary, tokenizer.size)
             return llguidance.LLTokenizer(tokenizer.definition(), n_vocab=count, eos_token=ends or None, slices=SLICES)
-        if isinstance(tokenizer, SentencePieceTokenizer):
-            pieces, special = tokenizer.pieces()
-            end = ends[0] if ends else tokenizer.eos_id
-            encode = tokenizer.encode_inside
-            wrapped = llguidance.TokenizerWrapper(_Pieces(pieces, special, end, tokenizer.bos_id, encode))
-            return llguidance.LLTokenizer(
-                wrapped, n_vocab=max(vocabulary, len(pieces)), eos_token=ends or None, slices=SLICES
-            )
     except ValueError as error:
         raise RequestError(f"structured outputs cannot use this model's tokenizer: {str(error)[:300]}") from error
     raise RequestError(f"structured outputs cannot use a {type(tokenizer).__name__}")

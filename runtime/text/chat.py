@@ -1,49 +1,62 @@
 """Conversations: what `chat` is given, and the prompts that a model's chat template makes of it.
 
-`LLM`, the clients and `sidestream chat` share it, so it imports neither the engine nor torch.
+`LLM`, the clients, the gateway and `sidestream chat` share it, so it imports neither the engine nor torch.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
-from ..requests.checks import check_text
 from ..requests.errors import RequestError
-from .chat_template import ChatTemplate, ChatTemplateError, ChatWords
+from .chat_files import ChatTemplates
+from .chat_messages import ChatInputError, as_conversations, as_mapping, is_list
+from .chat_template import ChatTemplate
 
-Message = Mapping[str, Any]
+KEPT = 4
+"""Templates whose child process is kept: a model's, and those of the adapters that were used last."""
+_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_NOT_VARIABLES = (
+    "conversation",
+    "conversations",
+    "chat_template",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+)
+"""Other arguments of transformers' apply_chat_template, which no template sees."""
 
 
-def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation or several, as a list; a message's content that is a list of text parts becomes one text.
+class _Kept:
+    """A template and its lock."""
 
-    Raises RequestError for anything else.
-    """
-    if not _is_list(messages):
-        raise RequestError(f"messages must be a list of messages or a list of such lists, not {_kind(messages)}")
-    several = messages if all(_is_list(entry) for entry in messages) else [messages]
-    made = []
-    for index, conversation in enumerate(several):
-        where = f"conversation {index}: " if len(several) > 1 else ""
-        if not conversation:
-            raise RequestError(f"{where}there is no message; give at least one")
-        made.append([_message(entry, f"{where}message {place}") for place, entry in enumerate(conversation)])
-    return made
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template, self.lock = template, threading.Lock()
+
+    def close(self) -> None:
+        with self.lock:
+            self.template.close()
 
 
 class ChatRenderer:
-    """Makes prompts of conversations. Thread-safe.
+    """Makes prompts of conversations. Thread-safe; each template runs in a child process of its own.
 
-    It keeps the template's child process for the next call; `close` ends it, and a later call starts another.
+    It keeps the processes for the next call; `close` ends them, and a later call starts another.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._template: ChatTemplate | None = None
+        self._kept: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], _Kept] = OrderedDict()
 
     def prompts(
         self,
-        words: ChatWords,
+        templates: ChatTemplates | Sequence[ChatTemplates],
         messages: Any,
         *,
         chat_template: str | None = None,
@@ -52,77 +65,89 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """One prompt for each conversation; `words`: the model's template, which `chat_template` replaces.
+        """Return one prompt for each conversation.
 
-        Raises RequestError for messages that are none, ChatTemplateError when there is no template or it refuses them.
+        templates               the model's, or one's for each conversation
+        chat_template           the name of one of them, or the text of another
+        tools                   functions as OpenAI's API has them
+        chat_template_kwargs    more variables of the template
+
+        Raises ChatInputError for messages and options that are wrong, ChatTemplateError when there is no template or it
+        refuses the messages.
         """
-        source = words.template if chat_template is None else chat_template
-        if source is None:
-            raise ChatTemplateError(
-                "the model has no chat template (chat_template.jinja, or a field of tokenizer_config.json); give "
-                "chat_template=..., or use generate with a prompt"
-            )
-        if not isinstance(source, str):
-            raise ChatTemplateError(f"chat_template must be a template's text, not {_kind(source)}")
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True needs add_generation_prompt=False")
-        variables = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
-        if tools is not None:
-            variables["tools"] = list(tools)
+        variables = {
+            **_variables(chat_template_kwargs),
+            "tools": None if tools is None else _tools(tools),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        conversations = as_conversations(messages)
+        each = [templates] * len(conversations) if isinstance(templates, ChatTemplates) else templates
         made = []
-        for conversation in as_conversations(messages):
-            with self._lock:
-                text = self._load(words._replace(template=source)).render(conversation, **variables)
-            made.append(_up_to_final_message(text, conversation) if continue_final_message else text)
+        for found, conversation in zip(each, conversations, strict=True):
+            kept = self._load(found.select(chat_template, tools is not None), found.tokens)
+            with kept.lock:
+                goes_on = bool(continue_final_message)
+                made.append(kept.template.render(conversation, variables, continue_final_message=goes_on))
         return made
 
     def close(self) -> None:
-        """End the child process; waits for a prompt that is being made."""
+        """End the child processes; waits for prompts that are being made."""
         with self._lock:
-            if self._template is not None:
-                self._template.close()
-                self._template = None
+            kept, self._kept = list(self._kept.values()), OrderedDict()
+        for each in kept:
+            each.close()
 
-    def _load(self, words: ChatWords) -> ChatTemplate:
-        template = self._template
-        if template is None or ChatWords(template.source, template.bos_token, template.eos_token) != words:
-            made = ChatTemplate(words.template or "", words.bos_token, words.eos_token)
-            if template is not None:
-                template.close()
-            self._template = template = made
-        return template
-
-
-def _up_to_final_message(text: str, conversation: list[dict[str, Any]]) -> str:
-    """A prompt without what the template puts after the last message, so that the model goes on with it."""
-    said = conversation[-1]["content"].strip()
-    place = text.rfind(said)
-    if place < 0:
-        raise ChatTemplateError("continue_final_message: the chat template changes the last message's text")
-    return text[: place + len(said)]
+    def _load(self, source: str, tokens: Mapping[str, str]) -> _Kept:
+        key = source, tuple(sorted(tokens.items()))
+        old: _Kept | None = None
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None:
+                kept = self._kept[key] = _Kept(ChatTemplate(source, tokens))
+                if len(self._kept) > KEPT:
+                    old = self._kept.popitem(last=False)[1]
+            self._kept.move_to_end(key)
+        if old is not None:
+            old.close()
+        return kept
 
 
-def _message(entry: Any, where: str) -> dict[str, Any]:
-    if not isinstance(entry, Mapping):
-        raise RequestError(f"{where} must be a dict with a role and a content, not {_kind(entry)}")
-    content = entry.get("content")
-    if isinstance(content, str):
-        check_text(f"{where}: content", content)
-    if not _is_list(content):
-        return dict(entry)
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-            raise RequestError(
-                f"{where} has a content part of type {str(kind)[:40]!r}; the model reads text only: "
-                '{"type": "text", "text": "..."}'
+def _variables(given: Any) -> dict[str, Any]:
+    """Check chat_template_kwargs. Raises ChatInputError that names it."""
+    name = "chat_template_kwargs"
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ChatInputError(f"{name} must be a dict of the template's variables, not {type(given).__name__}", name)
+    for key in given:
+        if not isinstance(key, str):
+            raise ChatInputError(f"{name} must have names that are text, not {type(key).__name__}", name)
+        if key in _OPTIONS:
+            raise ChatInputError(f"{name} must not hold {key!r}; give {key} next to {name}, not in it", name)
+        if key in _NOT_VARIABLES:
+            raise ChatInputError(
+                f"{name} must not hold {key!r}, which is an option of transformers and no variable of a template; "
+                "leave it out",
+                name,
             )
-    return {**entry, "content": "\n".join(part["text"] for part in content)}
+    documents = given.get("documents")
+    if documents is not None and not (is_list(documents) and all(as_mapping(each) is not None for each in documents)):
+        raise ChatInputError(f"{name}: documents must be a list of objects with a title and a text", name)
+    return dict(given)
 
 
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
+def _tools(tools: Any) -> list[Mapping[str, Any]]:
+    """Check the tools. Raises ChatInputError."""
+    if not is_list(tools):
+        raise ChatInputError(f"tools must be a list of functions' schemas, not {type(tools).__name__}", "tools")
+    made = []
+    for place, tool in enumerate(tools):
+        fields = as_mapping(tool)
+        if fields is None:
+            raise ChatInputError(
+                f"tools[{place}] must be a function's schema as a dict, not {type(tool).__name__}", f"tools[{place}]"
+            )
+        made.append(fields)
+    return made

@@ -1,47 +1,99 @@
 """Renders chat templates, as a script of its own: `chat_template` runs it in a child process, because Jinja's sandbox
 bounds neither time nor memory.
 
-One JSON object a line: {} when it is ready, then {"template", "variables", "limit"} in, {"text"} or {"error"} out.
-Needs nothing but jinja2.
+One JSON object a line: {} when it is ready, then {"template", "tokens", "messages", "variables", "continue", "limit"}
+in, {"text"} or {"error"} out. `tokens`: the model's special tokens by name, which `variables` may replace. Needs
+nothing but jinja2.
 """
 
 import json
 import resource
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20
+KEPT_TEMPLATES = 8
+TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Is put at the end of the message that the model goes on with, as transformers does: what follows it is cut off."""
+PROBE = "4815162342"
+"""A content that no filter changes."""
+DEFAULTS = {"tools": None, "documents": None, "add_generation_prompt": False}
+"""Variables that every template has."""
+
+Message = dict[str, Any]
+
+
+class RefusedError(ValueError):
+    """The template cannot do what is asked; the text is for the caller."""
 
 
 class Generation(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}`, which some templates put around answers for training: the text in
-    it, unchanged.
+    it, unchanged. It is a block of its own, as in transformers: variables that are set in it end with it.
     """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Any) -> Any:
-        """The nodes inside."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        """Return the nodes inside, as the body of a call."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class Dict:
+    """`dict` of a template: without the attributes of Python's class."""
+
+    def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*values, **named)
+
+    def fromkeys(self, *values: Any) -> dict[Any, Any]:
+        """See dict.fromkeys."""
+        return dict.fromkeys(*values)
+
+
+class Namespace(jinja2.utils.Namespace):
+    """`namespace` of a template: without attributes that begin with an underscore."""
+
+    def __init__(*args: Any, **named: Any) -> None:
+        values = dict(*args[1:], **named)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no attribute {name!r}")
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for: transformers' settings, filters and functions."""
+    """Return the environment that chat templates are written for: transformers' settings, filters and functions."""
 
     def refuse(message: str) -> None:
         raise jinja2.exceptions.TemplateError(str(message))
 
     def tojson(
         value: Any,
-        indent: int | None = None,
         ensure_ascii: bool = False,
+        indent: int | None = None,
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
@@ -52,35 +104,154 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(str(form))
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    made.globals["dict"] = Dict()
+    made.globals["namespace"] = Namespace
     return made
 
 
-def render(source: str, variables: dict[str, Any], limit: int) -> str:
-    """The rendered text. Raises ValueError when it has more than `limit` characters, and what the template raises."""
-    parts, length = [], 0
-    for part in environment().from_string(source).generate(**variables):
-        length += len(part)
-        if length > limit:
-            raise ValueError(f"the rendered chat has more than {limit} characters")
-        parts.append(part)
-    return "".join(parts)
+class Forms(NamedTuple):
+    """What a template makes text of, as the content of a message: a text, a list of parts."""
+
+    text: bool
+    parts: bool
+
+
+class _Part(dict[str, str]):
+    """A part that is not seen in a text that is made of the whole list."""
+
+    def __repr__(self) -> str:
+        return ""
+
+
+class Template:
+    """A compiled template. `forms` finds out which contents it reads."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._compiled = environment().from_string(source)
+        self._forms: dict[str, Forms] = {}
+
+    def render(self, messages: list[Message], variables: dict[str, Any], limit: int) -> str:
+        """Return the rendered text. Raises RefusedError when it has more than `limit` characters, and what the template
+        raises.
+        """
+        pieces, length = [], 0
+        # one dict, and not keywords: a variable may have any name
+        for piece in self._compiled.generate({**variables, "messages": messages}):
+            length += len(piece)
+            if length > limit:
+                raise RefusedError(f"the rendered chat has more than {limit} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def forms(self, role: str, tokens: dict[str, Any], limit: int) -> Forms:
+        """Try both forms of content on a small conversation, with no variable of a caller.
+
+        The syntax does not tell: templates loop over parts in macros, through filters, by index, or for a role alone.
+        """
+        if role not in self._forms:
+            found = Forms(
+                self._shows(_conversation(role, PROBE), tokens, limit),
+                self._shows(_conversation(role, [_Part(type="text", text=PROBE)]), tokens, limit),
+            )
+            if not any(found):  # the template refuses the conversation, or leaves out this role's content
+                found = Forms(True, False) if role == "user" else self.forms("user", tokens, limit)
+            self._forms[role] = found
+        return self._forms[role]
+
+    def _shows(self, messages: list[Message], tokens: dict[str, Any], limit: int) -> bool:
+        with suppress(Exception):  # a template may raise anything
+            return PROBE in self.render(messages, {**DEFAULTS, **tokens}, limit)
+        return False
+
+
+def _conversation(role: str, content: Any) -> list[Message]:
+    """Return a short conversation in which `role` says `content`."""
+    ask, last = {"role": "user", "content": "1"}, {"role": role, "content": content}
+    if role == "user":
+        return [last]
+    if role == "system":
+        return [last, ask]
+    if role == "assistant":
+        return [ask, last]
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [ask, answer, {**last, "name": "f", "tool_call_id": call["id"]}]
+
+
+def adapted(template: Template, messages: list[Message], tokens: dict[str, Any], limit: int) -> list[Message]:
+    """Return the messages with each content in a form that the template reads: as it is where possible."""
+    made = []
+    for message in messages:
+        content, forms = message["content"], template.forms(message["role"], tokens, limit)
+        if isinstance(content, str) and forms.parts and not forms.text:
+            content = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and not forms.parts:
+            content = "\n".join(part["text"] for part in content)
+        made.append({**message, "content": content})
+    return made
+
+
+def rendered(asked: dict[str, Any]) -> str:
+    """Return the prompt. `continue`: it ends within the last message, as with transformers' continue_final_message.
+
+    Raises RefusedError and what the template raises.
+    """
+    template, tokens, limit = compiled(asked["template"]), asked["tokens"], asked["limit"]
+    messages = adapted(template, asked["messages"], tokens, limit)
+    variables = {**DEFAULTS, **tokens, **asked["variables"]}
+    if not asked["continue"]:
+        return template.render(messages, variables, limit)
+    content = messages[-1]["content"]
+    if isinstance(content, list):
+        if not content:
+            raise RefusedError("continue_final_message: the last message has no text to go on with")
+        said = content[-1]["text"]
+        tagged: Any = [*content[:-1], {**content[-1], "text": said + TAG}]
+    else:
+        said, tagged = content, content + TAG
+    text = template.render([*messages[:-1], {**messages[-1], "content": tagged}], variables, limit + len(TAG))
+    place = text.rfind(TAG.strip())
+    if place < 0 or said.strip() not in text:
+        raise RefusedError(
+            "continue_final_message: the chat template drops the last message's text or parts of it, so that it cannot "
+            "be continued; end the text elsewhere, or send it without continue_final_message"
+        )
+    kept = text[:place]
+    # a template that strips contents has stripped the tag's space, and would have stripped the text's
+    return kept if text.startswith(TAG, place) else kept.rstrip()
+
+
+@lru_cache(maxsize=KEPT_TEMPLATES)
+def compiled(source: str) -> Template:
+    """Return the template, compiled once."""
+    return Template(source)
+
+
+def answer(line: str) -> dict[str, str]:
+    """Return the answer to one line; never raises for what a template or its variables can do."""
+    try:
+        text = rendered(json.loads(line))
+        text.encode()  # a lone surrogate is no text
+    except MemoryError:
+        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
+    except RefusedError as problem:
+        return {"error": str(problem)}
+    except UnicodeEncodeError:
+        return {"error": "the rendered chat holds a lone surrogate, which no text has"}
+    except Exception as problem:  # the child goes on
+        return {"error": f"{type(problem).__name__}: {problem}"[:500]}
+    return {"text": text}
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("{}", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            answer = {"text": render(asked["template"], asked["variables"], asked["limit"])}
-        except MemoryError:
-            answer = {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
-        except Exception as problem:  # a template may raise anything; the child goes on
-            answer = {"error": f"{type(problem).__name__}: {problem}"[:500]}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer(line)), flush=True)
 
 
 if __name__ == "__main__":

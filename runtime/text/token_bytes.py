@@ -3,7 +3,6 @@
 import codecs
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -62,16 +61,6 @@ class TokenBytes:
     def contributions(self, skip_special_tokens: bool) -> Contributions:
         """What each token adds to a text."""
         return self.skipped if skip_special_tokens else self.shown
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of a whole sequence of tokens; ids that are no tokens have none."""
-        pieces, added, at_start = self.contributions(skip_special_tokens).pieces, [], True
-        for token in token_ids:
-            piece = pieces[token] if 0 <= token < len(pieces) else b""
-            if at_start:
-                piece, at_start = self.begin(piece)
-            added.append(piece)
-        return b"".join(added).decode("utf-8", self.errors)
 
     def begin(self, piece: bytes) -> tuple[bytes, bool]:
         """What the contribution of a token adds at the beginning of a text, and whether the token after it is still at

@@ -40,6 +40,12 @@ MAX_SHORT = 256
 Short = Annotated[str, Meta(max_length=MAX_SHORT)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+MAX_TEMPLATE_CHARACTERS = 1 << 18
+MAX_TEMPLATES = 32
+Template = Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)]
+Templates = Annotated[dict[Short, Template], Meta(max_length=MAX_TEMPLATES)]
+MAX_SPECIAL_TOKENS = 64
+SpecialTokens = Annotated[dict[Short, Short], Meta(max_length=MAX_SPECIAL_TOKENS)]
 
 ErrorCode = Literal[
     "bad_frame",
@@ -214,6 +220,13 @@ class Detokenize(Message, tag="detokenize", frozen=True):
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
+class GetChatTemplates(Message, tag="get_chat_templates", frozen=True):
+    """Asks for the chat templates that an adapter's directory holds."""
+
+    call: CallId
+    adapter: AdapterName
+
+
 class GetStats(Message, tag="get_stats", frozen=True):
     """Asks for counters and gauges."""
 
@@ -234,7 +247,12 @@ class Beat(Message, tag="beat", frozen=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True):
-    """Answers `hello`: what is served, and its limits. The frame's header holds the instance id to use from now on."""
+    """Answers `hello`: what is served, and its limits. The frame's header holds the instance id to use from now on.
+
+    chat_template    the one that is used without tools
+    chat_templates   all of them by name, where there are others too
+    special_tokens   what a template may insert, by name, such as `eos_token`
+    """
 
     server_version: Short
     model: Short
@@ -244,10 +262,12 @@ class Welcome(Message, tag="welcome", frozen=True):
     max_adapter_slots: Count
     has_tokenizer: bool
     admin: bool
-    chat_template: Annotated[str, Meta(max_length=1 << 18)] | None = None
+    chat_template: Template | None = None
     bos_token: Short = ""
     eos_token: Short = ""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    chat_templates: Templates = {}
+    special_tokens: SpecialTokens = {}
     max_open_requests: Count = MAX_OPEN_REQUESTS
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     silence_seconds: float = SILENCE_SECONDS
@@ -330,7 +350,8 @@ class Done(Message, tag="done", frozen=True):
 class AdapterInfo(Struct, frozen=True):
     """One adapter.
 
-    `where`: gpu, cpu (ready in host memory), disk, loading; `content`: a hash of its config and weights.
+    `where`: gpu, cpu (ready in host memory), disk, loading; `content`: a hash of its config and weights;
+    `chat_template`: a hash of its own chat templates, "" if it has none.
     """
 
     name: str
@@ -339,6 +360,7 @@ class AdapterInfo(Struct, frozen=True):
     where: Literal["gpu", "cpu", "disk", "loading"] = "disk"
     running: int = 0
     waiting: int = 0
+    chat_template: Short = ""
 
 
 class Adapters(Message, tag="adapters", frozen=True):
@@ -360,6 +382,14 @@ class Text(Message, tag="text", frozen=True):
 
     call: CallId
     text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
+
+
+class ChatTemplatesFound(Message, tag="chat_templates", frozen=True):
+    """Answers `get_chat_templates`; none where the adapter has none."""
+
+    call: CallId
+    chat_templates: Templates = {}
+    special_tokens: SpecialTokens = {}
 
 
 class Stats(Message, tag="stats", frozen=True):
@@ -401,11 +431,14 @@ ClientMessage = (
     | ListAdapters
     | Tokenize
     | Detokenize
+    | GetChatTemplates
     | GetStats
     | GetHealth
     | Beat
 )
-ServerMessage = Welcome | Accepted | Chunks | Done | Adapters | Tokens | Text | Stats | Health | Error | Beat
+ServerMessage = (
+    Welcome | Accepted | Chunks | Done | Adapters | Tokens | Text | ChatTemplatesFound | Stats | Health | Error | Beat
+)
 
 
 class FrameError(ValueError):

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.config_fields import ConfigError
 from sidestream.graphs.model_directory import model_directory
-from sidestream.runtime.text.tokenizer import letters, load_tokenizer
+from sidestream.runtime.text.token_bytes import letters
+from sidestream.runtime.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture

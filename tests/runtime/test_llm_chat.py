@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ from sidestream.runtime.requests.beam_search import BeamSearchParams
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.requests.lora_request import LoRARequest
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.text.chat_template import ChatTemplateError
+from sidestream.runtime.text.chat_files import ChatTemplateError
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -67,6 +68,31 @@ def test_no_second_bos_where_the_tokenizer_adds_one(base, tmp_path):
     with LLM(path, precision="fp32", **SMALL) as llm:
         (output,) = llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == [256, *b"<user>x<assistant>"]
+
+
+def test_an_adapter_has_its_own_template(llm, adapter, tmp_path, caplog):
+    """Each conversation has the template of its adapter; tokens that the base model does not have are named."""
+    own = shutil.copytree(adapter, tmp_path / "own")
+    said = "{% for m in messages %}[{{ m.content }}{{ eos_token }}]{% endfor %}{{ bos_token }}"
+    (own / "chat_template.jinja").write_text(said)
+    added = {"256": {"content": "<s>", "special": True}, "900": {"content": "<call>", "special": True}}
+    (own / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "added_tokens_decoder": added}))
+    llm.add_adapter("own", own)
+    try:
+        (warning,) = [record.getMessage() for record in caplog.records if "added tokens" in record.getMessage()]
+        assert "'own'" in warning and "'<call>'" in warning and "'<s>'" not in warning
+        hello, call = {"role": "user", "content": "hello"}, {"function": {"name": "f", "arguments": "{}"}}
+        talks = [[hello], [hello, {"role": "assistant", "content": None, "tool_calls": [call]}], [hello]]
+        outputs = llm.chat(talks, GREEDY, adapter=["first", "own", None], use_tqdm=False)
+        base = "<s><user>hello<assistant>"
+        assert [output.prompt for output in outputs] == [base, "[hello</s>][</s>]<s>", base]
+        assert outputs[1].prompt_token_ids == [*b"[hello", 257, *b"][", 257, *b"]", 256]
+        (output,) = llm.chat([hello], GREEDY, lora_request=LoRARequest("own", 3), use_tqdm=False)
+        assert output.prompt == "[hello</s>]<s>"
+    finally:
+        llm.remove_adapter("own")
+    with pytest.raises(RequestError, match="adapter has 2 entries"):
+        llm.chat([hello], GREEDY, adapter=["first", "first"], use_tqdm=False)
 
 
 def test_an_adapter_as_vllm_names_it(llm, base, adapter):

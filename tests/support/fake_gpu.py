@@ -13,6 +13,7 @@ from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready
 from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
+from sidestream.runtime.text.adapter_chat import read_adapter_chat
 from sidestream.tools.bench.serving.simulated_gpu import SimulatedSizes, TimedRunner
 
 from support.fake_runner import FakeRunner
@@ -99,7 +100,8 @@ class FakeServed:
         with self._lock:
             number = self._next
             self._next += 1
-        return LoadedAdapter(name, number, 8, hashlib.sha256(f"{Path(path).name}{number}".encode()).hexdigest())
+        content = hashlib.sha256(f"{Path(path).name}{number}".encode()).hexdigest()
+        return LoadedAdapter(name, number, 8, content, read_adapter_chat(Path(path)))
 
     def remove_adapter(self, name: str) -> None:
         pass

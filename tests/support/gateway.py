@@ -31,6 +31,7 @@ from sidestream.runtime.gateway.serving.app import build_app
 from sidestream.runtime.gateway.serving.open_door import OpenDoor
 from sidestream.runtime.gateway.serving.process import listen, server_config
 from sidestream.runtime.gateway.settings import GatewaySettings
+from sidestream.runtime.text.chat_files import ChatTemplates
 from sidestream.runtime.wire.protocol import Chunk, TokenLogprob, Usage
 
 TEMPLATE = (
@@ -57,7 +58,7 @@ class FakeEngines:
         self.gate.set()
         self.cards = [AdapterCard("pirate", 8, "aa"), AdapterCard("shout", 4, "bb")]
         self.status = EngineHealth("ok")
-        self.info = ModelInfo("base", 256, 4096, True, TEMPLATE)
+        self.info = ModelInfo("base", 256, 4096, True, ChatTemplates({"default": TEMPLATE}))
         self.calls: list[tuple[Any, ...]] = []
 
     async def start(self) -> None: ...

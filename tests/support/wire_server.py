@@ -44,6 +44,7 @@ class WireServer:
         self.mute = threading.Event()
         self.refuse: Callable[[protocol.Submit], protocol.Error | None] = lambda message: None
         self.adapters = [protocol.AdapterInfo("pirate", 8, "aa", "gpu"), protocol.AdapterInfo("shout", 8, "bb", "disk")]
+        self.templates: dict[str, dict[str, str]] = {}
         fields = {
             "server_version": "0",
             "model": "fake",
@@ -190,6 +191,9 @@ class WireServer:
         self.calls.append(message)
         if isinstance(message, protocol.ListAdapters):
             self._tell(client, protocol.Adapters(call=message.call, adapters=self.adapters))
+        elif isinstance(message, protocol.GetChatTemplates):
+            own = self.templates.get(message.adapter, {})
+            self._tell(client, protocol.ChatTemplatesFound(message.call, own, {"eos_token": "</own>"} if own else {}))
         elif isinstance(message, protocol.GetStats):
             self._tell(
                 client,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ...runtime.client.client import Client
     from ...runtime.requests.sampling_params import SamplingParams
     from ...runtime.text.chat import ChatRenderer
-    from ...runtime.text.chat_template import ChatWords
+    from ...runtime.text.chat_files import ChatTemplates
     from ...runtime.text.prompts import Prompt
 
 DESCRIPTION = """\
@@ -60,36 +60,48 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run)
 
 
-def find_words(path: Path | None, client: "Client") -> "ChatWords":
-    """The template to use, if the server or --chat-template has one. Raises ChatTemplateError."""
-    from ...runtime.text.chat_template import ChatTemplateError, ChatWords, chat_words
+def find_templates(path: Path | None, client: "Client") -> "ChatTemplates":
+    """The templates of --chat-template, or the server's, which may be none. Raises ChatTemplateError."""
+    from ...runtime.text.chat_files import (
+        DEFAULT,
+        ChatTemplateError,
+        ChatTemplates,
+        read_chat_templates,
+        read_template_file,
+    )
+    from ...runtime.wire.templates import welcome_templates
 
-    server = client.connect()
+    served = welcome_templates(client.connect())
     if path is None:
-        return ChatWords(server.chat_template, server.bos_token, server.eos_token)
+        return served
     if not path.is_dir():
-        return ChatWords(path.read_text(encoding="utf-8"), server.bos_token, server.eos_token)
-    words = chat_words(path)
-    if words.template is None:
+        return ChatTemplates({DEFAULT: read_template_file(path)}, served.tokens)
+    templates = read_chat_templates(path)
+    if not templates.templates:
         raise ChatTemplateError(
             f"{path} has no chat template: neither chat_template.jinja nor the field in tokenizer_config.json"
         )
-    return words
+    return templates
 
 
 class Conversation:
-    """What was said, and what is said next. `turn` streams an answer to `output`."""
+    """What was said, and what is said next. `turn` streams an answer to `output`.
+
+    `is_served`: the templates are the server's, and an adapter's own come before them.
+    """
 
     def __init__(
         self,
         client: "Client",
-        words: "ChatWords",
+        templates: "ChatTemplates",
         renderer: "ChatRenderer",
         params: "SamplingParams",
         adapter: str | None,
         system: str | None,
+        is_served: bool = True,
     ) -> None:
-        self.client, self.words, self.renderer, self.params = client, words, renderer, params
+        self.client, self.templates, self.renderer, self.params = client, templates, renderer, params
+        self.is_served = is_served
         self.adapter = None if adapter == "none" else adapter
         self.system = system
         self.messages: list[dict[str, str]] = []
@@ -98,10 +110,13 @@ class Conversation:
         """The prompt for the next answer. Raises ChatTemplateError."""
         from ...runtime.text.prompts import without_special_tokens
 
-        if self.words.template is None:
+        templates = self.templates
+        if self.adapter is not None and self.is_served:
+            templates = self.client.chat_templates(self.adapter).over(templates)
+        if not templates.templates:
             return self.messages[-1]["content"]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return without_special_tokens(self.renderer.prompts(self.words, system + self.messages)[0])
+        return without_special_tokens(self.renderer.prompts(templates, system + self.messages)[0])
 
     def turn(self, text: str) -> str:
         """Say something and show the answer as it grows; an interruption ends the answer and keeps what came.
@@ -153,11 +168,13 @@ def run(options: argparse.Namespace) -> int:
 
     params = sampling_params(options)
     with connect(options) as client:
-        words, renderer = find_words(options.chat_template, client), ChatRenderer()
+        templates, renderer = find_templates(options.chat_template, client), ChatRenderer()
         try:
-            if words.template is None:
-                print("The server has no chat template: each line is answered by itself.", file=sys.stderr)
-            conversation = Conversation(client, words, renderer, params, options.adapter, options.system)
+            if not templates.templates:
+                print("The server's model has no chat template: each line is answered by itself.", file=sys.stderr)
+            conversation = Conversation(
+                client, templates, renderer, params, options.adapter, options.system, options.chat_template is None
+            )
             if options.message is not None:
                 conversation.turn(options.message)
                 return 0

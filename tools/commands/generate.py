@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = adapters_for(options, len(prompts), arguments["adapters"])
     from ...runtime.llm import LLM
     from ...runtime.requests.sampling_params import SamplingParams
-    from ...runtime.text.chat_template import chat_words
+    from ...runtime.text.chat_files import read_chat_templates
 
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
             show(output if options.json else replace(output, prompt=str(prompt)), options.json)
         return 0
     # the demo model's template leaves a prompt as it is
-    if options.model and llm.tokenizer is not None and chat_words(Path(arguments["model"])).template is not None:
+    if options.model and llm.tokenizer is not None and read_chat_templates(Path(arguments["model"])).templates:
         print(
             "sidestream: this model has a chat template, which prompts do not get here; `generate --chat` uses it, and "
             "`sidestream chat` talks with a server",

@@ -108,6 +108,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)"
     )
     group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja chat template in place of the model's own (default: chat_template.jinja or tokenizer_config.json "
+        "in its directory; an adapter's own template is used for the adapter)",
+    )
+    group.add_argument(
         "--data-parallel-size",
         type=positive,
         default=1,
@@ -159,6 +165,7 @@ def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
     from ...runtime.engine.files import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
+    from ...runtime.text.chat_files import read_template_file
     from ...runtime.wire.addresses import default_address, parse
 
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
@@ -191,6 +198,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         adapter_roots=roots,
         max_waiting=options.max_waiting,
         served_model_name=options.served_model_name or Path(model).name,
+        chat_template=None if options.chat_template is None else read_template_file(options.chat_template),
         gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"]
         if options.trace_steps is not None
         else [],

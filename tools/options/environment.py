@@ -18,7 +18,6 @@ PACKAGES = (
     "numpy",
     "safetensors",
     "tokenizers",
-    "sentencepiece",
     "msgspec",
     "pyzmq",
     "transformers",

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
 from ...wire.protocol import Chunk
+from ...wire.templates import welcome_templates
 from ..contracts import AdapterCard, EngineHealth, EngineRequest, HealthStatus, ModelInfo
 from .book import Book, Choice, Report
 from .catalogue import Catalogue, Offer
@@ -203,9 +205,7 @@ class Router:
                 link.welcome.vocabulary,
                 link.welcome.max_model_len,
                 link.welcome.has_tokenizer,
-                link.welcome.chat_template,
-                link.welcome.bos_token,
-                link.welcome.eos_token,
+                welcome_templates(link.welcome),
                 link.welcome.sampling_defaults,
                 link.welcome.admin,
                 self._created,
@@ -289,7 +289,7 @@ class Router:
         if not told:
             if not gone and name in self._remembered and all(link.welcome is None for link in links):
                 return self._remembered[name]
-            return None if offer is None else AdapterCard(name, offer.rank, "")
+            return None if offer is None else AdapterCard(name, offer.rank, "", chat_template=None)
         first = next(iter(told.values()))
         return AdapterCard(
             name,
@@ -298,7 +298,17 @@ class Router:
             {link.name: "disk" if link.lost_at is not None else info.where for link, info in told.items()},
             sum(info.running for info in told.values()),
             sum(info.waiting for info in told.values()),
+            first.chat_template,
         )
+
+    async def chat_templates(self, name: str) -> ChatTemplates:
+        """See `Engines`."""
+        choice = self._book.choose(name, (), time.monotonic())
+        if choice is None:
+            raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
+        link = self._links[choice.engine]
+        await link.bring(name, self._fetch)
+        return await link.client.chat_templates(name)
 
     def offer(self, offers: Mapping[str, Offer]) -> None:
         """Adapters that requests may name besides; an engine loads one when its first request comes. One that is not

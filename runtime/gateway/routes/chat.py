@@ -17,7 +17,7 @@ from ..tools.formats import format_of
 from .answering import Counts, admit
 from .bodies import read_body, while_connected
 from .completions import whole
-from .desk import Desk, caller_of, json_response, new_id
+from .desk import Desk, caller_of, field, json_response, new_id
 from .errors import error_body
 from .event_stream import EventStream
 from .spoken import Spoken
@@ -37,11 +37,14 @@ class Chats:
         target = await desk.target(caller_of(request), body.model)
         params = body.sampling(target.model.sampling_defaults)
         messages, tools = body.conversation(), body.offered
-        form = format_of(target.model.chat_template) if tools else None
+        templates = await desk.templates(target)
+        form = None
         if tools:
+            with field("tools"):
+                form = format_of(templates.select(None, True)) if templates.templates else None
             params = body.with_tools(params, form)
         prompt = await desk.chat_prompt(
-            target.model,
+            templates,
             messages,
             body.add_generation_prompt,
             body.continue_final_message,

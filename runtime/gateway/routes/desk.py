@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,15 @@ from starlette.responses import Response
 
 from ...requests.errors import RequestError
 from ...text.chat import ChatRenderer
-from ...text.chat_template import ChatWords
+from ...text.chat_files import ChatTemplates
 from ..contracts import AdapterCard, Admission, Caller, Engines, GatewayError, ModelInfo, Observer
 from ..settings import GatewaySettings
 
+KEPT_TEMPLATES = 256
+"""Adapters' chat templates that are remembered."""
+NO_TEMPLATE = (
+    "the model has no chat template; use /v1/completions with a prompt, or start the server with --chat-template FILE"
+)
 _encoder = msgspec.json.Encoder()
 
 
@@ -41,6 +47,7 @@ class Desk:
         self.engines, self.admission, self.observer, self.settings = engines, admission, observer, settings
         self.numbers = itertools.count()
         self._renderer = ChatRenderer()
+        self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
 
     def close(self) -> None:
         """End the chat template's process."""
@@ -63,26 +70,38 @@ class Desk:
             raise no_model(found.name)
         return found
 
+    async def templates(self, target: Target) -> ChatTemplates:
+        """The chat templates of the model, or of an adapter that has its own."""
+        base, card = target.model.templates, target.adapter
+        if card is None or card.chat_template == "":
+            return base
+        if card.chat_template is None:  # no engine has read it
+            return (await self.engines.chat_templates(card.name)).over(base)
+        key = card.name, card.chat_template
+        if key not in self._templates:
+            self._templates[key] = await self.engines.chat_templates(card.name)
+            if len(self._templates) > KEPT_TEMPLATES:
+                self._templates.popitem(last=False)
+        self._templates.move_to_end(key)
+        return self._templates[key].over(base)
+
     async def chat_prompt(
         self,
-        model: ModelInfo,
+        templates: ChatTemplates,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt that the model's chat template makes of a conversation. Raises GatewayError 400."""
-        words = ChatWords(model.chat_template, model.bos_token, model.eos_token)
-        if words.template is None:
-            raise GatewayError(
-                400, "the model has no chat template; use /v1/completions with a prompt", param="messages"
-            )
+        """The prompt that a chat template makes of a conversation. Raises GatewayError 400 that names the field."""
+        if not templates.templates:
+            raise GatewayError(400, NO_TEMPLATE, param="messages")
         goes_on = bool(continue_final_message)
         try:
             (prompt,) = await asyncio.to_thread(
                 self._renderer.prompts,
-                words,
+                templates,
                 messages,
                 add_generation_prompt=not goes_on if add_generation_prompt is None else add_generation_prompt,
                 continue_final_message=goes_on,
@@ -90,7 +109,7 @@ class Desk:
                 tools=tools,
             )
         except RequestError as problem:
-            raise GatewayError(400, str(problem), param="messages") from None
+            raise GatewayError(400, str(problem), param=getattr(problem, "param", "messages")) from None
         return prompt
 
 

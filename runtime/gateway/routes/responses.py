@@ -47,7 +47,7 @@ class Responses:
         body = await read_body(request, ResponseRequest, desk.settings)
         target = await desk.target(caller_of(request), body.model)
         params = body.sampling(target.model.sampling_defaults)
-        prompt = await desk.chat_prompt(target.model, body.conversation_messages())
+        prompt = await desk.chat_prompt(await desk.templates(target), body.conversation_messages())
         stream, top = bool(body.stream), body.top_logprobs or 0
         answering = admit(desk, request, target, [prompt], params, stream, body.priority, add_special_tokens=False)
         answering.constrained_by = "text"

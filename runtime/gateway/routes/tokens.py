@@ -20,18 +20,22 @@ class Tokens:
         desk = self._desk
         body = await read_body(request, TokenizeRequest, desk.settings)
         messages = body.conversation()
-        model = (await desk.target(caller_of(request), body.model)).model
+        target = await desk.target(caller_of(request), body.model)
         counted = desk.admission.count(caller_of(request))
         text = body.prompt or ""
         if messages is not None:
             text = await desk.chat_prompt(
-                model, messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+                await desk.templates(target),
+                messages,
+                body.add_generation_prompt,
+                body.continue_final_message,
+                body.chat_template_kwargs,
             )
         with field("prompt" if messages is None else "messages"):
             # a chat template has put in those that it wants
             special = messages is None if body.add_special_tokens is None else body.add_special_tokens
             ids = await while_connected(request.receive, desk.engines.tokenize(text, special))
-        return json_response(Tokenized(count=len(ids), max_model_len=model.max_model_len, tokens=ids), counted)
+        return json_response(Tokenized(count=len(ids), max_model_len=target.model.max_model_len, tokens=ids), counted)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, UnsetType, to_builtins
 
 from ...requests.sampling_defaults import SamplingDefaults
 from ...requests.sampling_params import SamplingParams
@@ -23,7 +23,6 @@ from .tools import (
     Tools,
     grammar_of,
     offered,
-    past_calls,
 )
 
 MAX_MESSAGES = 4096
@@ -43,6 +42,8 @@ class ChatMessage(Body, frozen=True, kw_only=True):
     content: Text | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
     refusal: Ignored = None
     annotations: Ignored = None
     audio: Refused = None
@@ -136,8 +137,13 @@ _REFUSED = (
 )
 
 
+_FOR_TEMPLATES = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning")
+
+
 def plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """A message as chat templates take it. Raises GatewayError 400; its text begins with `where`."""
+    """A message for `as_conversations`, without what has no effect. Raises GatewayError 400; its text begins with
+    `where`.
+    """
     for field in ("audio", "function_call"):
         if getattr(message, field):
             raise GatewayError(
@@ -146,20 +152,8 @@ def plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 code="unsupported_parameter",
                 param=f"{where}.{field}",
             )
-    content = message.content
-    if content is None and message.tool_calls:
-        content = ""
-    if content is None:
-        raise GatewayError(400, f"{where}.content is missing; give a text", param=f"{where}.content")
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        made["tool_calls"] = past_calls(message.tool_calls, where)
-    return made
+    given: dict[str, Any] = {name: to_builtins(getattr(message, name)) for name in _FOR_TEMPLATES}
+    return given
 
 
 class AnswerMessage(Answer, frozen=True, kw_only=True):

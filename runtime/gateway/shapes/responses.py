@@ -107,15 +107,17 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
         """Whether the answer tells its tokens' log-probabilities."""
         return bool(self.include) or bool(self.top_logprobs)
 
-    def conversation_messages(self) -> list[dict[str, str]]:
+    def conversation_messages(self) -> list[dict[str, Any]]:
         """The messages for the chat template."""
-        made = [] if not self.instructions else [{"role": "system", "content": self.instructions}]
+        made: list[dict[str, Any]] = []
+        if self.instructions:
+            made.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*made, {"role": "user", "content": self.input}]
         for message in self.input:
             content = message.content
-            text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-            made.append({"role": "system" if message.role == "developer" else message.role, "content": text})
+            parts = content if isinstance(content, str) else [part.text for part in content]
+            made.append({"role": message.role, "content": parts})
         return made
 
     def told_format(self) -> "TextFormat":

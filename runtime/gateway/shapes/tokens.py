@@ -20,7 +20,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
-    def conversation(self) -> list[dict[str, str]] | None:
+    def conversation(self) -> list[dict[str, Any]] | None:
         """The messages, None for a text. Raises GatewayError 400 unless there is exactly one of both."""
         if (self.prompt is None) == (self.messages is None):
             raise GatewayError(400, "give exactly one of prompt and messages", param="prompt")

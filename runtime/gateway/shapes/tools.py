@@ -1,6 +1,5 @@
 """Tools of a chat: functions that the model may call, and its calls."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
@@ -130,21 +129,4 @@ def for_template(tools: list[Tool]) -> list[dict[str, Any]]:
         parameters = function.parameters or {"type": "object", "properties": {}}
         told = {"name": function.name, "description": function.description or "", "parameters": parameters}
         made.append({"type": "function", "function": told})
-    return made
-
-
-def past_calls(calls: list[PastCall], where: str) -> list[dict[str, Any]]:
-    """Calls of the conversation as chat templates take them. Raises GatewayError 400; its text begins with `where`."""
-    made = []
-    for place, call in enumerate(calls):
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            field = f"{where}.tool_calls[{place}].function.arguments"
-            raise GatewayError(400, f"{field} must be a JSON object as text", param=field)
-        made.append(
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-        )
     return made

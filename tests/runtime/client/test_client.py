@@ -71,10 +71,33 @@ def test_chat_sends_what_the_servers_template_makes(address: str) -> None:
         list(client.stream(prompts[0], SamplingParams(max_tokens=1)))
         client.generate("hello!", SamplingParams(max_tokens=1))
         assert [message.add_special_tokens for message in server.submits[-2:]] == [False, True]
-        with pytest.raises(RequestError, match="message 0 must have a role"):
+        with pytest.raises(RequestError, match=r"messages\[0\] must have a role"):
             client.chat([{"role": "root", "content": "x"}])
-        children = client._client._renderer._template
-    assert children is not None and children._child._child is None, "it ends with the client"
+        kept = list(client._client._renderer._kept.values())
+    assert kept and all(each.template._child._child is None for each in kept), "they end with the client"
+
+
+def test_chat_with_the_templates_of_adapters_and_for_tools(address: str) -> None:
+    """An adapter's own template comes before the model's; one for tools is taken where there are any."""
+    said = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
+    named = {"default": said, "tool_use": "{{ tools | length }} tools: " + said, "rag": "R"}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with (
+        WireServer(address, chat_template=said, chat_templates=named, special_tokens={"eos_token": "</s>"}) as server,
+        Client(address) as client,
+    ):
+        server.templates = {
+            "pirate": {"default": "Arr {{ messages[-1].tool_calls[0].function.arguments.a }}{{ eos_token }}"}
+        }
+        (base, shout, pirate) = client.chat_prompts([talk] * 3, [None, "shout", "pirate"])
+        assert base == shout == {"prompt": "<user>hi<assistant></s>", "add_special_tokens": False}
+        assert pirate["prompt"] == "Arr 1</own>"
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        assert client.chat_prompts(talk, tools=tools)[0]["prompt"] == "1 tools: <user>hi<assistant></s>"
+        assert client.chat_prompts(talk, chat_template="rag")[0]["prompt"] == "R"
+        (output,) = client.chat(talk, SamplingParams(max_tokens=1), "pirate")
+        assert output.prompt == "Arr 1</own>" and server.submits[-1].adapter == "pirate"
 
 
 def test_an_adapter_as_vllm_names_it(server: WireServer) -> None:

@@ -11,6 +11,8 @@ from sidestream.runtime.wire.protocol import (
     Abort,
     Chunks,
     Continued,
+    Done,
+    GetChatTemplates,
     GetStats,
     ListAdapters,
     LoadAdapter,
@@ -379,6 +381,26 @@ def test_the_default_of_several_chat_templates_is_served(tmp_path):
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
     with serve_fake(tmp_path) as server, server.connect() as wire:
         assert (wire.welcome.chat_template, wire.welcome.bos_token, wire.welcome.eos_token) == ("D", "<s>", "</s>")
+        assert wire.welcome.chat_templates == {"default": "D", "tool_use": "T"}
+        assert wire.welcome.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_an_adapters_own_chat_template_is_served(tmp_path):
+    template, tokens = "S{{ eos_token }}", {"eos_token": "</s>"}
+    for name, source in (("first", "F"), ("second", template)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chat_template.jinja").write_text(source)
+    (tmp_path / "second" / "tokenizer_config.json").write_text(json.dumps(tokens))
+    digests = []
+    with serve_fake(tmp_path, admin=True) as server, server.connect() as wire:
+        for call, (name, found) in enumerate((("first", ("F", {})), ("second", (template, tokens)), ("second", None))):
+            assert isinstance(wire.call(LoadAdapter(call, "own", str(tmp_path / name), replace=True)), Done)
+            told = wire.call(GetChatTemplates(10, "own"))
+            assert found is None or ({"default": found[0]}, found[1]) == (told.chat_templates, told.special_tokens)
+            digests += [info.chat_template for info in wire.call(ListAdapters(11)).adapters]
+        assert digests[0] and digests[1] == digests[2] and digests[0] != digests[1]
+        unknown = wire.call(GetChatTemplates(12, "nobody"))
+        assert (unknown.chat_templates, unknown.special_tokens) == ({}, {})
 
 
 def test_one_connections_long_streams_make_way_for_another(tmp_path):

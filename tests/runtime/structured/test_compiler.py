@@ -36,10 +36,10 @@ PERSON = {
 def model(request, tmp_path_factory):
     """(compiler, tokenizer, the tokens that end a text), for a vocabulary larger than the tokenizer's."""
     if request.param == "fast":
-        tokenizer, ends, size = load_tokenizer(Path(DEMO_MODEL)), eos_token_ids(Path(DEMO_MODEL)), 520
+        tokenizer, ends, size = load_tokenizer(Path(DEMO_MODEL)), eos_token_ids(Path(DEMO_MODEL)), 600
     else:
         directory = sentencepiece_model(tmp_path_factory.mktemp("piece"), [FOX] * 200 + [json.dumps(PERSON), "yes no"])
-        tokenizer, ends, size = load_tokenizer(directory), frozenset({2}), 320
+        tokenizer, ends, size = load_tokenizer(directory), frozenset({2}), 400
     compiler = GrammarCompiler(tokenizer, size, ends)
     yield compiler, tokenizer, ends
     compiler.close()
@@ -213,15 +213,13 @@ def test_a_panic_is_an_error(model, monkeypatch):
 
 
 @settings(max_examples=50, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(name=st.text(max_size=9), age=st.integers(0, 99))
+@given(name=st.text(st.characters(exclude_characters="\x7f"), max_size=9), age=st.integers(0, 99))
 def test_what_fits_a_schema_is_allowed(model, name, age):
     """The masks are not too narrow either."""
     compiler, tokenizer, _ = model
-    fast = isinstance(tokenizer, FastTokenizer)
-    text = json.dumps(
-        {"name": name if fast else name.encode("ascii", "replace").decode(), "age": age}, ensure_ascii=False
-    )
+    text = json.dumps({"name": name, "age": age}, ensure_ascii=False)
     matcher = compiler.compile(StructuredOutputsParams(json=PERSON)).matcher()
-    tokens = tokenizer.encode(text, False) if fast else tokenizer.encode_inside(text)
+    before = tokenizer.encode("\n", False)  # after it no space is put before the text
+    tokens = tokenizer.encode("\n" + text, False)[len(before) :]
     take_in([matcher], [(tokens, 0)], in_parallel=False)
     assert matcher.accepting

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from sidestream.graphs.families import FAMILIES
 from sidestream.runtime.text.chat import ChatRenderer
-from sidestream.runtime.text.chat_template import chat_words
+from sidestream.runtime.text.chat_files import read_chat_templates
 from sidestream.runtime.text.prompts import without_special_tokens
 from sidestream.runtime.text.requests import make_requests
 from sidestream.runtime.text.tokenizer import load_tokenizer
@@ -92,7 +92,7 @@ def test_the_tokens_of_a_chat_are_those_of_transformers(renderer: ChatRenderer, 
     (tmp_path / "chat_template.jinja").write_text(template)
     tools, others = chat.variables.get("tools"), {k: v for k, v in chat.variables.items() if k != "tools"}
     asked: dict[str, Any] = {"tools": tools, "chat_template_kwargs": others}
-    prompts = [renderer.prompts(chat_words(tmp_path), talk, **asked)[0] for talk in chat.talks]
+    prompts = [renderer.prompts(read_chat_templates(tmp_path), talk, **asked)[0] for talk in chat.talks]
     requests = make_requests(
         list(map(without_special_tokens, prompts)), None, None, tokenizer=load_tokenizer(tmp_path), vocabulary=500,
         max_model_len=2000, adapters={}, first=0, compile_grammar=lambda constraint: None,

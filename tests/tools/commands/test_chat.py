@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.runtime.text import chat_template
-from sidestream.runtime.text.chat_template import ChatTemplate, ChatTemplateError, chat_words
+from sidestream.runtime.text import chat_files
+from sidestream.runtime.text.chat_files import ChatTemplateError
+from sidestream.runtime.text.chat_template import ChatTemplate
 from sidestream.runtime.wire import protocol
 from sidestream.tools import cli
 from sidestream.tools.options.client import harmless
@@ -186,9 +187,9 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 def test_a_bad_template_costs_little_and_the_next_one_works(source: str, said: str) -> None:
     with ChatTemplate(source) as template:
         with pytest.raises(ChatTemplateError, match=said):
-            template.render(ASK, seconds=0.5 if "0.5 s" in said else 20.0)
+            template.render(ASK, {}, seconds=0.5 if "0.5 s" in said else 20.0)
         template.source = "{{ messages[0].content }}"
-        assert template.render(ASK) == " hi "
+        assert template.render(ASK, {}) == " hi "
 
 
 def test_a_template_has_what_templates_use() -> None:
@@ -197,45 +198,21 @@ def test_a_template_has_what_templates_use() -> None:
         "endfor %}"
         "{{ tools }}{{ strftime_now('%Y') | length }}"
     )
-    with ChatTemplate(source, "<s>", "</s>") as template:
+    with ChatTemplate(source, {"bos_token": "<s>"}) as template:
         assert (
-            template.render([{"role": "user", "content": "<é>"}], tools=7)
+            template.render([{"role": "user", "content": "<é>"}], {"tools": 7})
             == '<s>[{"role": "user", "content": "<é>"}]0174'
         )
 
 
 def test_inputs_are_bounded() -> None:
     with pytest.raises(ChatTemplateError, match="characters"):
-        ChatTemplate("x" * (chat_template.MAX_TEMPLATE_CHARACTERS + 1))
+        ChatTemplate("x" * (chat_files.MAX_TEMPLATE_CHARACTERS + 1))
     with ChatTemplate("{{ messages[0].content }}") as template:
         with pytest.raises(ChatTemplateError, match="new one"):
-            template.render([{"role": "user", "content": "x" * 10**7}])
-        for message in ({"role": "root", "content": "x"}, {"role": "user", "content": 5}, {}):
-            with pytest.raises(ChatTemplateError, match="role"):
-                template.render([message])  # type: ignore[list-item]
+            template.render([{"role": "user", "content": "x" * 10**7}], {})
         large = "x" * 10**6
-        assert template.render([{"role": "user", "content": large}]) == large, "more than a pipe holds"
-
-
-def test_where_a_template_is_found(tmp_path: Path) -> None:
-    assert chat_words(tmp_path) == (None, "", "")
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"chat_template": "A", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}))
-    assert chat_words(tmp_path) == ("A", "<s>", "</s>")
-    config.write_text(
-        json.dumps(
-            {
-                "chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}],
-                "bos_token": None,
-            }
-        )
-    )
-    assert chat_words(tmp_path) == ("D", "", "")
-    (tmp_path / "chat_template.jinja").write_text("J")
-    assert chat_words(tmp_path) == ("J", "", "")
-    config.write_text("{")
-    with pytest.raises(ChatTemplateError, match="cannot be read"):
-        chat_words(tmp_path)
+        assert template.render([{"role": "user", "content": large}], {}) == large, "more than a pipe holds"
 
 
 @pytest.fixture

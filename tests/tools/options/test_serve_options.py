@@ -47,6 +47,14 @@ def test_flags(model, tmp_path):
     json.dumps(found.llm)
 
 
+def test_a_chat_template_is_read_at_the_start(model, tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    assert settings(str(model)).chat_template is None
+    assert settings(str(model), "--chat-template", str(tmp_path / "own.jinja")).chat_template == "{{ messages }}"
+    with pytest.raises(ValueError, match=r"no\.jinja cannot be read: No such file"):
+        settings(str(model), "--chat-template", str(tmp_path / "no.jinja"))
+
+
 def test_a_file_fills_in_what_the_command_line_leaves_open(model, tmp_path):
     file = tmp_path / "server.toml"
     file.write_text(

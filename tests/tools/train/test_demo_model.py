@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.text.chat_template import ChatTemplateError
+from sidestream.runtime.text.chat_files import ChatTemplateError
 from sidestream.tools.options.engine import demo_prompts
 from sidestream.tools.train.chat import save_chat
 from sidestream.tools.train.corpus import STYLES, facts

@@ -13,7 +13,7 @@ from typing import Any
 
 from ....runtime.demo_model import DEMO_MODEL
 from ....runtime.text.chat import ChatRenderer
-from ....runtime.text.chat_template import chat_words
+from ....runtime.text.chat_files import read_chat_templates
 from ....runtime.text.prompts import without_special_tokens
 from ...quality.corpus import documents
 from ...quality.suite import SEED, Limits, demo_suite, file_suite
@@ -74,14 +74,14 @@ def _of_suite(suite: Any, task: str) -> list[Load]:
 
 def _of_tasks(directory: Path, adapters: Sequence[str], count: int, split: Split) -> Iterator[Load]:
     renderer = ChatRenderer()
-    words = chat_words(directory)
+    templates = read_chat_templates(directory)
 
     def as_asked(texts: Sequence[str]) -> list[Any]:
-        if words.template is None:
+        if not templates.templates:
             return list(texts)
         return [
             without_special_tokens(text)
-            for text in renderer.prompts(words, [[{"role": "user", "content": text}] for text in texts])
+            for text in renderer.prompts(templates, [[{"role": "user", "content": text}] for text in texts])
         ]
 
     try:
