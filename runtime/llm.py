@@ -18,7 +18,6 @@ from .device.sleep import Sleeps
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
 from .engine.options import keyword_docs, with_keywords
-from .engine.resolve import load_options
 from .engine.vllm_keywords import without_vllm_keywords
 from .ranks.shared_model import load_shared
 from .requests.beam_search import BeamSearchOutput, BeamSearchParams
@@ -85,8 +84,7 @@ class LLM:
         if model is None and adapters is None:
             adapters = demo_adapters()
         keywords, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
-        options = load_options(**keywords)
-        source = find_model(model, options)
+        source, options = find_model(model, **keywords)
         self.tokenizer = load_tokenizer(source.directory)
         self.model = loaded = load_shared(model, source, adapters or {}, options, keywords)
         self._end = weakref.finalize(self, loaded.close)

@@ -180,8 +180,8 @@ def keywords() -> dict[str, "Field[Any]"]:
 
 
 def keyword_default(option: "Field[Any]") -> Any:
-    """What `LLM` takes a field to be that is not given; None where the calibration decides."""
-    return None if option.metadata.get("calibrated") else option.default
+    """Return the default of `LLM` for a field; None where the model, its calibration or the device decides."""
+    return None if option.metadata.get("decided_later") else option.default
 
 
 def with_keywords(parameters: inspect.Signature) -> inspect.Signature:
@@ -214,6 +214,6 @@ def read_keywords(given: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, An
     compiling = {
         known[name].name: value
         for name, value in given.items()
-        if name not in own and not (value is None and known[name].metadata.get("calibrated"))
+        if name not in own and not (value is None and known[name].metadata.get("decided_later"))
     }
     return engine, compiling
