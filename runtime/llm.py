@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from tqdm import tqdm
@@ -17,6 +17,7 @@ from .device.model import find_model
 from .device.sleep import Sleeps
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
+from .engine.keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
 from .engine.vllm_keywords import without_vllm_keywords
 from .ranks.shared_model import load_shared
@@ -79,14 +80,14 @@ class LLM:
         self,
         model: str | Path | Mapping[str, Any] | None = None,
         adapters: Mapping[str, str | Path] | None = None,
-        **keywords: Any,
+        **keywords: Unpack[LLMKeywords],
     ) -> None:
         if model is None and adapters is None:
             adapters = demo_adapters()
-        keywords, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
-        source, options = find_model(model, **keywords)
+        given, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
+        source, options = find_model(model, **given)
         self.tokenizer = load_tokenizer(source.directory)
-        self.model = loaded = load_shared(model, source, adapters or {}, options, keywords)
+        self.model = loaded = load_shared(model, source, adapters or {}, options, given)
         self._end = weakref.finalize(self, loaded.close)
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
