@@ -30,7 +30,6 @@ from ..adapters.registry import AdapterRegistry, KnownAdapter
 from ..adapters.room import draft_lora_shape, lora_shape, num_slots, registry_of
 from ..adapters.stacks import AdapterStacks
 from ..engine.calibration import Calibration, calibrated
-from ..engine.files import AUTO, OFF
 from ..engine.options import EngineOptions, read_keywords
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
 from ..engine.rounding import Rounding, find_rounding
@@ -241,9 +240,7 @@ def precision_line(
         line = f"precision {precision}" + (", as the checkpoint stores its weights" if stored else "")
         if precision == "fp32" and config.dtype == "float16":
             line += ", which holds the checkpoint's float16 exactly"
-        if engine.calibration in (None, AUTO, OFF) and engine.rounded_weights in (None, OFF):
-            return line
-        return f"{line}; the calibration is not used: calibrations are for int8 and fp8"
+        return line + ("; calibrations are for int8 and fp8, this one is not used" if engine.names_calibration else "")
     if calibration is not None or rounding is not None:
         return f"precision {precision}, calibrated" + ("" if rounding is None else ", with rounded weights")
     if directory is None or options.dummy:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
 from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from ..requests.checks import MAX_DRAFTS, is_speculation
+from .files import AUTO, OFF
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
@@ -138,6 +139,11 @@ class EngineOptions:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
                 "so not every running sequence would get its token in a step; raise the one or lower the other"
             )
+
+    @property
+    def names_calibration(self) -> bool:
+        """Whether a calibration or rounded weights were given, rather than left to be found or switched off."""
+        return self.calibration not in (None, AUTO, OFF) or self.rounded_weights not in (None, OFF)
 
     @property
     def lora_targets(self) -> tuple[str, ...] | None:

@@ -101,14 +101,14 @@ class LoadOptions:
         return self.engine.load_format == "dummy"
 
 
-def default_precision(config: LlamaConfig, device: torch.device) -> Precision:
-    """Return the precision of an engine where none is given: int8 on a GPU; on a CPU, where eight bits gain no speed,
-    that of the checkpoint's weights.
+def default_precision(engine: EngineOptions, config: LlamaConfig, device: torch.device) -> Precision:
+    """Return the precision of an engine where none is given: int8 on a GPU, or with a calibration that is given; else
+    on a CPU, where eight bits gain no speed, that of the checkpoint's weights.
 
     A float16 checkpoint runs in fp32, which holds each of its values exactly. bf16 has three bits of mantissa less, so
     that it would round each weight.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or engine.names_calibration:
         return DEFAULT_PRECISION
     if config.weight_format in EIGHT_BITS:
         return cast(Precision, config.weight_format)
@@ -122,11 +122,11 @@ def load_options(
 
     Raises OptionError for values that are unknown or contradict each other.
     """
-    default = default_precision(config, device)
+    default = default_precision(engine, config, device)
     try:
         compiler = compile_options(engine, given, default)
     except OptionError as problem:
-        if "precision" in given or device.type != "cpu":
+        if "precision" in given or default == DEFAULT_PRECISION:
             raise
         raise OptionError(f"{problem}. precision={default!r}, of the checkpoint, is the default on a CPU") from None
     # where nothing is gained by size, an answer shall not depend on what shares its steps

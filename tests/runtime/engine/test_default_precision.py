@@ -15,6 +15,7 @@ from sidestream.runtime.calibrate.first_start import figures
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.device.model import find_model
 from sidestream.runtime.engine.files import FILE_NAME
+from sidestream.runtime.engine.options import EngineOptions
 from sidestream.runtime.engine.resolve import default_precision
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.requests.sampling_params import SamplingParams
@@ -79,9 +80,14 @@ def test_weights_decide_where_the_config_names_no_dtype(bases: dict[str, TinyBas
 def test_a_gpu_keeps_int8_and_stored_eight_bits_stay(bases: dict[str, TinyBase]) -> None:
     config = LlamaConfig.from_directory(bases["float16"].path)
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert (default_precision(config, cpu), default_precision(config, gpu)) == ("fp32", "int8")
+    options = EngineOptions()
+    assert [default_precision(options, config, device) for device in (cpu, gpu)] == ["fp32", "int8"]
     for stored in ("int8", "fp8"):
-        assert default_precision(replace(config, weight_format=stored), cpu) == stored
+        assert default_precision(options, replace(config, weight_format=stored), cpu) == stored
+    for given in ({"calibration": "file"}, {"rounded_weights": "file"}):
+        assert default_precision(EngineOptions(**given), config, cpu) == "int8"
+    for given in ({"calibration": "off"}, {"calibration": "auto", "rounded_weights": "off"}):
+        assert default_precision(EngineOptions(**given), config, cpu) == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -131,8 +137,9 @@ def test_a_start_in_eight_bits_reports_its_calibration(
     config = LlamaConfig.from_directory(path)
     figures(path, config, [([5] * 40, -1)], torch.device("cpu")).save(path / FILE_NAME)
     assert line(path, precision="int8") == "sidestream: precision int8, calibrated"
-    given = line(path, calibration=str(path / FILE_NAME))
-    assert given.startswith("sidestream: precision bf16, ") and "the calibration is not used" in given
+    assert line(path).startswith("sidestream: precision bf16, as the checkpoint"), "found, and not asked for"
+    assert line(path, calibration=path / FILE_NAME) == "sidestream: precision int8, calibrated"
+    assert line(path, calibration=path / FILE_NAME, precision="bf16").endswith("this one is not used")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
