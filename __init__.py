@@ -4,7 +4,7 @@ The names below load on first use, so that `import sidestream` takes millisecond
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
@@ -34,16 +34,64 @@ _HOME = {
     "CompileOptions": "compiler.options",
     "OptionError": "compiler.options",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = [  # noqa: RUF022  in the order of _HOME
+    "__version__",
+    "LLM",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "BeamSearchParams",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "RequestOutput",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "LoRARequest",
+    "RequestError",
+    "CapacityError",
+    "ServerError",
+    "EngineDeadError",
+    "OverloadedError",
+    "DeadlineError",
+    "EngineOptions",
+    "Client",
+    "AsyncClient",
+    "compile",
+    "CompiledModel",
+    "CompileOptions",
+    "OptionError",
+]
 
+if TYPE_CHECKING:
+    from .compiler.api import CompiledModel
+    from .compiler.api import compile_model as compile
+    from .compiler.options import CompileOptions, OptionError
+    from .runtime.client.async_client import AsyncClient
+    from .runtime.client.client import Client
+    from .runtime.engine.options import EngineOptions
+    from .runtime.llm import LLM
+    from .runtime.requests.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .runtime.requests.errors import (
+        CapacityError,
+        DeadlineError,
+        EngineDeadError,
+        OverloadedError,
+        RequestError,
+        ServerError,
+    )
+    from .runtime.requests.lora_request import LoRARequest
+    from .runtime.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from .runtime.requests.sampling_params import SamplingParams
+    from .runtime.requests.structured_outputs import StructuredOutputsParams
+else:  # a type checker reports names that there are not
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'sidestream' has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
-    value = getattr(import_module(f"sidestream.{module}"), attribute or name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'sidestream' has no attribute {name!r}")
+        module, _, attribute = _HOME[name].partition(":")
+        value = getattr(import_module(f"sidestream.{module}"), attribute or name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -83,14 +83,16 @@ class CompileOptions:
     """Options of `sidestream.compile`, and of `LLM`.
 
     A field's metadata says what `LLM` calls it where that is another name (`keyword`; None: LLM does not take it), and
-    whether the calibration decides where LLM is not told (`calibrated`).
+    whether the model, its calibration or the device decides where LLM is not given it (`decided_later`).
     """
 
     precision: Precision = option(
         DEFAULT_PRECISION,
         "int8 and fp8 quantize weights, activations and KV cache; bf16 and fp32 nothing",
+        unset="int8; for an LLM on a CPU as the checkpoint stores its weights, float16 as fp32",
         more="int8: whole numbers, one scale per row, adapters too; fp8: e4m3, at the same speed, with eight to twelve "
         "times the KL to 16 bits; bf16 and fp32 are the oracle",
+        decided_later=True,
     )
     kv_dtype: KvDtype = option(
         "auto", "what the KV cache holds", unset="int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype"
@@ -100,14 +102,14 @@ class CompileOptions:
         "where Q and K are rotated before K is quantized",
         unset="as calibrated, else on",
         more="by a Walsh-Hadamard transform, for quantized caches only",
-        calibrated=True,
+        decided_later=True,
     )
     center_keys: Layers = option(
         False,
         "where a calibrated constant is subtracted from K before it is quantized",
         unset="as calibrated, else off",
         more="per channel, for quantized caches only; softmax does not see it",
-        calibrated=True,
+        decided_later=True,
     )
     balance_keys: Layers = option(
         True,
@@ -138,7 +140,7 @@ class CompileOptions:
         unset="as calibrated, else off",
         more="folded into the norm's gain, or the rows of up_proj, and the columns of the weights and adapters that "
         "read it",
-        calibrated=True,
+        decided_later=True,
     )
     rounded_weights: bool = option(
         False,

@@ -19,7 +19,7 @@ from .config_fields import (
     token_ids,
 )
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
-from .stored_weights import modules_in_16_bits, stored_format
+from .stored_weights import modules_in_16_bits, stored_dtype, stored_format
 
 HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -149,12 +149,15 @@ class LlamaConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
-        """Reads `directory`/config.json; `checkpoint_config` looks at the weights too."""
-        return cls.from_dict(
-            read_json_object(
-                Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"
-            )
+        """Read `directory`/config.json; `dtype` is that of the weights where it names none.
+
+        `checkpoint_config` looks at the weights of the head too.
+        """
+        fields = read_json_object(
+            Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"
         )
+        dtype = fields.get("dtype") or fields.get("torch_dtype") or stored_dtype(Path(directory))
+        return cls.from_dict(fields if dtype is None else {**fields, "dtype": dtype})
 
     def module_shape(self, module: str) -> tuple[int, int]:
         """(output, input) features of a projection, e.g. module_shape("q_proj") or its full name."""

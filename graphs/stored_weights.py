@@ -5,17 +5,36 @@ process without it reads configs.
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from .config_fields import ConfigError
 from .families import PACKED_MODULES
 from .peft_patterns import PatternError, PeftPatterns
 
 FILE_DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors spells them
+_FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _FORMATS = {"int-quantized": ("int8", "int"), "float-quantized": ("fp8", "float")}
 _HEAD = "lm_head"
 _PATTERN = "re:"
 _REMEDY = "use the bf16 original, Sidestream quantizes it while loading"
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """Return the dtype of a checkpoint's first floating-point tensor, as config.json spells it: transformers takes this
+    where config.json names none. None without readable weights, which `Checkpoint` reports.
+    """
+    single = directory / "model.safetensors"
+    for path in [single] if single.exists() else sorted(directory.glob("model*.safetensors"))[:1]:
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                found = (_FLOATING.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+                return next((dtype for dtype in found if dtype), None)
+        except (OSError, SafetensorError, ValueError):
+            return None
+    return None
 
 
 def stored_format(fields: Mapping[str, Any]) -> str:

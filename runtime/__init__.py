@@ -1,6 +1,7 @@
 """Floor 3: runs programs for requests. An arrow of imports goes from a lower line of this map to an upper one.
 
 child_process  a child that answers one line with one line
+threads        threads that are stopped and joined when the interpreter exits
 requests       what is asked and answered: sampling parameters, outputs, errors
 steps          what crosses between scheduler and device: plans and results
 text           text to tokens and back: prompts, tokenizers, chat templates

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from tqdm import tqdm
@@ -18,8 +18,8 @@ from .device.progress import say
 from .device.sleep import Sleeps
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
+from .engine.keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
-from .engine.resolve import load_options
 from .engine.vllm_keywords import without_vllm_keywords
 from .ranks.shared_model import load_shared
 from .requests.beam_search import BeamSearchOutput, BeamSearchParams
@@ -84,15 +84,14 @@ class LLM:
         self,
         model: str | Path | Mapping[str, Any] | None = None,
         adapters: Mapping[str, str | Path] | None = None,
-        **keywords: Any,
+        **keywords: Unpack[LLMKeywords],
     ) -> None:
         if model is None and adapters is None:
             adapters = demo_adapters()
-        keywords, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
-        options = load_options(**keywords)
-        source = find_model(model, options)
+        given, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
+        source, options = find_model(model, **given)
         self.tokenizer = load_tokenizer(source.directory)
-        self.model = loaded = load_shared(model, source, adapters or {}, options, keywords)
+        self.model = loaded = load_shared(model, source, adapters or {}, options, given)
         self._end = weakref.finalize(self, loaded.close)
         self._defaults = sampling_defaults(source.directory, options.engine.generation_config)
         say(line := describe(self._defaults), options.engine.show_progress and bool(line))

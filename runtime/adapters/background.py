@@ -6,6 +6,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+
+from ..threads import start_thread
 
 QUIET_SECONDS = 1.0
 END_SECONDS = 5.0
@@ -49,9 +52,9 @@ class Background:
             self._line.jobs.append(job)
             self._line.changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=_work, args=(self._line,), name=self._name, daemon=True)
-                self._thread.start()
-                weakref.finalize(self, _stop, self._line, self._thread)
+                stop = partial(_stop, self._line)
+                self._thread = start_thread(_work, self._line, name=self._name, stop=stop)
+                weakref.finalize(self, _end, stop, self._thread).atexit = False
 
     def busy(self) -> None:
         """Something more urgent goes on: wait longer with the next job."""
@@ -93,9 +96,13 @@ def _work(line: _Line) -> None:
                 line.changed.notify_all()
 
 
-def _stop(line: _Line, thread: threading.Thread) -> None:
+def _stop(line: _Line) -> None:
     line.stopped.set()
     with line.changed:
         line.changed.notify_all()
+
+
+def _end(stop: Callable[[], None], thread: threading.Thread) -> None:
+    stop()
     if thread is not threading.current_thread():  # the owner's last reference may go in one of its jobs
         thread.join(END_SECONDS)

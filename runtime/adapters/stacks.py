@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
+from ..threads import start_thread
 from .packing import use_few_threads
 from .registry import AdapterRegistry
 from .slot_copy import SlotCopies
@@ -177,15 +179,12 @@ class AdapterStacks:
             return
         self._started = True
         owner = weakref.ref(self)  # the threads must not keep the stacks alive
+        stop, on_gpu = partial(_stop, self._reads, self._copies), self._device.type == "cuda"
         threads = [
-            threading.Thread(
-                target=_work, args=(owner, name, jobs, self._device.type == "cuda"), name=f"adapter{name}", daemon=True
-            )
+            start_thread(_work, owner, name, jobs, on_gpu, name=f"adapter{name}", stop=stop)
             for name, jobs in (("_read", self._reads), ("_copy", self._copies))
         ]
-        for thread in threads:
-            thread.start()
-        weakref.finalize(self, _stop, self._reads, self._copies, threads)
+        weakref.finalize(self, _end, stop, threads).atexit = False
 
     def _read(self, job: Read) -> None:
         *_, slot, number = job
@@ -235,6 +234,8 @@ class AdapterStacks:
             )
         if isinstance(error, OSError):
             return f"adapter {known.name!r} could not be loaded: {error.strerror or 'its files cannot be read'}"
+        if isinstance(error, RuntimeError) and "interpreter shutdown" in str(error):  # of the pool that reads files
+            return f"adapter {known.name!r} could not be loaded: the interpreter exits"
         _log.error("adapter %r could not be loaded", known.name, exc_info=error)
         return f"adapter {known.name!r} could not be loaded: a fault in the engine, see its log"
 
@@ -251,14 +252,15 @@ def _work(owner: "weakref.ref[AdapterStacks]", name: str, jobs: Any, on_gpu: boo
         del stacks, job
 
 
-def _stop(
-    reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]", threads: list[threading.Thread]
-) -> None:
-    """Ends the threads after their present job and waits: an interpreter that exits while one is inside torch is
-    terminated by the C++ runtime.
-    """
+def _stop(reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]") -> None:
+    """End the threads after their present job."""
     reads.put(NO_READ)
     copies.put(None)
+
+
+def _end(stop: Callable[[], None], threads: list[threading.Thread]) -> None:
+    """Stop the threads and wait for them."""
+    stop()
     for thread in threads:
         if thread is not threading.current_thread():  # the last reference may go in a thread of ours
             thread.join(STOP_SECONDS)

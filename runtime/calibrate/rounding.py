@@ -24,7 +24,6 @@ from ...ops.linear.linear_8bit import linear_8bit
 from ...ops.rows.quantize import rotate_blocks
 from ..device.model import Model, find_model, load_model
 from ..device.weights import checkpoint_lookup, load_weights
-from ..engine.resolve import load_options
 from ..engine.rounding import (
     VERSION,
     Origin,
@@ -112,8 +111,10 @@ def _open(
         "enforce_eager": True,
         "show_progress": False,
     }
-    chosen = load_options(rounded_weights="off", **sizes, **ONE_OP, **{"calibration": "off", **options})
-    model = load_model(find_model(directory, chosen), adapters, chosen)
+    source, chosen = find_model(
+        directory, rounded_weights="off", **sizes, **ONE_OP, **{"calibration": "off", **options}
+    )
+    model = load_model(source, adapters, chosen)
     scorer = Scorer(model, tokens, sequences, pages, blocks)
     return model, scorer, list(plan([len(text.tokens) for text in texts], tokens, sequences, pages))
 

@@ -204,8 +204,8 @@ class AsyncClient:
     async def generate(
         self,
         prompts: Any,
-        sampling_params: Any = None,
-        adapter: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int = 0,
@@ -265,8 +265,8 @@ class AsyncClient:
     async def chat(
         self,
         messages: Any,
-        sampling_params: Any = None,
-        adapter: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,

@@ -6,7 +6,9 @@ An `AsyncClient` on a loop in a thread of its own does the work, heartbeats incl
 import asyncio
 import queue
 import threading
+import weakref
 from collections.abc import Coroutine, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -16,6 +18,7 @@ from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
 from ..text.chat_files import ChatTemplates
 from ..text.prompts import Prompt
+from ..threads import start_thread
 from ..wire.keys import ClientKeys
 from ..wire.protocol import AdapterInfo, Chunk, Health, Welcome
 from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
@@ -57,8 +60,10 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sidestream-client", daemon=True)
-        self._thread.start()
+        stop = partial(_stop, self._client, self._loop, threading.Lock())
+        self._thread = start_thread(_run, self._loop, name="sidestream-client", stop=stop)
+        self._end = weakref.finalize(self, stop)
+        self._end.atexit = False
 
     def connect(self) -> Welcome:
         """Connect, unless that is done; what the server is and may be asked. Every other call does it by itself."""
@@ -73,11 +78,9 @@ class Client:
             if self._closed:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._end()
         if self._thread is not threading.current_thread():
             self._thread.join()
-            self._loop.close()
 
     def __enter__(self) -> Self:
         try:
@@ -97,8 +100,8 @@ class Client:
     def generate(
         self,
         prompts: Any,
-        sampling_params: Any = None,
-        adapter: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int = 0,
@@ -121,8 +124,8 @@ class Client:
     def chat(
         self,
         messages: Any,
-        sampling_params: Any = None,
-        adapter: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -266,12 +269,30 @@ class Client:
             future.cancel()  # no effect unless the wait itself was interrupted
             raise
 
-    async def _shut_down(self) -> None:
-        await self._client.close()
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a client's loop until it is stopped."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(client: AsyncClient, loop: asyncio.AbstractEventLoop, once: threading.Lock) -> None:
+    """End a client's connection and its loop soon; may be called by any thread, and more than once."""
+    if once.acquire(blocking=False):
+        loop.call_soon_threadsafe(lambda: loop.create_task(_shut_down(client, loop)))
+
+
+async def _shut_down(client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        await client.close()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for _ in range(3):
-            await asyncio.sleep(0)  # let those that were told of the end say so to their callers
+            await asyncio.sleep(0)  # those that wait report the end to their callers
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
+        await loop.shutdown_asyncgens()
+    finally:
+        loop.stop()

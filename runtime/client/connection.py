@@ -45,7 +45,7 @@ class Connection:
         self._welcome: Welcome | None = None
         self._instance = protocol.NO_INSTANCE
         self._connecting: asyncio.Task[Welcome] | None = None
-        self._pulse: asyncio.Task[None] | None = None
+        self._pulse: asyncio.TimerHandle | None = None
         self._greeting: asyncio.Future[Welcome] | None = None
         self._open: dict[str, OpenRequest] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -139,7 +139,7 @@ class Connection:
         check_private_directory(self.address)
         self._sent = self._heard = time.monotonic()
         self._link = ClientLink(self.address, self.keys, self._receive, self._lose)
-        self._pulse = asyncio.create_task(self._beat(self._link))
+        self._beat_later(self._link)
         return self._link
 
     async def _connect(self) -> Welcome:
@@ -198,27 +198,31 @@ class Connection:
             raise ServerError("too much waits to be sent: the server does not read; try again later", "overloaded", 1.0)
         self._sent = time.monotonic()
 
-    async def _beat(self, link: ClientLink) -> None:
-        while self._link is link:
-            welcome = self._welcome
-            pause = protocol.HEARTBEAT_SECONDS if welcome is None else min(max(welcome.heartbeat_seconds, 0.01), 60.0)
-            slept = time.monotonic()
-            await asyncio.sleep(pause / 2)
-            now = time.monotonic()
-            if now - slept > 2 * pause:
-                self._heard = now  # this process slept, not the server: what it said meanwhile is still to be read
-                link.read_soon()
-                continue
-            if self._link is not link or welcome is None:
-                continue
+    def _beat_later(self, link: ClientLink) -> None:
+        """Call `_beat` after half a pause. A timer, as a loop that ends with a pending task reports it."""
+        welcome = self._welcome
+        pause = protocol.HEARTBEAT_SECONDS if welcome is None else min(max(welcome.heartbeat_seconds, 0.01), 60.0)
+        loop = asyncio.get_running_loop()
+        self._pulse = loop.call_later(pause / 2, self._beat, link, welcome, pause, time.monotonic())
+
+    def _beat(self, link: ClientLink, welcome: Welcome | None, pause: float, slept: float) -> None:
+        if self._link is not link:
+            return
+        now = time.monotonic()
+        if now - slept > 2 * pause:
+            self._heard = now  # this process slept, not the server: what it said meanwhile is still to be read
+            link.read_soon()
+        elif welcome is not None:
             silence = welcome.silence_seconds if self.silence_seconds is None else self.silence_seconds
             if now - self._heard > silence:
                 self._lose(
                     EngineDeadError(f"the engine gave no sign of life for {now - self._heard:.1f} s", "engine_dead")
                 )
-            elif now - self._sent >= pause / 2:
+                return
+            if now - self._sent >= pause / 2:
                 with contextlib.suppress(ServerError):
                     self._send(protocol.Beat())
+        self._beat_later(link)
 
     def _lose(self, problem: Exception, linger: bool = False) -> None:
         """The connection is over: everybody who waits is told."""
@@ -226,7 +230,7 @@ class Connection:
             self._link.close(linger)
         greeted = self._welcome is not None
         self._link, self._welcome, self._instance = None, None, protocol.NO_INSTANCE
-        if self._pulse is not None and self._pulse is not asyncio.current_task():
+        if self._pulse is not None:
             self._pulse.cancel()
         self._pulse = None
         if greeted and self.on_lost is not None and not self._closed:

@@ -32,8 +32,8 @@ from ..adapters.registry import AdapterRegistry, KnownAdapter
 from ..adapters.room import draft_lora_shape, lora_shape, num_slots, registry_of
 from ..adapters.stacks import AdapterStacks
 from ..engine.calibration import Calibration, calibrated
-from ..engine.options import EngineOptions
-from ..engine.resolve import EngineSizes, LoadOptions, check_layers, resolve_sizes
+from ..engine.options import EngineOptions, read_keywords
+from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
 from ..engine.rounding import Rounding, find_rounding
 from ..requests.errors import RequestError
 from ..scheduling.limits import SchedulerLimits
@@ -44,7 +44,7 @@ from .buckets import Buckets
 from .capacity import NOTHING, kv_specs, least_of_ranks, num_kv_pages, specs_of
 from .draft_parts import DraftParts, Source, Sources
 from .histories import Histories
-from .progress import progress, stage
+from .progress import progress, say, stage
 from .runner import ModelRunner
 from .sleep import Sleeper, Sleeps
 from .step_times import longest_step
@@ -139,20 +139,36 @@ class Model:
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell` with the reason when another process that the model needs is gone: it needs none."""
 
+    @property
+    def precision(self) -> str:
+        """See `precision_line`."""
+        return precision_line(self.source, self.options, self.calibration, self.rounding)
+
     def close(self) -> None:
         """End what the model has besides this process: nothing."""
 
 
-def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> ModelSource:
-    """What the caller named: a directory in the Hugging Face format, a hub id that lies in the local cache, or with
-    random weights also config.json's fields. A GPU begins to wake up meanwhile; on a CPU torch gets its threads.
+def find_model(model: str | Path | Mapping[str, Any], **keywords: Any) -> tuple[ModelSource, LoadOptions]:
+    """Return the model that the caller named, and the options that the keywords of `LLM` come to for it.
 
-    Raises OptionError or ConfigError.
+    model   a directory in the Hugging Face format, a hub id that lies in the local cache, or with random weights also
+            config.json's fields
+
+    A GPU's context is created meanwhile; on a CPU torch's threads are set. Raises TypeError for an unknown keyword,
+    OptionError or ConfigError.
     """
-    _wake(options.device)
-    fit_threads(options.device, options.compiler.tensor_parallel)
+    engine, given = read_keywords(keywords)
+    device = resolve_device(engine.device)
+    _wake(device)
+    source = _source(model, engine.load_format == "dummy")
+    options = load_options(engine, given, device, source.config)
+    fit_threads(device, options.compiler.tensor_parallel)
+    return source, options
+
+
+def _source(model: str | Path | Mapping[str, Any], dummy: bool) -> ModelSource:
     if isinstance(model, Mapping):
-        if not options.dummy:
+        if not dummy:
             raise OptionError(
                 "a model given as config fields has no weights; add load_format='dummy' for random ones, or name a "
                 "model directory"
@@ -166,7 +182,7 @@ def find_model(model: str | Path | Mapping[str, Any], options: LoadOptions) -> M
         )
     config = checkpoint_config(directory)
     # random weights are stored in no way
-    return ModelSource(replace(config, weight_format="") if options.dummy else config, directory)
+    return ModelSource(replace(config, weight_format="") if dummy else config, directory)
 
 
 def load_model(
@@ -209,8 +225,32 @@ def load_model(
     slots = num_slots(engine, len(registry.numbers))
     lora = lora_shape(registry, slots, engine) if slots else None
     registry.draft_lora = draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
+    say(precision_line(source, options, calibration, rounding), engine.show_progress)
     with _collections_paused():
         return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora)
+
+
+def precision_line(
+    source: ModelSource, options: LoadOptions, calibration: Calibration | None, rounding: Rounding | None
+) -> str:
+    """Return one line for a start: the precision, whether the checkpoint has it, and for eight bits whether it is
+    calibrated.
+    """
+    engine, precision, (config, directory) = options.engine, options.compiler.precision, source
+    if not options.compiler.quantizes:
+        stored = {"bfloat16": "bf16", "float32": "fp32"}.get(config.dtype) == precision and not config.weight_format
+        line = f"precision {precision}" + (", as the checkpoint stores its weights" if stored else "")
+        if precision == "fp32" and config.dtype == "float16":
+            line += ", which holds the checkpoint's float16 exactly"
+        return line + ("; calibrations are for int8 and fp8, this one is not used" if engine.names_calibration else "")
+    if calibration is not None or rounding is not None:
+        return f"precision {precision}, calibrated" + ("" if rounding is None else ", with rounded weights")
+    if directory is None or options.dummy:
+        return f"precision {precision}, not calibrated: the weights are random"
+    return (
+        f"precision {precision}, not calibrated: `sidestream calibrate {directory}` or precision bf16 gives answers "
+        "closer to the checkpoint's"
+    )
 
 
 def _build(

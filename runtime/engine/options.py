@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
 from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from ..requests.checks import MAX_DRAFTS, is_speculation, plain
+from .files import AUTO, OFF
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
@@ -152,6 +153,11 @@ class EngineOptions:
             )
 
     @property
+    def names_calibration(self) -> bool:
+        """Whether a calibration or rounded weights were given, rather than left to be found or switched off."""
+        return self.calibration not in (None, AUTO, OFF) or self.rounded_weights not in (None, OFF)
+
+    @property
     def lora_targets(self) -> tuple[str, ...] | None:
         """See `target_modules`."""
         return target_modules(self.lora_target_modules)
@@ -192,8 +198,8 @@ def keywords() -> dict[str, "Field[Any]"]:
 
 
 def keyword_default(option: "Field[Any]") -> Any:
-    """What `LLM` takes a field to be that is not given; None where the calibration decides."""
-    return None if option.metadata.get("calibrated") else option.default
+    """Return the default of `LLM` for a field; None where the model, its calibration or the device decides."""
+    return None if option.metadata.get("decided_later") else option.default
 
 
 def with_keywords(parameters: inspect.Signature) -> inspect.Signature:
@@ -226,6 +232,6 @@ def read_keywords(given: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, An
     compiling = {
         known[name].name: value
         for name, value in given.items()
-        if name not in own and not (value is None and known[name].metadata.get("calibrated"))
+        if name not in own and not (value is None and known[name].metadata.get("decided_later"))
     }
     return engine, compiling

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ...compiler.options import DEFAULT_PRECISION, LAYERED, CompileOptions, OptionError
+from ...compiler.options import DEFAULT_PRECISION, EIGHT_BITS, LAYERED, CompileOptions, OptionError, Precision
 from ...compiler.pipeline import PASSES, Pass, check_disabled
+from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import pages_for
-from .options import MAX_NUM_SEQS, EngineOptions, read_keywords
+from .options import MAX_NUM_SEQS, EngineOptions
 from .rounding import ROUNDING_DECIDES
 
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -100,16 +101,36 @@ class LoadOptions:
         return self.engine.load_format == "dummy"
 
 
-def load_options(**keywords: Any) -> LoadOptions:
-    """The options from `LLM`'s keywords.
+def default_precision(engine: EngineOptions, config: LlamaConfig, device: torch.device) -> Precision:
+    """Return the precision of an engine where none is given: int8 on a GPU, or with a calibration that is given; else
+    on a CPU, where eight bits gain no speed, that of the checkpoint's weights.
 
-    Raises TypeError for a keyword that there is not, and OptionError for values that are unknown or contradict each
-    other.
+    A float16 checkpoint runs in fp32, which holds each of its values exactly. bf16 has three bits of mantissa less, so
+    that it would round each weight.
     """
-    engine, given = read_keywords(keywords)
-    device = resolve_device(engine.device)
+    if device.type != "cpu" or engine.names_calibration:
+        return DEFAULT_PRECISION
+    if config.weight_format in EIGHT_BITS:
+        return cast(Precision, config.weight_format)
+    return "bf16" if config.dtype == "bfloat16" else "fp32"
+
+
+def load_options(
+    engine: EngineOptions, given: Mapping[str, Any], device: torch.device, config: LlamaConfig
+) -> LoadOptions:
+    """Return the options for a model, from what `read_keywords` returns and the resolved device.
+
+    Raises OptionError for values that are unknown or contradict each other.
+    """
+    default = default_precision(engine, config, device)
+    try:
+        compiler = compile_options(engine, given, default)
+    except OptionError as problem:
+        if "precision" in given or default == DEFAULT_PRECISION:
+            raise
+        raise OptionError(f"{problem}. precision={default!r}, of the checkpoint, is the default on a CPU") from None
     # where nothing is gained by size, an answer shall not depend on what shares its steps
-    compiler = replace(compile_options(engine, given), size_independent=device.type == "cpu")
+    compiler = replace(compiler, size_independent=device.type == "cpu")
     # of a vocabulary that is split the sampler gathers what a step needs
     compiler = replace(compiler, gather_logits=compiler.tensor_parallel == 1)
     if engine.draft is not None and compiler.tensor_parallel > 1:
@@ -153,16 +174,21 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def compile_options(engine: EngineOptions, given: Mapping[str, Any]) -> CompileOptions:
-    """The compiler's options: the fields that were given (by `read_keywords`), in agreement with the engine's.
+def compile_options(
+    engine: EngineOptions, given: Mapping[str, Any], default: Precision = DEFAULT_PRECISION
+) -> CompileOptions:
+    """Return the compiler's options: the fields that were given (by `read_keywords`), in agreement with the engine's.
+
+    default   the precision where none is given; `dtype` chooses between bf16 and fp32 then
 
     Raises OptionError for unknown values and for options that contradict each other.
     """
-    precision, dtype = given.get("precision", DEFAULT_PRECISION), engine.dtype
+    dtype = engine.dtype
     try:
         wanted = _DTYPES[dtype]
     except (KeyError, TypeError):
         raise OptionError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16' or 'float32'") from None
+    precision = given.get("precision", default if wanted is None or default in EIGHT_BITS else wanted)
     if wanted == "fp32" and precision in ("int8", "fp8", "bf16"):
         raise OptionError(f"dtype={dtype!r} contradicts precision={precision!r}; use precision='fp32'")
     if wanted == "bf16" and precision == "fp32":
@@ -176,7 +202,12 @@ def compile_options(engine: EngineOptions, given: Mapping[str, Any]) -> CompileO
             f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, "
             "give one of them"
         )
-    result = CompileOptions(**{**given, "kv_dtype": cache.pop()})
+    result = CompileOptions(**{**given, "precision": precision, "kv_dtype": cache.pop()})
+    if given.get("smooth_channels") and not result.quantizes:
+        raise OptionError(
+            f"smooth_channels=True contradicts precision={precision!r}, which quantizes nothing; use precision='int8' "
+            "or leave smooth_channels out"
+        )
     for name in ("hadamard", "center_keys"):
         if given.get(name) and not result.quantizes_kv:
             raise OptionError(

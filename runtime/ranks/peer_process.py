@@ -71,18 +71,17 @@ class _Peer:
 
         from ..adapters.describing import AdapterDescriber
         from ..device.model import find_model, load_model
-        from ..engine.resolve import load_options
         from .joining import join_group
 
         settings = self._settings
         device = torch.device(settings.device)
         if device.type == "cuda":
             device = torch.device("cuda", device.index + settings.rank)
-        options = load_options(**settings.llm, device=device)
+        source, options = find_model(settings.model, **settings.llm, device=device)
         options = replace(options, compiler=replace(options.compiler, tensor_parallel_rank=settings.rank))
         self._channel.send({"event": "started"})
         join_group(settings.rank, settings.world, self._meeting, device)
-        self._model = load_model(find_model(settings.model, options), settings.adapters, options, AdapterDescriber())
+        self._model = load_model(source, settings.adapters, options, AdapterDescriber())
 
     def _listen(self) -> None:
         try:

@@ -4,6 +4,7 @@ A group lives and dies as a whole: when one rank dies, hangs or fails, all other
 are told why.
 """
 
+import os
 import queue
 import selectors
 import sys
@@ -44,6 +45,7 @@ class Peers:
     def __init__(self, settings: PeerSettings) -> None:
         self.meeting = create_meeting()
         self.world = settings.world
+        self._owner = os.getpid()
         self.broken: Callable[[str], None] | None = None
         self._clock, self._lock = AwakeClock(), threading.Lock()
         self._ring = PlanRing.create(settings.world - 1)
@@ -111,8 +113,8 @@ class Peers:
         return found
 
     def close(self) -> None:
-        """End the peers."""
-        if self._closing.is_set():
+        """End the peers. A forked child, in which an exit calls this too, leaves them to its parent."""
+        if self._closing.is_set() or os.getpid() != self._owner:
             return
         self._closing.set()
         self._kill()

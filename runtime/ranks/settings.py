@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ...compiler.options import OptionError
-from ..engine.files import OFF
+from ..engine.files import AUTO, OFF
 
 LOCAL = ("passes",)  # options of what only one process can do
 
@@ -92,7 +92,7 @@ def portable(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if keywords.get(name) is not None:
             raise OptionError(f"{name} is for a model in one process; leave it out, or use tensor_parallel_size=1")
     plain = {name: value for name, value in keywords.items() if value is not None and name != "device"}
-    if "calibration" in plain:
+    if plain.get("calibration", OFF) not in (AUTO, OFF):
         if not isinstance(plain["calibration"], (str, Path)):
             raise OptionError("with tensor_parallel_size give the calibration as the path of its file")
         plain["calibration"] = str(Path(plain["calibration"]).resolve())

@@ -50,18 +50,16 @@ class Served(Protocol):
 
 
 class ServedModel:
-    """See `Served`. Raises what `load_options`, `find_model` and `load_model` raise."""
+    """See `Served`. Raises what `find_model` and `load_model` raise."""
 
     def __init__(self, settings: ServeSettings) -> None:
         # here, because a GPU process that only simulates a model needs no torch
         from ..adapters.describing import AdapterDescriber
         from ..adapters.room import readable_adapters
         from ..device.model import find_model
-        from ..engine.resolve import load_options
         from ..ranks.shared_model import load_shared
 
-        options = load_options(**settings.llm)
-        source = find_model(settings.model, options)
+        source, options = find_model(settings.model, **settings.llm)
         describe = AdapterDescriber()
         adapters, refused = dict[str, str | Path](settings.adapters), dict[str, Exception]()
         if settings.generation:  # they could be read once

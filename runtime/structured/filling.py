@@ -6,13 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from ..steps.plan import Int32
+from ..threads import start_thread
 from . import matcher as matching
 from .matcher import Matcher, is_fault
 from .vocabulary import import_llguidance
@@ -190,9 +191,9 @@ class Filler:
             filling.run(len(matchers) > FEW)
             return filling
         if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._work,), name="sidestream-masks", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._work.put, None)
+            stop = partial(self._work.put, None)
+            self._thread = start_thread(_work, self._work, name="sidestream-masks", stop=stop)
+            weakref.finalize(self, stop).atexit = False
         self._work.put(filling)
         filling.wait_begun()
         return filling

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Compile the demo model, answer one batch in which every prompt has another adapter (and one has none), and show what
 each compiler pass did. Needs no GPU, no network and no files: the model and its four adapters are inside the
-package."""
+package. The precision is int8 on a CPU too, so that all passes are shown; `LLM` and `sidestream serve` take the
+checkpoint's there."""
 
 EXAMPLES = """\
 examples:
@@ -85,7 +86,10 @@ def run(options: argparse.Namespace) -> int:
         **precision_arguments(options),
         **given(options, "device", "tensor_parallel_size"),
     )
-    print(f"Ready after {time.monotonic() - started:.1f} s. One batch, {len(prompts)} prompts:\n", flush=True)
+    precision, _, _ = llm.model.precision.partition(":")
+    print(
+        f"Ready after {time.monotonic() - started:.1f} s, {precision}. One batch, {len(prompts)} prompts:\n", flush=True
+    )
     started = time.monotonic()
     labels = [f"{entry['adapter'] or 'base':<7}  {entry['prompt']}" for entry in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=48)

@@ -195,8 +195,8 @@ def run(options: argparse.Namespace) -> int:
     print(compiled.report())
     count = sum(path.is_file() for path in written.rglob("*"))
     print(
-        f"compiled in {time.monotonic() - started:.1f} s; {count} files in {written}; open {written / 'index.html'} "
-        "in a browser"
+        f"compiled in {time.monotonic() - started:.1f} s for precision {compile_options.precision}; {count} files in "
+        f"{written}; open {written / 'index.html'} in a browser"
     )
     return 0
 

@@ -130,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
             )
         )
         return 0
+    print(f"precision {compile_options.precision}")
     print(as_text(facts, compiled.records))
     if changes:
         print(changes_as_text(changes, seconds[""], buckets[0].name))

@@ -146,8 +146,10 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.chat and options.prompt_ids:
         raise ValueError("--chat puts texts into a template; give them with -p, not as --prompt-ids")
-    llm = LLM(**arguments, show_progress=not options.json and sys.stderr.isatty())
     bar = not options.json and sys.stderr.isatty()
+    llm = LLM(**arguments, show_progress=bar)
+    if not bar:
+        print(f"sidestream: {llm.model.precision}", file=sys.stderr)
     if options.chat:
         talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
         for prompt, output in zip(prompts, llm.chat(talks, params, chosen, use_tqdm=bar), strict=True):

@@ -107,7 +107,10 @@ def run(options: argparse.Namespace) -> int:
     captured = capture_module(model, model.example_inputs(), model.dynamic_shapes())
     rows = ledger(captured, compile_options, inputs, state, reference=reference)
     adapters = ", ".join(names) or "none"
-    print(f"{directory.name}: {len(batch)} prompts, {sum(len(ids) for ids, _ in batch)} tokens, adapters: {adapters}\n")
+    print(
+        f"{directory.name}: {len(batch)} prompts, {sum(len(ids) for ids, _ in batch)} tokens, adapters: {adapters}, "
+        f"precision {compile_options.precision}\n"
+    )
     print(as_text(rows, token_names(batch, names, tokenizer)))
     worst = largest([row for row in rows if row.name not in (CAPTURE, PROGRAM)])
     print(f"most is added by {worst.name}: {worst.added:.1e}" if worst.added else "no pass changed any logit")

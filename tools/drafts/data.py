@@ -39,7 +39,7 @@ def own_answers(
     from ...runtime.requests.sampling_params import SamplingParams
 
     found: dict[str | None, list[Answer]] = {}
-    more = {"max_loras": len(adapters)} if adapters else {}
+    more: dict[str, Any] = {"max_loras": len(adapters)} if adapters else {}
     with LLM(str(model), adapters, show_progress=False, seed=seed, **more, **engine) as llm:
         for load in questions(model, llm.get_tokenizer(), list(adapters), count, prompts, "train"):
             params = [

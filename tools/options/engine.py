@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from ...compiler.options import DEFAULT_PRECISION, TENSOR_PARALLEL, Layers, choices
+from ...compiler.options import DEFAULT_PRECISION, TENSOR_PARALLEL, Layers, Precision, choices
 from ...graphs.model_directory import adapter_directory
 from ...graphs.model_directory import model_directory as hub_or_path
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
@@ -146,9 +146,13 @@ def advanced(parser: argparse.ArgumentParser) -> Any:
     return next(known, None) or parser.add_argument_group(ADVANCED)
 
 
-def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    """What is compiled, and how."""
-    add_option(parser.add_argument_group("compiler"), "precision", default=DEFAULT_PRECISION)
+def add_compile_options(parser: argparse.ArgumentParser, precision: Precision | None = DEFAULT_PRECISION) -> None:
+    """Add what is compiled, and how; `precision`: where none is given, None leaves it to `LLM`."""
+    changes: dict[str, Any] = {}
+    if precision is not None:
+        doc = keywords()["precision"].metadata["doc"]
+        changes = {"default": precision, "help": f"{doc} (default: {precision}, on a CPU too)"}
+    add_option(parser.add_argument_group("compiler"), "precision", **changes)
     group = advanced(parser)
     add_option(group, "kv_cache_dtype", choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"), default="auto")
     group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
@@ -177,8 +181,8 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """All that `LLM` takes."""
-    add_compile_options(parser)
+    """Add all that `LLM` takes."""
+    add_compile_options(parser, precision=None)
     add_lora_options(parser)
     group = parser.add_argument_group("engine")
     add_option(group, "max_model_len")
@@ -245,22 +249,15 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
 def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `CompileOptions`."""
     kv_dtype = "fp8_e4m3" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
-    return {
-        "precision": options.precision,
-        "kv_dtype": kv_dtype,
-        "disable": tuple(options.disable_pass),
-    } | key_arguments(options)
+    arguments = {"kv_dtype": kv_dtype, "disable": tuple(options.disable_pass)}
+    return arguments | given(options, "precision") | key_arguments(options)
 
 
 def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The same as arguments of `LLM`, which decides about Hadamard and centring by itself where they are not given."""
     compiled = compile_arguments(options)
-    arguments = {
-        "precision": compiled["precision"],
-        "kv_cache_dtype": compiled["kv_dtype"],
-        "disable_passes": compiled["disable"],
-    }
-    return arguments | key_arguments(options)
+    arguments = {"kv_cache_dtype": compiled["kv_dtype"], "disable_passes": compiled["disable"]}
+    return arguments | given(options, "precision") | key_arguments(options)
 
 
 def key_arguments(options: argparse.Namespace) -> dict[str, Any]:

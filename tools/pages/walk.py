@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ...compiler.options import DEFAULT_PRECISION
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("compiler", "graphs", "runtime")
 PROMPT, ADAPTER = "What is the capital of France?", "pirate"
@@ -75,7 +77,7 @@ def generate_walk() -> list[str]:
     from ...runtime.llm import LLM
     from ...runtime.requests.sampling_params import SamplingParams
 
-    llm = LLM(device="cpu", show_progress=False, max_num_seqs=2)
+    llm = LLM(device="cpu", precision=DEFAULT_PRECISION, show_progress=False, max_num_seqs=2)
     params = SamplingParams(max_tokens=8, temperature=0.0)
     for last in (False, True):
         recorder.on = last
@@ -163,7 +165,7 @@ def _supervise(address: str) -> int:
 
     settings = ServeSettings(
         model=str(DEMO_MODEL),
-        llm={"device": "cpu", "show_progress": False, "max_num_seqs": 2},
+        llm={"device": "cpu", "precision": DEFAULT_PRECISION, "show_progress": False, "max_num_seqs": 2},
         adapters={name: str(path) for name, path in demo_adapters().items()},
         bind=address,
         gpu_command=[*WRAPPER, "gpu_process"],

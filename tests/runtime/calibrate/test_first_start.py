@@ -32,7 +32,7 @@ def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def start(base: TinyBase, **options: Any) -> Any:
-    return LLM(base.path, **{**ENGINE, **options}).compiled.options
+    return LLM(base.path, **{"precision": "int8", **ENGINE, **options}).compiled.options
 
 
 def test_the_first_start_calibrates_and_the_next_one_finds_it(

@@ -260,3 +260,51 @@ def test_a_program_may_end_without_closing_and_ctrl_c_aborts(server: WireServer)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "False", "")
     until(lambda: server.aborts == ["interrupted"])
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("client = Client(ADDRESS)\nclient.connect()", 0),
+        ("client = Client(ADDRESS)\nstream = client.stream('x')\nnext(stream)\nsys.exit(3)", 3),
+        (
+            """
+            Client(ADDRESS).connect()
+            gc.collect()
+            for thread in threading.enumerate()[1:]:
+                thread.join(60)
+            print([each.name for each in threading.enumerate()[1:]])
+            """,
+            0,
+        ),
+        ("Client('ipc:///nowhere/engine.sock')", 0),
+        (
+            """
+            async def main():
+                client = AsyncClient(ADDRESS)
+                await client.connect()
+                async for chunk in client.stream("x"):
+                    break
+
+            asyncio.run(main())
+            """,
+            0,
+        ),
+        (
+            """
+            client, loop = AsyncClient(ADDRESS), asyncio.new_event_loop()
+            loop.run_until_complete(client.connect())
+            """,
+            0,
+        ),
+    ],
+)
+def test_a_client_that_was_not_closed_ends_with_its_program(server: WireServer, code: str, exit_code: int) -> None:
+    server.hold = True
+    head = (
+        f"import asyncio, gc, sys, threading\nfrom sidestream import AsyncClient, Client\nADDRESS = {server.address!r}"
+    )
+    script = f"{head}\n{textwrap.dedent(code)}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (exit_code, "")
+    assert done.stdout in ("", "[]\n"), "a client that nothing refers to leaves no thread"

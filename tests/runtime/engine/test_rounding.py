@@ -75,7 +75,7 @@ def test_the_file_is_found_next_to_the_model_and_says_so(base: TinyBase, adapter
     for name in (FILE_NAME, ROUNDED):
         shutil.copy(written / name, base.path / name)
     try:
-        llm = LLM(base.path, {"one": adapter}, **ENGINE)
+        llm = LLM(base.path, {"one": adapter}, precision="int8", **ENGINE)
         used = llm.compiled.options
         assert used.rounded_weights and used.norm_rotation == 64 and used.rotate_values and used.smooth_channels
         taken = next(record for record in llm.compiled.records if record.name == "use_rounded_weights")
@@ -91,7 +91,8 @@ def test_the_file_is_found_next_to_the_model_and_says_so(base: TinyBase, adapter
         assert torch.equal(head, held["model.embed_tokens.weight.rounded"])
         assert len(llm.generate(["To be"], adapter="one", use_tqdm=False)[0].outputs[0].token_ids) > 0
         for options in ({"rounded_weights": "off"}, {"precision": "fp8"}, {"precision": "bf16"}):
-            assert not LLM(base.path, **{**ENGINE, **options}).compiled.options.rounded_weights
+            given = {"precision": "int8", **ENGINE, **options}
+            assert not LLM(base.path, **given).compiled.options.rounded_weights
     finally:
         for name in (FILE_NAME, ROUNDED):
             (base.path / name).unlink()
@@ -182,7 +183,7 @@ def test_a_calibration_goes_next_to_the_model_and_never_to_anothers_weights(
     asked = ["calibrate", str(base.path), "--prompts", str(written / "text"), "--tokens", "40", "--length", "40"]
     file, rounded = base.path / FILE_NAME, base.path / ROUNDED
     try:
-        assert cli.main(asked) == 0 and LLM(base.path, **ENGINE).compiled.options.smooth_channels
+        assert cli.main(asked) == 0 and LLM(base.path, precision="int8", **ENGINE).compiled.options.smooth_channels
         shutil.copy(written / ROUNDED, rounded)
         before = file.read_bytes()
         assert cli.main(asked) == 2 and "round it again with --round" in capsys.readouterr().err

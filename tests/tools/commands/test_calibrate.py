@@ -260,12 +260,12 @@ def test_rotated_values_with_adapters_loaded_into_slots(base: TinyBase, adapter:
 def test_a_calibration_next_to_the_checkpoint_is_found(base: TinyBase, written: Path) -> None:
     (base.path / FILE_NAME).write_bytes(written.read_bytes())
     try:
-        found = LLM(base.path, **ENGINE).calibration
+        found = LLM(base.path, precision="int8", **ENGINE).calibration
         assert found is not None and found.layers == load_calibration(written).layers
         assert LLM(base.path, precision="bf16", **ENGINE).calibration is None
     finally:
         (base.path / FILE_NAME).unlink()
-    assert LLM(base.path, **ENGINE).calibration is None
+    assert LLM(base.path, precision="int8", **ENGINE).calibration is None
 
 
 def test_a_calibration_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_damaged_file_is_refused(written: Path, tmp_path: Path) -> None:
 )
 def test_options_that_cannot_be_met_are_refused(base: TinyBase, options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=re.escape(words)):
-        LLM(base.path, **options, **ENGINE)
+        LLM(base.path, **{"precision": "int8", **options}, **ENGINE)
 
 
 def test_flags_name_layers(base: TinyBase, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
