@@ -68,3 +68,11 @@ def test_links_lead_somewhere(name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
     for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", text):
         assert (ROOT / "docs" / target).exists(), target
+
+
+def test_every_file_of_where_is_what_exists() -> None:
+    table = PAGE.read_text().partition("\n## Where is what\n")[2]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    files = [re.findall(r"\[([^\]]+)\]\(\.\./([^)]+)\)", row) for row in rows]
+    assert len(rows) >= 30 and all(files)
+    assert [label for row in files for label, path in row if label != path or not (ROOT / path).is_file()] == []
