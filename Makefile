@@ -58,7 +58,7 @@ demo: $(VENV)/.installed  ## compile the embedded demo model and answer one batc
 	$(SAY) 'demo'
 	@$(VENV)/bin/sidestream demo
 
-test: $(VENV)/.installed-test  ## ruff, mypy, then the tests, each kernel compiled in one configuration
+test: $(VENV)/.installed-test  ## ruff, mypy, import contracts, then the tests, each kernel compiled in one configuration
 	$(call run_tests,,)
 
 test-all: $(VENV)/.installed-test  ## what runs before a release: every configuration and case, and a coverage report
@@ -74,12 +74,14 @@ wheel: $(VENV)/.installed-test  ## build dist/*.whl from what git tracks
 	@cd build && ../$(PY) -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation --quiet -w ../dist .
 	@rm -rf build && ls dist
 
-lint: $(VENV)/.installed-test  ## ruff and mypy
+lint: $(VENV)/.installed-test  ## ruff, mypy and the contracts of imports
 	$(SAY) 'ruff'
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check --quiet .
 	$(SAY) 'mypy'
 	@$(PY) -m mypy
+	$(SAY) 'imports'
+	@PYTHONPATH=$(VENV)/src $(VENV)/bin/lint-imports --no-cache --no-logo
 
 format: $(VENV)/.installed-test  ## let ruff format, and fix what it can
 	@$(PY) -m ruff format .
@@ -101,7 +103,7 @@ $(PY):
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) 'setuptools>=77' wheel
 
-# mypy finds the package by its import name through .venv/src/sidestream, as the repository's root is the package.
+# mypy and lint-imports find the package by its import name through .venv/src/sidestream, as the repository's root is the package.
 $(VENV)/.installed: pyproject.toml | $(PY)
 	$(SAY) 'installing torch'
 	@$(PY) -m pip show --quiet torch 2>/dev/null || $(PIP) $(or $(NAMED_FILE),torch$(CHOSEN:%===%))

@@ -48,6 +48,7 @@ class LLMKeywords(TypedDict, total=False):
     rounded_weights: str | Path | None
     passes: "tuple[Pass, ...] | None"
     load_format: Literal["auto", "safetensors", "dummy"]
+    generation_config: str | Path
     device: "str | torch.device | None"
     max_model_len: int | None
     max_num_seqs: int | None
@@ -60,6 +61,7 @@ class LLMKeywords(TypedDict, total=False):
     num_kv_pages: int | None
     gpu_memory_utilization: float
     enforce_eager: bool
+    fail_on_compilation: bool
     enable_prefix_caching: bool
     speculation: Literal["off", "auto"] | int
     speculation_history: int

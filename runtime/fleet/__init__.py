@@ -1,4 +1,4 @@
-"""Many engines on Ray Serve. Ray is imported in this folder and nowhere else, and only when a fleet is asked for.
+"""Many engines on Ray Serve. Only this folder and `tools/fleet` import Ray, and only when a fleet is asked for.
 
 options          what `fleet.toml` says, checked
 application      the Ray Serve application: the deployments `engine` and `ingress`

@@ -23,7 +23,6 @@ from ...graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
 from ...graphs.lora import LoRALinear, LoraShape
 from ..bench.estimated_changes import table as changes
 from .excerpts import ExcerptError, keep_true
-from .walk import generate_table, stream_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
 CONFIG = LlamaConfig(
@@ -176,8 +175,6 @@ EXCERPTS: dict[str, Callable[[], str]] = {
     "changes": changes,
     "two streams": lambda: source(BoundProgram._run_two_streams),
     "capture": lambda: source(capture),
-    "walk of LLM.generate": generate_table,
-    "walk of Client.stream": stream_table,
 }
 
 

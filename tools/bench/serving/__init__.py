@@ -4,6 +4,7 @@ serve            the command: workloads S and C
 traffic          what is sent: arrivals, lengths, adapters
 load             sends it, and watches
 cold             what an adapter's cold start costs
+first_traffic    first tokens and pauses of a server that has just started
 report           records become figures and a table
 batcher          what the batcher alone costs
 gateway          the command: what the HTTP front costs
