@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..requests.errors import EngineDeadError, RequestError, ServerError
-from ..wire import protocol
+from ..wire import framing, protocol
 from ..wire.addresses import Address, AddressError, check_private_directory
 from ..wire.keys import ClientKeys
 from ..wire.protocol import Message, Welcome
@@ -191,8 +191,8 @@ class Connection:
         if self._link is None:
             raise EngineDeadError("there is no connection to the engine", "engine_dead")
         try:
-            frame = protocol.encode(message, self._instance)
-        except (protocol.FrameError, msgspec.MsgspecError, UnicodeEncodeError, OverflowError) as problem:
+            frame = framing.encode(message, self._instance)
+        except (framing.FrameError, msgspec.MsgspecError, UnicodeEncodeError, OverflowError) as problem:
             raise RequestError(f"the request cannot be sent: {problem}") from None
         if not self._link.send(frame):
             raise ServerError("too much waits to be sent: the server does not read; try again later", "overloaded", 1.0)
@@ -246,8 +246,8 @@ class Connection:
     def _receive(self, data: bytes) -> None:
         self._heard = time.monotonic()
         try:
-            frame = protocol.decode_from_server(data)
-        except protocol.FrameError as problem:
+            frame = framing.decode_from_server(data)
+        except framing.FrameError as problem:
             self._lose(
                 ServerError(f"what answers at {self.address} does not speak this protocol: {problem}", problem.code)
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ..engine.spelling import with_server_flags
+from ..wire.framing import FrameError, encode
 from ..wire.protocol import (
     HEARTBEAT_SECONDS,
     MAX_CHUNK_TOKENS,
@@ -21,9 +22,7 @@ from ..wire.protocol import (
     Chunk,
     Chunks,
     Error,
-    FrameError,
     Message,
-    encode,
 )
 from .listener import Listener
 

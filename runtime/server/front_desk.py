@@ -9,6 +9,7 @@ import time
 from ... import __version__
 from ..requests.sampling_defaults import SamplingDefaults
 from ..text.chat_files import DEFAULT, ChatTemplates
+from ..wire.framing import FrameError, decode_from_client
 from ..wire.protocol import (
     MAX_SHORT,
     NO_INSTANCE,
@@ -16,7 +17,6 @@ from ..wire.protocol import (
     Adapters,
     Detokenize,
     Error,
-    FrameError,
     GetChatTemplates,
     GetHealth,
     GetStats,
@@ -29,7 +29,6 @@ from ..wire.protocol import (
     Tokenize,
     UnloadAdapter,
     Welcome,
-    decode_from_client,
 )
 from ..wire.templates import fitting
 from .adapter_desk import AdapterDesk

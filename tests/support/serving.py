@@ -22,6 +22,7 @@ import msgspec
 import zmq
 from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.text.token_bytes import letters
+from sidestream.runtime.wire.framing import decode_from_server, encode
 from sidestream.runtime.wire.protocol import (
     NO_INSTANCE,
     Beat,
@@ -35,8 +36,6 @@ from sidestream.runtime.wire.protocol import (
     Sampling,
     Submit,
     Welcome,
-    decode_from_server,
-    encode,
 )
 
 TESTS = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from sidestream.runtime.wire import protocol
+from sidestream.runtime.wire import framing, protocol
 from sidestream.runtime.wire.keys import Gate, ServerKeys
 from sidestream.runtime.wire.protocol import Chunk, Message, Usage
 
@@ -96,7 +96,7 @@ class WireServer:
             if self._socket.poll(10) and not self.mute.is_set():
                 client, *frames = self._socket.recv_multipart()
                 assert len(frames) == 1
-                self._handle(client, protocol.decode_from_client(frames[0]))
+                self._handle(client, framing.decode_from_client(frames[0]))
             while self._raw:
                 self._socket.send_multipart(self._raw.pop(0))
             if time.monotonic() - beat > self.welcome.heartbeat_seconds and not self.mute.is_set():
@@ -109,9 +109,9 @@ class WireServer:
         context.term()
 
     def _tell(self, client: bytes, message: Message) -> None:
-        self._socket.send_multipart([client, protocol.encode(message, self.instance)])
+        self._socket.send_multipart([client, framing.encode(message, self.instance)])
 
-    def _handle(self, client: bytes, frame: protocol.Frame) -> None:
+    def _handle(self, client: bytes, frame: framing.Frame) -> None:
         message = frame.message
         if isinstance(message, protocol.GetHealth):
             self._tell(

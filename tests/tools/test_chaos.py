@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.requests.outputs import CompletionOutput
-from sidestream.runtime.wire import protocol
+from sidestream.runtime.wire import framing
 from sidestream.tools.bench.model_directory import TINY
 from sidestream.tools.chaos import caches, frames
 from sidestream.tools.chaos.attacks import ATTACKS
@@ -51,8 +51,8 @@ def test_the_same_seed_gives_the_same_frames_and_most_are_refused() -> None:
     refused = 0
     for frame in made[0]:
         try:
-            protocol.decode_from_client(frame)
-        except protocol.FrameError:
+            framing.decode_from_client(frame)
+        except framing.FrameError:
             refused += 1
     assert 250 < refused < 500, "some get through to the server's own checks"
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from ...runtime.wire import protocol
+from ...runtime.wire import framing, protocol
 
 SENT = (
     *(protocol.Hello, protocol.Beat, protocol.Submit, protocol.Abort, protocol.LoadAdapter),
     *(protocol.UnloadAdapter, protocol.ListAdapters, protocol.GetStats, protocol.GetHealth),
 )
 HONEST: Mapping[str, bytes] = {
-    name: protocol.encode(message)[protocol.HEADER_BYTES :]
+    name: framing.encode(message)[protocol.HEADER_BYTES :]
     for name, message in {
         "hello": protocol.Hello("chaos"),
         "beat": protocol.Beat(),
@@ -116,7 +116,7 @@ def frames(source: random.Random, count: int, instance: bytes, known: Mapping[st
     frame, any other one goes after a header.
     """
     names = list(known.items())
-    head = protocol.header(instance)
+    head = framing.header(instance)
     for _ in range(count):
         kind = source.randrange(10)
         if kind < 4:

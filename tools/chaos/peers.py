@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from ...runtime.wire import protocol
+from ...runtime.wire import framing, protocol
 from ...runtime.wire.addresses import parse
 from .frames import frames
 
@@ -110,9 +110,9 @@ def dealer(address: str, **options: int) -> Iterator["zmq.Socket[Any]"]:
 
 def greeted(peer: "zmq.Socket[Any]") -> bytes | None:
     """Says hello; the engine's instance id, or None if nothing answers within 5 s."""
-    peer.send(protocol.encode(protocol.Hello("chaos"), protocol.NO_INSTANCE))
+    peer.send(framing.encode(protocol.Hello("chaos"), protocol.NO_INSTANCE))
     while peer.poll(5000):
-        frame = protocol.decode_from_server(peer.recv())
+        frame = framing.decode_from_server(peer.recv())
         if isinstance(frame.message, protocol.Welcome):
             return frame.instance
     return None
@@ -142,9 +142,9 @@ def greedy_client(address: str, source: random.Random) -> int:
             ids = [source.randrange(3, 200) for _ in range(100)]
             sampling = protocol.Sampling(temperature=0.0, max_tokens=64, ignore_eos=True)
             asked = protocol.Submit(f"g{index}", prompt_token_ids=ids, sampling=sampling)
-            peer.send(protocol.encode(asked, instance))
+            peer.send(framing.encode(asked, instance))
         time.sleep(0.2)
-        peer.send(protocol.encode(protocol.Abort([f"g{index}" for index in range(0, count, 2)]), instance))
+        peer.send(framing.encode(protocol.Abort([f"g{index}" for index in range(0, count, 2)]), instance))
         end = time.monotonic() + 2.0
         while time.monotonic() < end and peer.poll(100):
             peer.recv_multipart()
@@ -160,8 +160,8 @@ def large_prompts(address: str, source: random.Random) -> int:
         if instance is None:
             return 0
         for index in range(count):
-            peer.send(protocol.encode(protocol.Submit(f"t{index}", prompt=text), instance))
-            peer.send(protocol.encode(protocol.Abort([f"t{index}"]), instance))
+            peer.send(framing.encode(protocol.Submit(f"t{index}", prompt=text), instance))
+            peer.send(framing.encode(protocol.Abort([f"t{index}"]), instance))
     return count
 
 
@@ -175,7 +175,7 @@ def frozen_client(address: str, source: random.Random) -> int:
         for index in range(count):
             sampling = protocol.Sampling(temperature=0.0, max_tokens=128, ignore_eos=True)
             asked = protocol.Submit(f"f{index}", prompt_token_ids=[source.randrange(3, 200)], sampling=sampling)
-            peer.send(protocol.encode(asked, instance))
+            peer.send(framing.encode(asked, instance))
         time.sleep(2.0)
     return count
 

@@ -19,8 +19,8 @@ from sidestream.runtime.requests.errors import (
     ServerError,
 )
 from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.wire import framing, protocol
 from sidestream.runtime.wire import keys as curve
-from sidestream.runtime.wire import protocol
 from sidestream.runtime.wire.protocol import Chunk
 from support.serving import GUARD
 from support.wire_server import WireServer
@@ -100,7 +100,7 @@ def test_who_waits_for_a_first_token_goes_on_before_the_others(server: WireServe
             tasks.append(asyncio.create_task(listen("new", asyncio.Event(), 0)))
             await until(lambda: len(server.submits) == 3)
             chunks = [Chunk("old0", 0, 1, "", [1]), Chunk("old1", 0, 1, "", [1]), Chunk("new", 0, 0, "", [0])]
-            server.send_raw(protocol.encode(protocol.Chunks(chunks=chunks), server.instance))
+            server.send_raw(framing.encode(protocol.Chunks(chunks=chunks), server.instance))
             await asyncio.gather(*tasks)
         assert order == ["new", "old0", "old1"]
 
@@ -378,7 +378,7 @@ def test_a_gap_in_a_stream_is_an_error_of_that_stream(server: WireServer) -> Non
             stream = client.stream("x", request_id="x")
             await anext(stream)
             lost = protocol.Chunk("x", 0, 7, "?", [7])
-            server.send_raw(protocol.encode(protocol.Chunks(chunks=[lost]), server.instance))
+            server.send_raw(framing.encode(protocol.Chunks(chunks=[lost]), server.instance))
             with pytest.raises(ServerError, match="did not arrive"):
                 await anext(stream)
             await until(lambda: server.aborts == ["x"])

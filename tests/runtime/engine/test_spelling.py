@@ -6,7 +6,8 @@ from sidestream.runtime.engine.options import keywords
 from sidestream.runtime.engine.spelling import PYTHON_ONLY, server_options, with_flags, with_server_flags
 from sidestream.runtime.requests.errors import RequestError
 from sidestream.runtime.server.connections import Client, Connections
-from sidestream.runtime.wire.protocol import Error, decode_from_server
+from sidestream.runtime.wire.framing import decode_from_server
+from sidestream.runtime.wire.protocol import Error
 from sidestream.tools.cli import build_parser
 
 

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from sidestream.runtime.wire.framing import encode
 from sidestream.runtime.wire.protocol import (
     MAX_FRAME_BYTES,
     Abort,
@@ -19,7 +20,6 @@ from sidestream.runtime.wire.protocol import (
     Sampling,
     Submit,
     UnloadAdapter,
-    encode,
 )
 from support.fake_runner import continuation, next_token
 from support.serving import GREEDY, GUARD, Answer, Server, serve_fake

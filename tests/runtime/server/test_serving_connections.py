@@ -11,16 +11,8 @@ from sidestream.runtime.server.connections import Connections
 from sidestream.runtime.server.listener import OpenListener
 from sidestream.runtime.server.open_requests import OpenRequests
 from sidestream.runtime.wire.addresses import parse
-from sidestream.runtime.wire.protocol import (
-    Beat,
-    Chunk,
-    Chunks,
-    Error,
-    Hello,
-    TokenLogprob,
-    decode_from_server,
-    encode,
-)
+from sidestream.runtime.wire.framing import decode_from_server, encode
+from sidestream.runtime.wire.protocol import Beat, Chunk, Chunks, Error, Hello, TokenLogprob
 from support.serving import GUARD
 
 

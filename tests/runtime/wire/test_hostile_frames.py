@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidestream.runtime.client.client import Client
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire import protocol
+from sidestream.runtime.wire import framing, protocol
 from support.fake_runner import continuation
 from support.hostile import corpus, frames
 from support.serving import Server, serve_fake
 
 COUNT = int(os.environ.get("SIDESTREAM_HOSTILE_FRAMES", "3000"))
 INSTANCE = bytes(range(16))
-HEAD = protocol.header(INSTANCE)
+HEAD = framing.header(INSTANCE)
 NAMES = st.sampled_from(["type", "request_id", "prompt", "sampling", "call", "n"]) | st.text(max_size=5)
 LIKE_MSGPACK = st.recursive(
     st.none()
@@ -43,10 +43,10 @@ LIKE_MSGPACK = st.recursive(
 
 def check(frame: bytes) -> None:
     """The decoders either understand a frame or raise FrameError with a text fit for a log."""
-    for decode in (protocol.decode_from_client, protocol.decode_from_server):
+    for decode in (framing.decode_from_client, framing.decode_from_server):
         try:
             assert isinstance(decode(frame).message, protocol.Message)
-        except protocol.FrameError as problem:
+        except framing.FrameError as problem:
             assert problem.code in ("bad_frame", "unsupported_version", "invalid_request")
             assert len(str(problem)) < 300 and str(problem).isprintable()
 
@@ -60,8 +60,8 @@ def test_the_corpus(name: str) -> None:
 def test_each_message_of_the_protocol_is_in_the_corpus() -> None:
     found = set()
     for name, data in corpus().items():
-        with contextlib.suppress(protocol.FrameError):
-            found.add(type(protocol.decode_from_client(data if name.startswith("raw_") else HEAD + data).message))
+        with contextlib.suppress(framing.FrameError):
+            found.add(type(framing.decode_from_client(data if name.startswith("raw_") else HEAD + data).message))
     assert {kind.__name__ for kind in found} == {
         "Hello",
         "Submit",
@@ -82,8 +82,8 @@ def test_each_message_of_the_protocol_is_in_the_corpus() -> None:
 )
 def test_a_name_ends_where_its_text_ends(message: protocol.Message) -> None:
     """`$` in a pattern would let a last line break pass."""
-    with pytest.raises(protocol.FrameError, match="matching regex"):
-        protocol.decode_from_client(HEAD + msgspec.msgpack.encode(message))
+    with pytest.raises(framing.FrameError, match="matching regex"):
+        framing.decode_from_client(HEAD + msgspec.msgpack.encode(message))
 
 
 @settings(max_examples=max(100, COUNT // 50), deadline=None)
@@ -123,8 +123,8 @@ def test_deep_nesting_is_refused_without_a_crash(opening: bytes) -> None:
     ],
 )
 def test_a_name_does_not_end_with_a_line(message: protocol.Message) -> None:
-    with pytest.raises(protocol.FrameError):
-        protocol.decode_from_client(protocol.encode(message, INSTANCE))
+    with pytest.raises(framing.FrameError):
+        framing.decode_from_client(framing.encode(message, INSTANCE))
 
 
 class Process:
@@ -159,9 +159,9 @@ class Attacker:
 
     def hello(self) -> bytes:
         """Becomes a client; the engine's instance id."""
-        self.socket.send(protocol.encode(protocol.Hello("attacker")))
+        self.socket.send(framing.encode(protocol.Hello("attacker")))
         while self.socket.poll(60_000):
-            frame = protocol.decode_from_server(self.socket.recv())
+            frame = framing.decode_from_server(self.socket.recv())
             if isinstance(frame.message, protocol.Welcome):
                 return frame.instance
         raise TimeoutError("no welcome")
@@ -175,7 +175,7 @@ class Attacker:
     def read(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                message = protocol.decode_from_server(self.socket.recv(zmq.NOBLOCK)).message
+                message = framing.decode_from_server(self.socket.recv(zmq.NOBLOCK)).message
                 kind = message.code if isinstance(message, protocol.Error) else type(message).__name__
                 self.answers[kind] = self.answers.get(kind, 0) + 1
 
@@ -218,7 +218,7 @@ def attack(server: Server, count: int, seed: int) -> dict[str, int]:
     context: zmq.Context[Any] = zmq.Context()
     attackers = [Attacker(context, server.address, reads=index > 0) for index in range(4)]
     *_, instance = [attacker.hello() for attacker in attackers]
-    hello = protocol.encode(protocol.Hello("attacker"))
+    hello = framing.encode(protocol.Hello("attacker"))
     answers: dict[str, int] = {}
     for number, frame in enumerate(frames(seed, count, instance)):
         attacker = source.choice(attackers)
@@ -307,7 +307,7 @@ def test_a_frame_above_the_limit_costs_its_sender_the_connection_and_nobody_else
         for _ in range(5):
             giant = Attacker(context, server.address, reads=False)
             instance = giant.hello()
-            giant.send([protocol.header(instance) + bytes(5 << 20)])
+            giant.send([framing.header(instance) + bytes(5 << 20)])
             time.sleep(0.05)
             giant.socket.close(0)
         assert len(list(stream)) > 0

@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 
 from ....runtime.server.settings import ServeSettings
+from ....runtime.wire.framing import decode_from_server, encode
 from ....runtime.wire.protocol import (
     HEARTBEAT_SECONDS,
     Adapters,
@@ -37,8 +38,6 @@ from ....runtime.wire.protocol import (
     StructuredOutputs,
     Submit,
     Welcome,
-    decode_from_server,
-    encode,
 )
 from ..latency import ENDLESS
 

@@ -9,7 +9,8 @@ from sidestream.runtime.gateway.router.moved_stream import MAX_FRUITLESS
 from sidestream.runtime.gateway.router.router import Router
 from sidestream.runtime.requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire.protocol import AdapterInfo, Chunk, Chunks, Error, Usage, encode
+from sidestream.runtime.wire.framing import encode
+from sidestream.runtime.wire.protocol import AdapterInfo, Chunk, Chunks, Error, Usage
 from support.wire_server import WireServer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
