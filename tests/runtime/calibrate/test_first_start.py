@@ -52,7 +52,7 @@ def test_the_first_start_calibrates_and_the_next_one_finds_it(
 
     with monkeypatch.context() as patched:
         patched.setattr(first_start, "round_weights", refused)
-        assert start(base) == used and "calibrat" not in capfd.readouterr().err
+        assert start(base) == used and "calibrating" not in capfd.readouterr().err
         assert not start(base, rounded_weights="off").rounded_weights
         off = start(base, calibration="off")
         assert not off.smooth_channels and not off.rounded_weights
@@ -95,10 +95,10 @@ def test_a_model_that_takes_long_gets_a_line(
 
 
 def test_on_a_cpu_nothing_is_calibrated(base: TinyBase, capfd: pytest.CaptureFixture[str]) -> None:
-    assert not start(base).rounded_weights and "calibrat" not in capfd.readouterr().err
+    assert not start(base).rounded_weights and "calibrating" not in capfd.readouterr().err
 
 
 @pytest.mark.gpu
 def test_small_models_start_as_before_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     assert torch.cuda.is_available() and not LLM(show_progress=True).compiled.options.rounded_weights
-    assert "calibrat" not in capfd.readouterr().err
+    assert "calibrating" not in capfd.readouterr().err
