@@ -3,9 +3,12 @@ arrive.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...graphs.config import LlamaConfig
+
+if TYPE_CHECKING:
+    from ...compiler.cost.hardware import Gpu
 
 ELEMENT_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp32": 4}  # by precision
 SCALE_BYTES = 4
@@ -35,6 +38,13 @@ def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto
     )
 
 
+def kv_element_bytes(precision: str, kv_cache_dtype: str) -> int:
+    """Return the bytes of one element of the KV cache."""
+    if kv_cache_dtype == "auto":
+        return ELEMENT_BYTES[precision]
+    return 2 if kv_cache_dtype == "bf16" else 1
+
+
 def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
     """Bytes of one token's keys and values in all layers, the scales of 8-bit caches left out."""
     base = LlamaConfig.from_dict(config)
@@ -60,3 +70,20 @@ def decode_floor_ms(
     and the active adapters' bytes, divided over so many GPUs that read `bandwidth` bytes a second each.
     """
     return 1e3 * (weights + kv_per_token * context_tokens + adapters) / (bandwidth * gpus)
+
+
+def gpu_under(llm: Any) -> "Gpu":
+    """Return the figures of the GPU that an engine uses; of an engine on a CPU those of this machine's or an assumed
+    one.
+    """
+    from ...compiler.cost.hardware import gpu_here, gpu_of
+
+    return gpu_of(llm.device) if llm.device.type == "cuda" else gpu_here()
+
+
+def floor_note(gpu: "Gpu", on_gpu: bool, gpus: int) -> str:
+    """Return the line under the table that names the floor's GPU and bandwidth."""
+    if not on_gpu:
+        return f"floor: none on a CPU; the JSON has that of {gpu.describe_bandwidth()}"
+    shared = f", a part on each of {gpus} GPUs" if gpus > 1 else ""
+    return f"floor: weights + KV cache + active adapters, read once at {gpu.describe_bandwidth()}{shared}"

@@ -30,7 +30,15 @@ from ..options.engine import (
 from ..options.environment import collect
 from ..options.models import LLAMA_8B, add_shape, check_one_model, pick_adapters, shape_fields
 from .engine_run import SHORT_OUTPUT, measure
-from .floors import ELEMENT_BYTES, adapter_bytes, decode_floor_ms, kv_bytes_per_token, weight_bytes
+from .floors import (
+    adapter_bytes,
+    decode_floor_ms,
+    floor_note,
+    gpu_under,
+    kv_bytes_per_token,
+    kv_element_bytes,
+    weight_bytes,
+)
 from .model_directory import write_model
 from .profile_run import write_profile
 from .random_model import write_random_adapter
@@ -308,23 +316,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def gpu_under(llm: Any) -> "Gpu":
-    """Return the figures of the GPU that an engine uses; of an engine on a CPU those of this machine's or an assumed
-    one.
-    """
-    from ...compiler.cost.hardware import gpu_here, gpu_of
-
-    return gpu_of(llm.device) if llm.device.type == "cuda" else gpu_here()
-
-
-def floor_note(gpu: "Gpu", on_gpu: bool, gpus: int) -> str:
-    """Return the line under the table that names the floor's GPU and bandwidth."""
-    if not on_gpu:
-        return f"floor: none on a CPU; the JSON has that of {gpu.describe_bandwidth()}"
-    shared = f", a part on each of {gpus} GPUs" if gpus > 1 else ""
-    return f"floor: weights + KV cache + active adapters, read once at {gpu.describe_bandwidth()}{shared}"
-
-
 def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory: Path) -> dict[str, str]:
     """Random adapters under `directory`, name -> path; none when no line of the table uses any."""
     names = [f"random-{index}" for index in range(options.num_adapters)] if set(options.lora) - {"none"} else []
@@ -425,7 +416,7 @@ def measure_row(
     middle_context = options.input_len + (SHORT_OUTPUT + options.output_len) / 2
     floor = decode_floor_ms(
         weight_bytes(config, options.precision),
-        kv_bytes_per_token(config, kv_element_bytes(options)),
+        kv_bytes_per_token(config, kv_element_bytes(options.precision, options.kv_cache_dtype)),
         concurrency * middle_context,
         active * adapter_bytes(config, options.lora_rank, element_bytes=4 if options.precision == "fp32" else 2),
         gpu_under(llm).bytes_per_second(),
@@ -467,13 +458,6 @@ def per_step(llm: Any, generate: Callable[[int], Any], output_len: int) -> tuple
         drafted.append(sum(output.num_draft_tokens for output in outputs) / len(outputs))
     taken = max(1, steps[1] - steps[0])
     return (output_len - SHORT_OUTPUT) / taken, max(0.0, drafted[1] - drafted[0]) / taken
-
-
-def kv_element_bytes(options: argparse.Namespace) -> int:
-    """Bytes of one element of the KV cache."""
-    if options.kv_cache_dtype == "auto":
-        return ELEMENT_BYTES[options.precision]
-    return 2 if options.kv_cache_dtype == "bf16" else 1
 
 
 def header() -> str:

@@ -19,8 +19,8 @@ from typing import Any
 from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, check_output, positive
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
-from .floors import projection_widths
-from .latency import LORA_CHOICES, build, gpu_under, make_adapters, model_fields, ranks_of
+from .floors import gpu_under, projection_widths
+from .latency import LORA_CHOICES, build, make_adapters, model_fields, ranks_of
 
 BALANCED = (1024, 128)
 PREFILL = (2048, 1, 16)

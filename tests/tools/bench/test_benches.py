@@ -14,7 +14,7 @@ from sidestream.tools.bench import kernels as bench_kernels
 from sidestream.tools.bench import kernels_attention
 from sidestream.tools.bench import latency as bench_latency
 from sidestream.tools.bench import layer as bench_layer
-from sidestream.tools.bench.floors import kv_bytes_per_token, weight_bytes
+from sidestream.tools.bench.floors import floor_note, kv_bytes_per_token, weight_bytes
 from sidestream.tools.bench.throughput import percentile, prompt_flops
 from sidestream.tools.options.models import LLAMA_8B
 
@@ -153,8 +153,8 @@ def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_tables_footnote_names_the_gpu_and_its_bandwidth() -> None:
-    assert bench_latency.floor_note(H100, True, 1).endswith("read once at 3.03 TB/s (H100)")
-    assert bench_latency.floor_note(H200, True, 2).endswith("read once at 4.68 TB/s (H200), a part on each of 2 GPUs")
+    assert floor_note(H100, True, 1).endswith("read once at 3.03 TB/s (H100)")
+    assert floor_note(H200, True, 2).endswith("read once at 4.68 TB/s (H200), a part on each of 2 GPUs")
 
 
 def test_attention_is_held_against_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
