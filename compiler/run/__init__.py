@@ -5,6 +5,5 @@ captured         what launches, recorded as one CUDA graph
 first_runs       launches that must run once before a capture
 places           parts of sums over the ranks, written where the peers read them
 ahead            kernels compiled on several threads before their first launch
-one_row          a product of one row on a CPU, with the same sums as one of several
 ranges           names of steps for a profiler
 """
