@@ -23,7 +23,7 @@ import torch
 from ..core.eight_bits import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
-from ..core.reproducible import exponential, product, sum_in_order
+from ..core.reproducible import LOG2_E, power_of_two, product, sum_in_order
 from ..core.triton_support import cdiv
 from ..core.workspace import workspace
 from ..rows.quantize import E4M3
@@ -176,8 +176,11 @@ def paged_attention_reference(
         query = queries[first:last].view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
         position = torch.arange(context - count, context, device=q.device)
         hidden = hidden_keys(position, context, window).repeat(heads // kv_heads, 1)
-        scores = (product(query, keys, torch.float32) * softmax_scale).masked_fill_(hidden, -math.inf)
-        weights = exponential(scores - scores.amax(-1, keepdim=True)).masked_fill_(hidden, 0.0)
+        # as exponents of two: before this division many sums of 16-bit products lie halfway between two fp32 numbers
+        scores = product(query, keys, torch.float32, divisor=1 / (softmax_scale * LOG2_E)).masked_fill_(
+            hidden, -math.inf
+        )
+        weights = power_of_two(scores - scores.amax(-1, keepdim=True)).masked_fill_(hidden, 0.0)
         attended = product(weights, values.mT, q.dtype, divisor=sum_in_order(weights))
         out[first:last] = attended.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
     return out.view(tokens, heads * dim)

@@ -41,9 +41,10 @@ def product(
     weight: torch.Tensor,
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
-    divisor: torch.Tensor | None = None,
+    divisor: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
-    """(x [..., T, K] @ weight [..., N, K]^T + bias [N]) / divisor [..., T, 1] -> [..., T, N] in `dtype`.
+    """(x [..., T, K] @ weight [..., N, K]^T + bias [N]) / divisor -> [..., T, N] in `dtype`. The divisor is positive,
+    a number or [..., T, 1].
 
     Operands are fp64, fp32, 16-bit, e4m3 or int8, and have the same leading dimensions, or the weight has none. Then
     not much more than `BLOCK_ELEMENTS` of it are in fp64 at a time. NaN and infinity stay in their rows and columns.
@@ -83,10 +84,10 @@ def _largest_norm(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.linalg.vector_norm(wide, dim=-1).amax(-1)[..., None, None]
 
 
-def _finished(total: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None) -> torch.Tensor:
+def _finished(total: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | float) -> torch.Tensor:
     """A sum as it is rounded, in place; never less for a larger one, since divisors are positive."""
     total = total if bias is None else total.add_(bias)
-    return total if divisor is None else total.div_(divisor)
+    return total if isinstance(divisor, float) and divisor == 1.0 else total.div_(divisor)
 
 
 def _rounded(
@@ -96,7 +97,7 @@ def _rounded(
     weight: torch.Tensor,
     dtype: torch.dtype,
     bias: torch.Tensor | None,
-    divisor: torch.Tensor | None,
+    divisor: torch.Tensor | float,
 ) -> torch.Tensor:
     """What the sums in the fixed order are rounded to, of which `total` [..., T, N] is off by at most `bound`."""
     shifted = total - bound
@@ -113,7 +114,7 @@ def _rounded(
             in_order = sum_in_order(x[*outer, row] * weight[*outer, channel]).squeeze(-1)
             sums = torch.where(finite, in_order, sums)
         own_bias = None if bias is None else bias[channel]
-        own_divisor = None if divisor is None else divisor[*outer, row, 0]
+        own_divisor = divisor if isinstance(divisor, float) else divisor[*outer, row, 0]
         high[*outer, row, channel] = _finished(sums, own_bias, own_divisor).to(dtype)
     return high
 
@@ -148,10 +149,15 @@ def mean_square(values: torch.Tensor) -> torch.Tensor:
 
 
 def exponential(x: torch.Tensor) -> torch.Tensor:
-    """e**x in fp64, with a relative error below 2**-36; of what is below -700 or above 700 that of the limit."""
+    """e**x in fp64, as `power_of_two` has it."""
+    return power_of_two(x.double() * LOG2_E)
+
+
+def power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """2**x in fp64, with a relative error below 2**-36; of what is below -1000 or above 1000 that of the limit."""
     result = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     for values, into in zip(x.reshape(-1).split(EXP_ELEMENTS), result.view(-1).split(EXP_ELEMENTS), strict=True):
-        exponent = values.double().clamp(-700.0, 700.0).mul_(LOG2_E)
+        exponent = values.double().clamp(-1000.0, 1000.0)
         nearest = exponent + (1.5 * 2.0**52 + 1023)  # its last bits are the integer next to `exponent`, plus 1023
         power = (nearest.view(torch.int64) << 52).view(torch.float64)
         rest = exponent.sub_(nearest.sub_(1.5 * 2.0**52 + 1023))  # from -0.5 to 0.5

@@ -8,7 +8,8 @@ from sidestream.compiler.build import build_program
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.run.emit import BoundProgram
 from support.fx_graphs import GraphBuilder, static_inputs
-from support.processor import OtherKernels, processor_name
+from support.other_kernels import OtherKernels
+from support.processor import processor_name
 
 aten = torch.ops.aten
 K, N = 512, 640
